@@ -1,0 +1,1 @@
+"""The wire between kvoffd and its clients. Imports msgspec only."""

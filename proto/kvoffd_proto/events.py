@@ -1,0 +1,80 @@
+"""KV cache events in the format of vLLM's own publisher.
+
+Each message on ``events.sock`` has three frames: topic, 8-byte big-endian sequence number, payload.
+KV events have topics that begin with ``kv@``; their payload is a msgpack ``EventBatch``, an array whose
+events are maps, as in vLLM's ``vllm/distributed/kv_events.py`` (0.32). Sequence numbers count all KV event
+messages of the daemon, whatever their namespace.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+KV_TOPIC_PREFIX = b"kv@"
+SESSION_TOPIC_PREFIX = b"session@"
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+MEDIUM_CPU = "CPU"
+
+
+def kv_topic(fingerprint: bytes) -> bytes:
+    """Topic of a namespace's KV events: ``kv@`` and the fingerprint in hex."""
+    return KV_TOPIC_PREFIX + fingerprint.hex().encode()
+
+
+def session_topic(epoch: int, session_id: int) -> bytes:
+    """Topic of a session's completions. Ends in a separator, so that no topic is another's prefix."""
+    return SESSION_TOPIC_PREFIX + f"{epoch}/{session_id}/".encode()
+
+
+class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
+    """Blocks of one group became readable."""
+
+    block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks, oldest first.")]
+    parent_block_hash: Annotated[bytes | None, Meta(description="Always nil: the daemon knows no chains.")]
+    token_ids: Annotated[list[int], Meta(description="Always empty: the daemon sees no tokens.")]
+    block_size: Annotated[int, Meta(ge=0, description="Tokens of one block of the group.")]
+    lora_id: Annotated[int | None, Meta(description="Always nil: it is part of the hash.")]
+    medium: Annotated[str | None, Meta(description="The tier: CPU.")]
+    lora_name: Annotated[str | None, Meta(description="Always nil: it is part of the hash.")]
+    group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
+
+
+class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
+    """Blocks of one group are not readable any more."""
+
+    block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks.")]
+    medium: Annotated[str | None, Meta(description="The tier: CPU.")]
+    group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
+
+
+class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, tag=True):
+    """No block of the topic's namespace is readable any more."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(Struct, frozen=True, array_like=True):
+    """The payload of one KV event message."""
+
+    ts: Annotated[float, Meta(description="Unix time in seconds.")]
+    events: Annotated[list[KvEvent], Meta(description="In the order in which they happened.")]
+    data_parallel_rank: Annotated[int | None, Meta(description="Always nil: the pool is the node's.")] = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EventBatch)
+
+
+def encode_event_batch(batch: EventBatch) -> bytes:
+    """Return the payload frame."""
+    return _encoder.encode(batch)
+
+
+def decode_event_batch(payload: bytes) -> EventBatch:
+    """Decode a payload frame. Raises msgspec.MsgspecError."""
+    return _decoder.decode(payload)

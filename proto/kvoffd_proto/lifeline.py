@@ -1,0 +1,113 @@
+"""Frames of the lifeline, the unix stream that carries descriptors and, by its EOF, death.
+
+A frame is a little-endian ``uint32`` length and that many bytes of msgpack. A frame that brings a
+descriptor has it in the ancillary data (SCM_RIGHTS) of the message that holds its first byte.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import SegmentId
+
+LENGTH_BYTES = 4
+MAX_FRAME_BYTES = 4096
+
+
+class Greeting(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="greeting"):
+    """Daemon to client, first frame: the connection was accepted and this is its session."""
+
+    protocol_version: Annotated[int, Meta(ge=0, description="The daemon's protocol version.")]
+    epoch: Annotated[int, Meta(ge=0, le=2**63 - 1, description="This life of the daemon; a random number, new at each start.")]
+    session_id: Annotated[int, Meta(ge=1, lt=2**31, description="The session this lifeline belongs to.")]
+    token: Annotated[bytes, Meta(min_length=16, max_length=16, description="Secret that every request must carry.")]
+
+
+class Refused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
+    """Daemon to client: the connection is refused and will be closed."""
+
+    code: Annotated[ErrorCode, Meta(description="Why.")]
+    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+
+
+class Attach(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attach"):
+    """Client to daemon, with exactly one descriptor: keep it for a Register to come."""
+
+    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Name of the descriptor, new in the session.")]
+
+
+class Attached(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attached"):
+    """Daemon to client: the descriptor is held; Register may name it now."""
+
+    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="The name given in Attach.")]
+
+
+class AttachRefused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attach_refused"):
+    """Daemon to client: the descriptor was closed again; the session goes on."""
+
+    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="The name given in Attach.")]
+    code: Annotated[ErrorCode, Meta(description="Why.")]
+    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+
+
+FromDaemon = Greeting | Refused | Attached | AttachRefused
+FromClient = Attach
+
+_encoder = msgspec.msgpack.Encoder()
+_from_daemon = msgspec.msgpack.Decoder(FromDaemon)
+_from_client = msgspec.msgpack.Decoder(FromClient)
+
+
+class LifelineError(Exception):
+    """The stream holds something that is not a lifeline frame; the connection must be closed."""
+
+
+def encode_frame(message: FromDaemon | FromClient) -> bytes:
+    """Return ``message`` as one length-prefixed frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+class FrameBuffer:
+    """Collects stream bytes and yields whole frame bodies.
+
+    Raises:
+        LifelineError: a frame is empty or longer than ``MAX_FRAME_BYTES``.
+    """
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add ``data``; return the bodies that are complete now."""
+        self._pending += data
+        bodies: list[bytes] = []
+        while len(self._pending) >= LENGTH_BYTES:
+            size = int.from_bytes(self._pending[:LENGTH_BYTES], "little")
+            if not 0 < size <= MAX_FRAME_BYTES:
+                raise LifelineError(f"A lifeline frame claims {size} bytes; 1 to {MAX_FRAME_BYTES} are allowed.")
+            if len(self._pending) < LENGTH_BYTES + size:
+                break
+            bodies.append(bytes(self._pending[LENGTH_BYTES : LENGTH_BYTES + size]))
+            del self._pending[: LENGTH_BYTES + size]
+        return bodies
+
+
+def decode_from_daemon(body: bytes) -> FromDaemon:
+    """Decode a frame body sent by the daemon. Raises LifelineError."""
+    try:
+        return _from_daemon.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LifelineError(f"Not a lifeline frame of the daemon: {error}") from error
+
+
+def decode_from_client(body: bytes) -> FromClient:
+    """Decode a frame body sent by a client. Raises LifelineError."""
+    try:
+        return _from_client.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise LifelineError(f"Not a lifeline frame of a client: {error}") from error

@@ -1,0 +1,525 @@
+"""Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
+
+Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
+from a DEALER; its reply comes back with the same ``request_id``. Store and Load are not replied to when
+they are accepted: their answer is a completion. ``PROTOCOL.md`` is generated from this module.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import Handle, PageRef, TensorLayout
+
+FINGERPRINT_BYTES = 32
+TOKEN_BYTES = 16
+BLOCK_ID_BYTES = 4
+
+RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, echoed in the reply.")]
+Token = Annotated[
+    bytes,
+    Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES, description="The session's secret, from the lifeline's Greeting."),
+]
+Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1, description="The daemon's life that answers.")]
+SessionId = Annotated[int, Meta(ge=1, lt=2**31, description="The session.")]
+Fingerprint = Annotated[
+    bytes,
+    Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="The namespace's fingerprint, 32 bytes."),
+]
+LeaseId = Annotated[
+    int,
+    Meta(ge=2**32, le=2**63 - 1, description="``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice."),
+]
+JobId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Unique among the session's unfinished jobs.")]
+RegistrationId = Annotated[
+    bytes, Meta(min_length=16, max_length=16, description="Random id made by the worker for this registration.")
+]
+Rank = Annotated[int, Meta(ge=0, lt=4096, description="Rank of the worker in its engine, below ``world_size``.")]
+GroupIndex = Annotated[int, Meta(ge=0, lt=65536, description="KV cache group.")]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+ByteCount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Role(StrEnum):
+    """What a session may do."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    ADMIN = "admin"
+
+
+
+ABSENT = 0
+WRITING = 1
+READY = 2
+
+
+class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of parts of messages: encoded as arrays, unknown trailing fields refused."""
+
+
+class Message(Wire, tag=lambda name: name.lower()):
+    """Base of messages: arrays that begin with the lower-case name."""
+
+
+class Request(Message):
+    """Base of requests."""
+
+    request_id: RequestId
+    token: Token
+
+
+class Reply(Message):
+    """Base of replies."""
+
+    request_id: RequestId
+    epoch: Epoch
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+class Limits(Wire):
+    """Bounds of one session, told in Welcome. What is beyond them is refused."""
+
+    max_frame_bytes: Annotated[int, Meta(ge=1, description="Largest request frame in bytes.")]
+    max_keys_per_request: Annotated[int, Meta(ge=1, description="Keys in one Lookup, Store, Load or Invalidate.")]
+    max_jobs_in_flight: Annotated[int, Meta(ge=1, description="Unfinished jobs of the session.")]
+    max_leases: Annotated[int, Meta(ge=1, description="Live leases of the session.")]
+    max_registrations: Annotated[int, Meta(ge=1, description="Registrations of the session.")]
+    max_segments: Annotated[int, Meta(ge=1, description="Attached memory segments of the session.")]
+
+
+class GroupSpec(Wire):
+    """One KV cache group of a namespace."""
+
+    kind: Annotated[str, Meta(max_length=64, description="Attention kind as the engine names it, for display.")]
+    tokens_per_block: Annotated[int, Meta(ge=0, lt=2**31, description="Tokens that one key covers; 0 if unknown.")]
+    window_tokens: Annotated[int, Meta(ge=0, lt=2**31, description="Sliding window in tokens; 0 for none.")] = 0
+
+
+class GroupKeys(Wire):
+    """Keys of one group."""
+
+    group: GroupIndex
+    keys: Annotated[bytes, Meta(description="Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+
+
+class GroupTransfer(Wire):
+    """The part of a job that concerns one group.
+
+    Key ``i`` covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the start of
+    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside it.
+    """
+
+    group: GroupIndex
+    keys: Annotated[bytes, Meta(description="Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+    block_ids: Annotated[bytes, Meta(description="Engine block ids, little-endian int32, end to end.")]
+    first_block: Annotated[
+        int, Meta(ge=0, lt=65536, description="Engine blocks of key 0 that are left out at its start.")
+    ] = 0
+
+
+class JobResult(Wire):
+    """How one job ended."""
+
+    job_id: JobId
+    ok: Annotated[bool, Meta(description="Load: all bytes are in place. Store: every key was stored or was there already.")]
+    bytes: Annotated[ByteCount, Meta(description="Bytes that were copied.")]
+    seconds: Annotated[Seconds, Meta(description="From the daemon's acceptance of the job to its end, in seconds.")]
+    error: Annotated[ErrorCode | None, Meta(description="Why not ok.")] = None
+    failed: Annotated[list[GroupKeys], Meta(description="Keys that were not stored, or that the load lacked.")] = []
+
+
+# --- session -------------------------------------------------------------------------------------
+
+
+class Hello(Request):
+    """First message of a session, with the token from the lifeline."""
+
+    protocol_version: Annotated[int, Meta(ge=0, description="The client's protocol version.")]
+    role: Annotated[Role, Meta(description="What the session will do.")]
+    name: Annotated[str, Meta(max_length=128, description="Shown to operators, e.g. ``vllm:tiny-llama worker 0``.")]
+    software: Annotated[str, Meta(max_length=128, description="Client and engine versions, for display.")]
+
+
+class Welcome(Reply):
+    """Answer to Hello: the session is open."""
+
+    session_id: SessionId
+    daemon_version: Annotated[str, Meta(description="Release of the daemon.")]
+    capabilities: Annotated[list[str], Meta(description="Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
+    limits: Annotated[Limits, Meta(description="Bounds of this session.")]
+    credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding.")]
+    lease_ttl_ms: Annotated[int, Meta(ge=1, description="Life of a lease without renewal, in milliseconds.")]
+    heartbeat_interval_ms: Annotated[int, Meta(ge=1, description="How often the client should send Heartbeat, in milliseconds.")]
+    job_deadline_ms: Annotated[int, Meta(ge=1, description="A job that has not ended by then is failed, in milliseconds.")]
+
+
+class Heartbeat(Request):
+    """Acknowledges completions, renews leases, asks what the last completion was."""
+
+    acknowledged: Annotated[int, Meta(ge=0, le=2**63 - 1, description="All completions up to this sequence number have arrived.")]
+    renew: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases still wanted.")]
+
+
+class HeartbeatReply(Reply):
+    """Answer to Heartbeat."""
+
+    sequence: Annotated[int, Meta(ge=0, description="Sequence number of the session's last completions; 0 before the first.")]
+    credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding.")]
+    ended: Annotated[list[LeaseId], Meta(description="Leases among ``renew`` that are not alive.")]
+
+
+class Replay(Request):
+    """Asks for completions that PUB may have dropped."""
+
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Last sequence number that arrived; also acknowledges up to it.")]
+
+
+class Completions(Message):
+    """Jobs of one session that ended; published on the session's topic and kept until acknowledged."""
+
+    epoch: Epoch
+    session_id: SessionId
+    sequence: Annotated[int, Meta(ge=1, description="Counts from 1 in each session, without gaps.")]
+    credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding from now on.")]
+    results: Annotated[list[JobResult], Meta(description="In the order in which they ended.")]
+
+
+class ReplayReply(Reply):
+    """Answer to Replay."""
+
+    batches: Annotated[list[Completions], Meta(description="Unacknowledged completions, oldest first.")]
+    unfinished: Annotated[list[JobId], Meta(description="Accepted jobs that have not ended. Any other job is unknown to the daemon.")]
+
+
+class Done(Reply):
+    """Answer of requests that have nothing to tell but a count."""
+
+    count: Annotated[Count, Meta(description="What the request did this many times.")] = 0
+
+
+class Error(Reply):
+    """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
+
+    code: Annotated[ErrorCode, Meta(description="Why.")]
+    message: Annotated[str, Meta(description="A sentence that says what to do.")]
+
+
+# --- namespaces and memory -----------------------------------------------------------------------
+
+
+class OpenNamespace(Request):
+    """Opens a namespace, or joins it when its geometry is the same."""
+
+    namespace: Fingerprint
+    label: Annotated[str, Meta(max_length=256, description="Name for operators, such as the model's.")]
+    world_size: Annotated[int, Meta(ge=1, le=4096, description="Shards that make a block.")]
+    key_bytes: Annotated[int, Meta(ge=8, le=64, description="Length of a block hash in bytes.")]
+    groups: Annotated[list[GroupSpec], Meta(min_length=1, max_length=1024, description="KV cache groups, by index.")]
+    description: Annotated[str, Meta(max_length=65536, description="What the fingerprint was made of, as JSON, for display.")]
+
+
+class NamespaceOpened(Reply):
+    """Answer to OpenNamespace."""
+
+    created: Annotated[bool, Meta(description="False when it was open already.")]
+
+
+class Register(Request):
+    """Makes a worker's KV tensors known. The segments' descriptors have come over the lifeline before."""
+
+    namespace: Fingerprint
+    registration_id: RegistrationId
+    rank: Rank
+    blocks_per_key: Annotated[int, Meta(ge=1, lt=65536, description="Engine blocks that one key covers.")]
+    segments: Annotated[list[Handle], Meta(min_length=1, max_length=65536, description="Memory that holds the tensors.")]
+    tensors: Annotated[list[TensorLayout], Meta(min_length=1, max_length=65536, description="KV tensors.")]
+    groups: Annotated[list[list[PageRef]], Meta(min_length=1, max_length=1024, description="Per group, its layers' pages in slot order.")]
+
+
+class Registered(Reply):
+    """Answer to Register."""
+
+    registration_id: RegistrationId
+    shard_bytes: Annotated[list[ByteCount], Meta(description="Per group, bytes of this rank's shard of a block.")]
+
+
+class Unregister(Request):
+    """Gives a registration up. After the reply the daemon touches its memory no more."""
+
+    registration_id: RegistrationId
+
+
+# --- scheduler -----------------------------------------------------------------------------------
+
+
+class Lookup(Request):
+    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing."""
+
+    namespace: Fingerprint
+    lease_id: LeaseId
+    groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys, root of the prefix first.")]
+
+
+class LookupReply(Reply):
+    """Answer to Lookup."""
+
+    lease_id: LeaseId
+    states: Annotated[list[bytes], Meta(description="Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready.")]
+    pinned: Annotated[Count, Meta(description="Blocks pinned; where it is 0 there is no lease.")]
+    ttl_ms: Annotated[int, Meta(ge=0, description="Life of the lease without renewal, in milliseconds.")]
+
+
+class Release(Request):
+    """Ends leases before their time. Leases that are gone already are no error."""
+
+    lease_ids: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases of this session.")]
+
+
+class Invalidate(Request):
+    """Drops blocks that proved unusable. Blocks under another session's lease leave the index at once, their bytes later."""
+
+    namespace: Fingerprint
+    groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys to forget.")]
+
+
+class Reset(Request):
+    """Drops every block of a namespace, as after a change of the model's weights."""
+
+    namespace: Fingerprint
+
+
+# --- worker --------------------------------------------------------------------------------------
+
+
+class Store(Request):
+    """Copies engine blocks into the pool. Answered by a completion, or by Error if it is refused whole."""
+
+    registration_id: RegistrationId
+    job_id: JobId
+    groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
+
+
+class Load(Request):
+    """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole."""
+
+    registration_id: RegistrationId
+    job_id: JobId
+    lease_id: LeaseId
+    groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
+
+
+class Cancel(Request):
+    """Fails stores and loads that have not started; they get completions as all jobs do."""
+
+    job_ids: Annotated[list[JobId], Meta(max_length=65536, description="Jobs of this session.")]
+
+
+class CancelReply(Reply):
+    """Answer to Cancel."""
+
+    cancelled: Annotated[list[JobId], Meta(description="Jobs that will not run.")]
+    running: Annotated[list[JobId], Meta(description="Jobs whose bytes are moving; wait for their completions.")]
+
+
+# --- administration ------------------------------------------------------------------------------
+
+
+class Stats(Request):
+    """Asks for all counters."""
+
+
+class NamespaceStats(Wire):
+    """Counters of one namespace since the daemon's start."""
+
+    namespace: Fingerprint
+    label: Annotated[str, Meta(description="Name for operators.")]
+    ready_blocks: Annotated[Count, Meta(description="Blocks that can be read.")]
+    ready_bytes: Annotated[ByteCount, Meta(description="Pool bytes of those blocks.")]
+    writing_blocks: Annotated[Count, Meta(description="Blocks that lack a shard.")]
+    lookups: Annotated[Count, Meta(description="Lookup messages.")]
+    keys_asked: Annotated[Count, Meta(description="Keys in them.")]
+    keys_ready: Annotated[Count, Meta(description="Keys that were ready.")]
+    prefix_keys_ready: Annotated[Count, Meta(description="Keys in the unbroken run of ready keys at each group's start.")]
+    stored_blocks: Annotated[Count, Meta(description="Blocks that became ready.")]
+    stored_bytes: Annotated[ByteCount, Meta(description="Bytes copied from engines.")]
+    loaded_bytes: Annotated[ByteCount, Meta(description="Bytes copied to engines.")]
+    evicted_blocks: Annotated[Count, Meta(description="Blocks evicted to make room.")]
+    invalidated_blocks: Annotated[Count, Meta(description="Blocks dropped by Invalidate, Reset, Clear or a timeout.")]
+    dropped_keys: Annotated[Count, Meta(description="Keys of stores that found no room.")]
+
+
+class DirectionStats(Wire):
+    """Counters of one direction of copying."""
+
+    jobs: Annotated[Count, Meta(description="Jobs that ended.")]
+    failed_jobs: Annotated[Count, Meta(description="Of these, jobs that failed or were cancelled.")]
+    bytes: Annotated[ByteCount, Meta(description="Bytes copied.")]
+    busy_seconds: Annotated[Seconds, Meta(description="Time that copy threads spent copying, in seconds.")]
+    queued_jobs: Annotated[Count, Meta(description="Jobs that wait now.")]
+    running_jobs: Annotated[Count, Meta(description="Jobs that run now.")]
+    bytes_per_second: Annotated[float, Meta(ge=0, description="Bytes copied per second over the last ten seconds.")]
+
+
+class PoolStats(Wire):
+    """State of the pool, in bytes. free + writing + ready + leaving = pool."""
+
+    pool_bytes: Annotated[ByteCount, Meta(description="Size of the pool.")]
+    usable_bytes: Annotated[ByteCount, Meta(description="Bytes that are touched and ready for use.")]
+    table_bytes: Annotated[ByteCount, Meta(description="Size of the slot table.")]
+    free_bytes: Annotated[ByteCount, Meta(description="Bytes in no slot, or in a free one.")]
+    writing_bytes: Annotated[ByteCount, Meta(description="Bytes in slots of blocks that are being written.")]
+    ready_bytes: Annotated[ByteCount, Meta(description="Bytes in slots of readable blocks.")]
+    leaving_bytes: Annotated[ByteCount, Meta(description="Bytes of dropped blocks that a lease or a copy still holds.")]
+    pinned_bytes: Annotated[ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease or a copy.")]
+
+
+class LatencyStats(Wire):
+    """Distribution of a duration, in seconds, over the last minutes."""
+
+    count: Annotated[Count, Meta(description="Observations since the daemon's start.")]
+    p50: Annotated[Seconds, Meta(description="Median of the recent ones.")]
+    p99: Annotated[Seconds, Meta(description="99th percentile of the recent ones.")]
+    maximum: Annotated[Seconds, Meta(description="Largest of the recent ones.")]
+
+
+class StatsReply(Reply):
+    """Answer to Stats."""
+
+    daemon_version: Annotated[str, Meta(description="Release of the daemon.")]
+    pid: Annotated[int, Meta(ge=0, description="Process id, in the daemon's own pid namespace.")]
+    uptime_seconds: Annotated[Seconds, Meta(description="Since the daemon's start, in seconds.")]
+    policy: Annotated[str, Meta(description="Eviction policy.")]
+    pool: Annotated[PoolStats, Meta(description="The pool.")]
+    store: Annotated[DirectionStats, Meta(description="Engine to pool.")]
+    load: Annotated[DirectionStats, Meta(description="Pool to engine.")]
+    lookup_latency: Annotated[LatencyStats, Meta(description="Time spent on a Lookup inside the daemon.")]
+    leases: Annotated[Count, Meta(description="Live leases.")]
+    pinned_blocks: Annotated[Count, Meta(description="Blocks under a lease or a copy.")]
+    sessions: Annotated[Count, Meta(description="Open sessions.")]
+    lookups_per_second: Annotated[float, Meta(ge=0, description="Lookups over the last ten seconds.")]
+    requests: Annotated[Count, Meta(description="Requests answered, errors included.")]
+    errors: Annotated[dict[str, Count], Meta(description="Error replies by code name, and refusals at the lifeline.")]
+    events_published: Annotated[Count, Meta(description="KV event messages published.")]
+    cpu_seconds: Annotated[Seconds, Meta(description="CPU time of the daemon, in seconds.")]
+    resident_bytes: Annotated[ByteCount, Meta(description="Resident memory without the pool and its table.")]
+    namespaces: Annotated[list[NamespaceStats], Meta(description="Open namespaces.")]
+
+
+class Health(Request):
+    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
+
+
+class HealthReply(Reply):
+    """Answer to Health."""
+
+    healthy: Annotated[bool, Meta(description="False when something in ``problems`` needs an operator.")]
+    ready: Annotated[bool, Meta(description="True when the daemon takes sessions and jobs.")]
+    problems: Annotated[list[str], Meta(description="A sentence each.")]
+
+
+class Sessions(Request):
+    """Asks for the open sessions."""
+
+
+class SessionInfo(Wire):
+    """One open session."""
+
+    session_id: SessionId
+    role: Annotated[str, Meta(description="Role, or ``new`` before Hello.")]
+    name: Annotated[str, Meta(description="Name given in Hello.")]
+    software: Annotated[str, Meta(description="Versions given in Hello.")]
+    pid: Annotated[int, Meta(ge=0, description="Peer's pid as the kernel tells the daemon; 0 from another pid namespace.")]
+    uid: Annotated[int, Meta(ge=0, description="Peer's uid.")]
+    age_seconds: Annotated[Seconds, Meta(description="Since the lifeline was opened, in seconds.")]
+    idle_seconds: Annotated[Seconds, Meta(description="Since the last request, in seconds.")]
+    leases: Annotated[Count, Meta(description="Live leases.")]
+    jobs: Annotated[Count, Meta(description="Unfinished jobs.")]
+    registrations: Annotated[Count, Meta(description="Registrations.")]
+    registered_bytes: Annotated[ByteCount, Meta(description="Bytes of memory that the daemon has mapped for it.")]
+    unacknowledged: Annotated[Count, Meta(description="Completions kept for it.")]
+
+
+class SessionsReply(Reply):
+    """Answer to Sessions."""
+
+    sessions: Annotated[list[SessionInfo], Meta(description="Oldest first.")]
+
+
+class Namespaces(Request):
+    """Asks for the open namespaces."""
+
+
+class NamespaceInfo(Wire):
+    """One open namespace."""
+
+    namespace: Fingerprint
+    label: Annotated[str, Meta(description="Name for operators.")]
+    world_size: Annotated[int, Meta(ge=1, description="Shards that make a block.")]
+    key_bytes: Annotated[int, Meta(ge=1, description="Length of a block hash in bytes.")]
+    groups: Annotated[list[GroupSpec], Meta(description="KV cache groups.")]
+    shard_bytes: Annotated[list[list[ByteCount]], Meta(description="Per group and rank, bytes of a shard; 0 where no worker registered.")]
+    ready_blocks: Annotated[Count, Meta(description="Blocks that can be read.")]
+    ready_bytes: Annotated[ByteCount, Meta(description="Pool bytes of those blocks.")]
+    writing_blocks: Annotated[Count, Meta(description="Blocks that lack a shard.")]
+    sessions: Annotated[Count, Meta(description="Sessions that opened it.")]
+    description: Annotated[str, Meta(description="What the fingerprint was made of, as JSON.")]
+
+
+class NamespacesReply(Reply):
+    """Answer to Namespaces."""
+
+    namespaces: Annotated[list[NamespaceInfo], Meta(description="In the order in which they were opened.")]
+
+
+class Clear(Request):
+    """Drops every block of one namespace, or of all. Admin only."""
+
+    namespace: Annotated[
+        bytes | None, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="Fingerprint; nil for all.")
+    ] = None
+
+
+AnyRequest = (
+    Hello
+    | Heartbeat
+    | Replay
+    | OpenNamespace
+    | Register
+    | Unregister
+    | Lookup
+    | Release
+    | Invalidate
+    | Reset
+    | Store
+    | Load
+    | Cancel
+    | Stats
+    | Health
+    | Sessions
+    | Namespaces
+    | Clear
+)
+
+AnyReply = (
+    Welcome
+    | HeartbeatReply
+    | ReplayReply
+    | Done
+    | Error
+    | NamespaceOpened
+    | Registered
+    | LookupReply
+    | CancelReply
+    | StatsReply
+    | HealthReply
+    | SessionsReply
+    | NamespacesReply
+)

@@ -1,0 +1,53 @@
+"""Where the daemon's three sockets are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSTEM_DIRECTORY = Path("/run/kvoffd")
+MAX_SOCKET_PATH_BYTES = 107
+"""sun_path holds 108 bytes with its terminating zero (unix(7))."""
+
+
+@dataclass(frozen=True)
+class SocketPaths:
+    """The socket files of one daemon."""
+
+    directory: Path
+
+    @property
+    def jobs(self) -> Path:
+        """ZeroMQ ROUTER: requests and replies."""
+        return self.directory / "jobs.sock"
+
+    @property
+    def events(self) -> Path:
+        """ZeroMQ PUB: completions and KV events."""
+        return self.directory / "events.sock"
+
+    @property
+    def lifeline(self) -> Path:
+        """Unix stream: descriptors, credentials, death."""
+        return self.directory / "lifeline.sock"
+
+    def problem(self) -> str | None:
+        """A sentence when the paths are too long for a unix socket, else None."""
+        longest = max((self.jobs, self.events, self.lifeline), key=lambda path: len(os.fsencode(path)))
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
+            return (
+                f"The socket path {longest} is longer than {MAX_SOCKET_PATH_BYTES} bytes; "
+                "choose a shorter --directory."
+            )
+        return None
+
+
+def default_directory() -> Path:
+    """``$KVOFFD_DIRECTORY``, else /run/kvoffd for root and where it exists, else the user's runtime directory."""
+    if named := os.environ.get("KVOFFD_DIRECTORY"):
+        return Path(named)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    if os.geteuid() == 0 or SYSTEM_DIRECTORY.is_dir() or not runtime:
+        return SYSTEM_DIRECTORY
+    return Path(runtime) / "kvoffd"
