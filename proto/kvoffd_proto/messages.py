@@ -482,9 +482,7 @@ class NamespacesReply(Reply):
 class Clear(Request):
     """Drops every block of one namespace, or of all. Admin only."""
 
-    namespace: Annotated[
-        bytes | None, Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="Fingerprint; nil for all.")
-    ] = None
+    namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None
 
 
 AnyRequest = (
