@@ -1,0 +1,75 @@
+"""What can go wrong in the daemon: one exception with a code of the wire and a sentence."""
+
+from __future__ import annotations
+
+from kvoffd_proto.errors import ErrorCode
+
+
+class KvoffdError(Exception):
+    """A refusal. ``code`` travels to the client, the message says what to do."""
+
+    code: ErrorCode = ErrorCode.INTERNAL
+
+    def __init__(self, message: str, code: ErrorCode | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+
+
+class BadGeometry(KvoffdError):
+    """Tensors, groups or shards that do not fit each other, the namespace or the pool."""
+
+    code = ErrorCode.BAD_GEOMETRY
+
+
+class ShardTooLarge(BadGeometry):
+    """A shard is larger than the pool can hold in one piece."""
+
+
+class OutOfBounds(KvoffdError):
+    """A tensor reaches outside its segment."""
+
+    code = ErrorCode.OUT_OF_BOUNDS
+
+
+class BadBlockIds(KvoffdError):
+    """Block ids outside the tensors, or too many or too few for the keys."""
+
+    code = ErrorCode.BAD_BLOCK_IDS
+
+
+class BadKeys(KvoffdError):
+    """Keys of a wrong length, or one key twice."""
+
+    code = ErrorCode.BAD_KEYS
+
+
+class UnsafeSegment(KvoffdError):
+    """Memory the daemon must not map: it could shrink under it."""
+
+    code = ErrorCode.UNSAFE_SEGMENT
+
+
+class PoolTooLarge(KvoffdError):
+    """More memory was asked for than the machine or the cgroup can give."""
+
+    code = ErrorCode.NO_ROOM
+
+
+class UnknownNamespace(KvoffdError):
+    """No namespace with this fingerprint is open."""
+
+    code = ErrorCode.UNKNOWN_NAMESPACE
+
+
+class NamespaceMismatch(KvoffdError):
+    """The namespace is open with another geometry."""
+
+    code = ErrorCode.NAMESPACE_MISMATCH
+
+
+class UnknownLease(KvoffdError):
+    """The lease is unknown, has ended or belongs elsewhere."""
+
+    code = ErrorCode.UNKNOWN_LEASE
