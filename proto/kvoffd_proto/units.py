@@ -1,0 +1,184 @@
+"""Sizes, durations, rates and counts as people write and read them.
+
+It lives in the proto package because both command lines need it and neither may import the other's package.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+MAX_SIZE_BYTES = 2**63 - 1
+MAX_DURATION_S = 365 * 86400.0
+
+_SIZE_UNITS: dict[str, int] = {
+    "b": 1,
+    **{f"{letter}b": 1000 ** (power + 1) for power, letter in enumerate("kmgt")},
+    **{f"{letter}ib": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
+    # Kubernetes writes 20Gi. A bare "20G" stays refused: half of the tools mean 1000s by it, half 1024s.
+    **{f"{letter}i": 1024 ** (power + 1) for power, letter in enumerate("kmgt")},
+}
+_DURATION_UNITS: dict[str, Fraction] = {
+    "us": Fraction(1, 1_000_000),
+    "µs": Fraction(1, 1_000_000),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+_SIZE_ADVICE = "write whole bytes or a number with a unit, such as 512MiB, 20GiB or 20GB"
+_DURATION_ADVICE = "write seconds or a number with a unit, such as 500ms, 30s or 2m"
+# Digits are bounded: Python refuses to convert thousands of them, and no sane value has thirty.
+_QUANTITY = re.compile(r"\s*([+-]?)([0-9]{1,24}(?:\.[0-9]{1,24})?)\s*([A-Za-zµ]*)\s*")
+
+
+class UnitError(ValueError):
+    """The text is no size or duration. The message is a sentence without its capital and its full stop."""
+
+
+def parse_size(value: str | int) -> int:
+    """Return the bytes that ``value`` means: ``"20GiB"``, ``"1.5 GiB"``, ``"20GB"``, ``"4096"`` or 4096.
+
+    Raises:
+        UnitError: not a size, negative, or larger than 2**63 - 1 bytes.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        raise UnitError(f"{quoted(value)} is not a size; {_SIZE_ADVICE}")
+    if isinstance(value, str):
+        number, unit = _split(value, "size", _SIZE_ADVICE)
+        if unit.lower() not in _SIZE_UNITS and unit:
+            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {_SIZE_ADVICE}")
+        size_bytes = math.floor(number * _SIZE_UNITS[unit.lower() or "b"])
+    else:
+        size_bytes = value
+    if size_bytes < 0:
+        raise UnitError(f"{quoted(value)} is negative; {_SIZE_ADVICE}")
+    if size_bytes > MAX_SIZE_BYTES:
+        raise UnitError(f"{quoted(value)} is more than the largest possible size of 2**63 - 1 bytes")
+    return size_bytes
+
+
+def parse_duration(value: str | int | float) -> float:
+    """Return the seconds that ``value`` means: ``"500ms"``, ``"30s"``, ``"2m"``, ``"1.5h"``, ``"30"`` or 30.
+
+    Raises:
+        UnitError: not a duration, negative, not finite, or longer than a year.
+    """
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise UnitError(f"{quoted(value)} is not a duration; {_DURATION_ADVICE}")
+    if isinstance(value, str):
+        number, unit = _split(value, "duration", _DURATION_ADVICE)
+        if unit.lower() not in _DURATION_UNITS and unit:
+            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {_DURATION_ADVICE}")
+        seconds: Fraction | float | int = number * _DURATION_UNITS[unit.lower() or "s"]
+    else:
+        seconds = value
+    if isinstance(seconds, float) and not math.isfinite(seconds):
+        raise UnitError(f"{quoted(value)} is not a duration; {_DURATION_ADVICE}")
+    if seconds < 0:
+        raise UnitError(f"{quoted(value)} is negative; {_DURATION_ADVICE}")
+    if seconds > MAX_DURATION_S:
+        raise UnitError(f"{quoted(value)} is longer than the longest allowed duration of a year")
+    return float(seconds)
+
+
+def _split(text: str, what: str, advice: str) -> tuple[Fraction, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise UnitError(f"{quoted(text)} is not a {what}; {advice}")
+    sign, digits, unit = match.groups()
+    number = Fraction(digits)
+    return (-number if sign == "-" else number), unit
+
+
+def quoted(value: object) -> str:
+    """``value`` as it may stand in a sentence: its repr, cut after 80 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int too long for Python to print
+        text = "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:76]}..."
+
+
+def exact_size(size_bytes: int) -> str:
+    """``size_bytes`` in the largest unit that divides it, as ``parse_size`` reads it: ``20GiB``, ``4097``."""
+    for unit, factor in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
+
+
+def exact_duration(seconds: float) -> str:
+    """``seconds`` as ``parse_duration`` reads it: ``30s``, ``500ms``, ``2m``."""
+    microseconds = round(seconds * 1_000_000)
+    for unit, factor in (("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1000)):
+        if microseconds and microseconds % factor == 0:
+            return f"{microseconds // factor}{unit}"
+    return f"{microseconds}us" if microseconds else "0s"
+
+
+def format_size(size_bytes: float) -> str:
+    """Three significant digits and a binary unit: ``20.0 GiB``, ``512 MiB``, ``17 B``."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        # 1023.95 would print as 1024: it belongs to the next unit.
+        if abs(value) < 1023.5 or unit == "TiB":
+            return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable: TiB takes everything")
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Three significant digits and a decimal unit: ``12.3 GB/s``. Links and memories are rated in decimal units."""
+    value = float(bytes_per_second)
+    for unit in ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"):
+        if abs(value) < 999.5 or unit == "TB/s":
+            return f"{value:.0f} B/s" if unit == "B/s" else f"{_three_digits(value)} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable: TB/s takes everything")
+
+
+def format_count(count: int) -> str:
+    """Grouped digits below ten millions, then three significant digits: ``12,345``, ``12.3 M``."""
+    if abs(count) < 10_000_000:
+        return f"{count:,}"
+    value = count / 1e6
+    for unit in ("M", "G"):
+        if abs(value) < 999.5:
+            return f"{_three_digits(value)} {unit}"
+        value /= 1000
+    return f"{_three_digits(value)} T"
+
+
+def format_duration(seconds: float) -> str:
+    """For people: ``850 µs``, ``12.3 ms``, ``4.50 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
+    if seconds < 0:
+        return f"-{format_duration(-seconds)}"
+    if seconds == 0:
+        return "0 s"
+    if seconds < 0.0009995:
+        return f"{_three_digits(seconds * 1e6)} µs"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    whole = round(seconds)
+    for large, small, large_unit, small_unit in (
+        (86400, 3600, "d", "h"),
+        (3600, 60, "h", "min"),
+        (60, 1, "min", "s"),
+    ):
+        if whole >= large:
+            rest = whole % large // small
+            return f"{whole // large} {large_unit} {rest} {small_unit}" if rest else f"{whole // large} {large_unit}"
+    return f"{whole} s"
+
+
+def _three_digits(value: float) -> str:
+    for limit, places in ((9.995, 2), (99.95, 1)):
+        if abs(value) < limit:
+            return f"{value:.{places}f}"
+    return f"{value:.0f}"
