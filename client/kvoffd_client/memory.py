@@ -1,0 +1,66 @@
+"""Memory a client shares with the daemon: a memfd sealed against resizing."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import numpy as np
+import numpy.typing as npt
+
+
+class SharedMemory:
+    """A sealed memfd and this process's mapping of it, zero-filled at first.
+
+    Args:
+        size_bytes: size, at least 1.
+        name: shown in /proc/<pid>/fd.
+
+    Attributes:
+        fd: the descriptor, close-on-exec; owned by this object.
+        size_bytes: size of file and mapping.
+        view: uint8 array [size_bytes] over the mapping.
+
+    Raises:
+        ValueError: size_bytes is not positive.
+        OSError: the kernel refuses the memory.
+    """
+
+    def __init__(self, size_bytes: int, name: str = "kvoffd-client") -> None:
+        if size_bytes < 1:
+            raise ValueError(f"Shared memory needs at least one byte; {size_bytes} were asked for.")
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, size_bytes)
+            # The daemon maps it too: a shrunk file would kill it with SIGBUS, so it takes sealed ones only.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            self._map = mmap.mmap(self.fd, size_bytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Close the descriptor and drop the mapping (which goes with the last array made from ``view``). Repeatable."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.view = np.empty(0, dtype=np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # the caller still holds arrays over it; the mapping goes with them
+
+    def __enter__(self) -> SharedMemory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,44 @@
+"""Every timeout and bound of a client, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """Timeouts (seconds) and bounds of one client. All must be positive.
+
+    Raises:
+        ValueError: a value is not positive; the message names it.
+    """
+
+    connect_timeout_s: float = 10.0
+    """How long calls that wait for a daemon at the start (FakeEngine) do so."""
+    handshake_timeout_s: float = 5.0
+    """From opening the lifeline to being ready; then the attempt is given up and a new one made."""
+    request_timeout_s: float = 2.0
+    """A request without reply by then has failed; for a lookup that is a miss."""
+    backoff_min_s: float = 0.05
+    """Pause after the first failed attempt to connect; doubles with each further one."""
+    backoff_max_s: float = 2.0
+    """Longest pause between attempts; also the pause after a refusal."""
+    job_patience_s: float = 1.0
+    """A job older than this makes the client ask whether its completion was lost, and again at this interval."""
+    unresponsive_after_s: float = 5.0
+    """Without any reply for this long (while one is due) the client counts as not connected until one comes."""
+    close_timeout_s: float = 0.8
+    """How long close() waits for the I/O thread."""
+    max_pending_requests: int = 1024
+    """Requests without reply; beyond it they fail at once."""
+    send_queue_frames: int = 256
+    """High water mark of the jobs socket and of the queue before it; beyond it requests fail at once."""
+    receive_queue_messages: int = 10_000
+    """High water mark of the events socket; what is dropped beyond it is replayed."""
+    max_buffered_events: int = 100_000
+    """KV events kept until take_events(); beyond it the oldest are dropped and counted."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")

@@ -1,0 +1,60 @@
+"""The future answer to one lookup."""
+
+from __future__ import annotations
+
+import threading
+
+from kvoffd_proto.messages import READY
+
+_READY_BYTE = bytes([READY])
+
+
+class LookupTicket:
+    """The answer to one lookup, now or later. Reading it never blocks; wait() does.
+
+    Attributes:
+        lease_id: name of the lease for Load and release; 0 when the lookup never left this process.
+        done: the answer is here, or will never come.
+        failed: done without an answer (not connected, refused, too late): treat every key as absent.
+        states: per group of the request one byte a key: 0 absent, 1 writing, 2 ready; empty until done or when failed.
+        pinned: blocks pinned under the lease; 0 means that there is no lease.
+        answered_at: time.monotonic() of the answer, 0.0 before.
+        alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
+    """
+
+    __slots__ = ("_waiters", "alive", "answered_at", "done", "failed", "lease_id", "pinned", "states")
+
+    def __init__(self, lease_id: int) -> None:
+        self.lease_id = lease_id
+        self.done = False
+        self.failed = False
+        self.states: list[bytes] = []
+        self.pinned = 0
+        self.answered_at = 0.0
+        self.alive = False
+        self._waiters: list[threading.Lock] = []
+
+    def leading_ready(self, index: int = 0) -> int:
+        """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""
+        if index >= len(self.states):
+            return 0
+        states = self.states[index]
+        return len(states) - len(states.lstrip(_READY_BYTE))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until done. Returns False when it is not after ``timeout_s`` seconds."""
+        if self.done:
+            return True
+        # A bare lock, handed over by its release, wakes faster than a Condition (no second lock to take).
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiters.append(gate)
+        if not self.done:  # else: answered in between, maybe before the gate was seen
+            gate.acquire(timeout=timeout_s)
+        return self.done
+
+    def _settle(self) -> None:
+        """Mark done and wake who waits. Called once, with everything else set."""
+        self.done = True
+        for gate in self._waiters:
+            gate.release()
