@@ -1,0 +1,105 @@
+"""Reads the command line and runs the command.
+
+argparse and not typer: the options are made from the table of settings, and typer makes options from signatures.
+Nothing heavy is imported before the arguments are parsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from kvoffd import __version__
+from kvoffd.cli.show import config_as_json, config_as_toml
+from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, load_config
+
+EXIT_REFUSED = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_REFUSED, f"kvoffd: {message}; {self.prog} --help shows what can be given.\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status.
+
+    0 is success, 2 a refusal with one sentence on stderr; ``serve`` returns what the daemon returns.
+    """
+    parser = make_parser()
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
+    try:
+        flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
+        loaded = load_config(flags, os.environ, given.config)
+    except ConfigError as error:
+        print(f"kvoffd: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    return serve(loaded.config) if given.command == "serve" else show(loaded, as_json=given.json)
+
+
+def serve(config: Config) -> int:
+    """Run the daemon until it is told to stop; return its exit status."""
+    from kvoffd.errors import KvoffdError
+    from kvoffd.observe.logging import configure_logging
+    from kvoffd.server.daemon import run
+
+    configure_logging(config.log_level, config.log_format)
+    try:
+        return run(config)
+    except KvoffdError as error:
+        print(f"kvoffd: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def show(loaded: LoadedConfig, *, as_json: bool) -> int:
+    """Print what is in force and where it came from."""
+    try:
+        print(config_as_json(loaded) if as_json else config_as_toml(loaded), end="", flush=True)
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of ``kvoffd``. Values stay text here: ``load_config`` judges them, whatever their source."""
+    parser = _Parser(
+        prog="kvoffd",
+        description="Keeps the KV cache blocks of this node's LLM engines in host memory.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"kvoffd {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    serving = commands.add_parser("serve", help="run the daemon", allow_abbrev=False, description="Runs the daemon.")
+    showing = commands.add_parser(
+        "config",
+        help="print the configuration in force and where each value came from",
+        allow_abbrev=False,
+        description="Prints the configuration that serve would use with the same flags, as TOML that --config reads.",
+    )
+    showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
+    for command in (serving, showing):
+        command.epilog = "A flag goes over its KVOFFD_ variable, the variable over the key in the file."
+        _add_settings(command)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    for setting in SETTINGS:
+        shown = setting.kind.show(getattr(_DEFAULTS, setting.field_name))
+        text = f"{setting.description} [{setting.variable}, default {shown or 'nothing'}]"
+        parser.add_argument(setting.flag, dest=setting.name, metavar=setting.kind.metavar, help=text)
+        if setting.name == "pool_size":
+            text = f"TOML file with settings. [{CONFIG_VARIABLE}, default none]"
+            parser.add_argument("--config", metavar="FILE", help=text)
+
+
+_DEFAULTS = Config()

@@ -1,0 +1,51 @@
+"""The distribution of a duration over the last minutes."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+from kvoffd_proto.messages import LatencyStats
+
+
+class LatencyRecorder:
+    """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``.
+
+    For one thread. An observation costs a microsecond at most; a summary sorts what is kept.
+    """
+
+    def __init__(
+        self, capacity: int = 4096, window_s: float = 300.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        if capacity < 1:
+            raise ValueError(f"A LatencyRecorder must keep at least one observation, not {capacity}.")
+        self._seconds = array("d", bytes(8 * capacity))
+        self._times = array("d", bytes(8 * capacity))
+        self._capacity = capacity
+        self._window_s = window_s
+        self._clock = clock
+        self._count = 0
+
+    def observe(self, seconds: float) -> None:
+        """Add one duration, in seconds. A negative one, from a clock that was set back, counts as 0."""
+        slot = self._count % self._capacity
+        self._seconds[slot] = max(seconds, 0.0)
+        self._times[slot] = self._clock()
+        self._count += 1
+
+    def summary(self) -> LatencyStats:
+        """Count since the start; median, 99th percentile (nearest rank) and largest of the recent ones, 0 for none."""
+        oldest = self._clock() - self._window_s
+        kept = min(self._count, self._capacity)
+        recent = sorted(self._seconds[slot] for slot in range(kept) if self._times[slot] >= oldest)
+        if not recent:
+            return LatencyStats(count=self._count, p50=0.0, p99=0.0, maximum=0.0)
+        return LatencyStats(
+            count=self._count, p50=_nearest_rank(recent, 50), p99=_nearest_rank(recent, 99), maximum=recent[-1]
+        )
+
+
+def _nearest_rank(ascending: list[float], percent: int) -> float:
+    """The smallest value with at least ``percent`` of the values at or below it."""
+    return ascending[-(-len(ascending) * percent // 100) - 1]

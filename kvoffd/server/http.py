@@ -1,0 +1,171 @@
+"""Plain HTTP for scrapers and probes: GET /metrics, /healthz, /readyz, and nothing else.
+
+No web framework: three fixed answers do not earn a dependency, and this server must run in the daemon's own loop, so
+that an answer proves that the loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from kvoffd.config import Address, parse_address
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.messages import HealthReply
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 8192
+MAX_CONNECTIONS = 64
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: HTTPStatus
+    body: bytes
+    content_type: str = _TEXT
+
+
+def _sentence(status: HTTPStatus, text: str) -> _Answer:
+    return _Answer(status, f"{text}\n".encode())
+
+
+class HttpServer:
+    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time.
+
+    Args:
+        address: ``host:port``; port 0 takes a free one.
+        metrics: Gives the Prometheus page.
+        health: Gives the daemon's health, best by a round trip through its message loop.
+        deadline_s: A connection that has not been answered by then is answered 408 or 503, or closed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        metrics: Callable[[], Awaitable[bytes] | bytes],
+        health: Callable[[], Awaitable[HealthReply]],
+        deadline_s: float = 5.0,
+    ) -> None:
+        self._wanted: Address = parse_address(address)
+        self._metrics = metrics
+        self._health = health
+        self._deadline_s = deadline_s
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; 0 before ``start``."""
+        if self._server is None or not self._server.sockets:
+            return 0
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Listen. Raises KvoffdError when the address cannot be had."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, self._wanted.host, self._wanted.port, limit=MAX_REQUEST_BYTES, backlog=MAX_CONNECTIONS
+            )
+        except OSError as error:
+            wanted = f"{self._wanted.host}:{self._wanted.port}"
+            raise KvoffdError(
+                f"The HTTP address {wanted} cannot be listened on ({error.strerror or error}); "
+                "free it, choose another with --http-address, or give an empty one to serve no HTTP."
+            ) from error
+
+    async def close(self) -> None:
+        """Stop listening and drop the connections that are open."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in tuple(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        full = len(self._connections) >= MAX_CONNECTIONS
+        self._connections.add(task)
+        try:
+            if full:
+                answer: _Answer | None = _sentence(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections; try again later."
+                )
+            else:
+                answer = await self._read_and_answer(reader)
+            if answer is not None:
+                writer.write(_encode(answer))
+                async with asyncio.timeout(self._deadline_s):
+                    await writer.drain()
+        except (OSError, TimeoutError):
+            # The peer went away or does not read: there is nobody to tell.
+            writer.transport.abort()
+        except asyncio.CancelledError:
+            # Only close() cancels. Ending normally keeps asyncio from reporting the task as failed.
+            writer.transport.abort()
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _read_and_answer(self, reader: asyncio.StreamReader) -> _Answer | None:
+        """The answer to the connection's request; None when the peer closed without one."""
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except TimeoutError:
+            return _sentence(HTTPStatus.REQUEST_TIMEOUT, "The request did not arrive in time.")
+        except asyncio.LimitOverrunError:
+            return _sentence(
+                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"The request is longer than {MAX_REQUEST_BYTES} bytes."
+            )
+        except asyncio.IncompleteReadError:
+            return None
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or not words[1].startswith(b"/"):
+            return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")
+        if words[0] != b"GET":
+            return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await self._answer(words[1].split(b"?", 1)[0])
+        except TimeoutError:
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon did not answer in time.")
+        except Exception:
+            logger.exception("An HTTP request failed.")
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon failed to answer; its log has the details.")
+
+    async def _answer(self, path: bytes) -> _Answer:
+        if path == b"/metrics":
+            page = self._metrics()
+            body = await page if inspect.isawaitable(page) else page
+            return _Answer(HTTPStatus.OK, body, METRICS_CONTENT_TYPE)
+        if path not in (b"/healthz", b"/readyz"):
+            return _sentence(HTTPStatus.NOT_FOUND, "Only /metrics, /healthz and /readyz are served.")
+        health = await self._health()
+        good = health.healthy if path == b"/healthz" else health.ready
+        lines = ("ok" if good else "not ok", *health.problems)
+        return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
+
+
+def _encode(answer: _Answer) -> bytes:
+    head = [
+        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {len(answer.body)}",
+        "Cache-Control: no-store",
+        "Connection: close",
+    ]
+    if answer.status == HTTPStatus.METHOD_NOT_ALLOWED:
+        head.append("Allow: GET")
+    return "\r\n".join((*head, "", "")).encode() + answer.body

@@ -1,0 +1,137 @@
+"""Tells systemd how the daemon is: the protocol of sd_notify(3), one datagram a message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+logger = logging.getLogger(__name__)
+
+MAX_STATUS_CHARACTERS = 1024
+MAX_FDS_PER_MESSAGE = 253
+"""The kernel's SCM_MAX_FD (unix(7))."""
+
+
+class Notifier:
+    """Sends to the socket that ``NOTIFY_SOCKET`` names; does nothing where it names none.
+
+    No method raises or waits: a service manager that does not listen must not harm the daemon. The first failure is
+    logged.
+    """
+
+    def __init__(self, environ: Mapping[str, str], pid: int | None = None) -> None:
+        self._pid = os.getpid() if pid is None else pid
+        self._watchdog_timeout_s = _watchdog_timeout_s(environ, self._pid)
+        self._socket: socket.socket | None = None
+        self._failed = False
+        address = environ.get("NOTIFY_SOCKET", "")
+        if not address:
+            return
+        if address[0] not in "/@":
+            logger.warning(
+                "NOTIFY_SOCKET is %r, neither a path nor an abstract socket; systemd is told nothing.", address
+            )
+            return
+        self._address = f"\0{address[1:]}" if address[0] == "@" else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anybody listens."""
+        return self._socket is not None
+
+    @property
+    def watchdog_interval_s(self) -> float | None:
+        """How often to call ``watchdog``: half of systemd's timeout, as it advises. None where it does not watch."""
+        return self._watchdog_timeout_s / 2 if self._watchdog_timeout_s is not None and self.enabled else None
+
+    def starting(self, text: str, extend_timeout_s: float = 30.0) -> None:
+        """Say how far the start is, and that it needs up to ``extend_timeout_s`` more from now."""
+        self._send(f"EXTEND_TIMEOUT_USEC={round(extend_timeout_s * 1_000_000)}\nSTATUS={_one_line(text)}")
+
+    def ready(self, text: str) -> None:
+        """Say that clients may come."""
+        self._send(f"READY=1\nSTATUS={_one_line(text)}")
+
+    def status(self, text: str) -> None:
+        """Set the line that ``systemctl status`` shows."""
+        self._send(f"STATUS={_one_line(text)}")
+
+    def watchdog(self) -> None:
+        """Say that the event loop turns. To be called from its own tick only, never from a thread."""
+        self._send("WATCHDOG=1")
+
+    def stopping(self, text: str) -> None:
+        """Say that the daemon is on its way out."""
+        self._send(f"STOPPING=1\nSTATUS={_one_line(text)}")
+
+    def store_fds(self, name: str, fds: Sequence[int]) -> None:
+        """Ask systemd to keep ``fds`` for the next daemon, which gets them under ``name``.
+
+        Raises:
+            ValueError: a name that systemd refuses, or more descriptors than one message can carry.
+        """
+        if not (0 < len(name) <= 255 and name.isascii() and name.isprintable() and ":" not in name):
+            raise ValueError(
+                f"{name!r} cannot name stored descriptors; use 1 to 255 printable ASCII characters, no colon."
+            )
+        if not 0 < len(fds) <= MAX_FDS_PER_MESSAGE:
+            raise ValueError(f"{len(fds)} descriptors cannot be stored at once; 1 to {MAX_FDS_PER_MESSAGE} can.")
+        # Without FDPOLL=0 systemd would watch the descriptors, and drop those that can be polled at their EOF.
+        self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fds)
+
+    def close(self) -> None:
+        """Let the socket go; later messages are dropped."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send(self, text: str, fds: Sequence[int] = ()) -> None:
+        if self._socket is None:
+            return
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg([text.encode(errors="replace")], ancillary, 0, self._address)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("systemd cannot be told %r over %r: %s.", text, self._address, error)
+            self._failed = True
+
+
+async def keep_watchdog(notifier: Notifier, works: Callable[[], Awaitable[bool]]) -> None:
+    """Call ``notifier.watchdog`` for as long as ``works`` says so in time; return at once where nobody watches.
+
+    ``works`` should be a round trip through the loop that serves engines. Runs in that loop, so a loop that hangs
+    stays silent; and a ``works`` that fails, says False or takes longer than the interval costs one beat.
+    """
+    interval_s = notifier.watchdog_interval_s
+    if interval_s is None:
+        return
+    while True:
+        try:
+            async with asyncio.timeout(interval_s):
+                alive = await works()
+        except Exception:
+            logger.exception("The daemon's check of itself failed; systemd gets no watchdog message.")
+            alive = False
+        if alive:
+            notifier.watchdog()
+        await asyncio.sleep(interval_s / 2)
+
+
+def _watchdog_timeout_s(environ: Mapping[str, str], pid: int) -> float | None:
+    """systemd's timeout, when the variables are there and meant for this process (sd_watchdog_enabled(3))."""
+    microseconds = environ.get("WATCHDOG_USEC", "")
+    if not re.fullmatch("[0-9]{1,18}", microseconds) or int(microseconds) == 0:
+        return None
+    return int(microseconds) / 1_000_000 if environ.get("WATCHDOG_PID", str(pid)) == str(pid) else None
+
+
+def _one_line(text: str) -> str:
+    """``text`` without line breaks, which would begin another field of the message."""
+    return " ".join(text.split())[:MAX_STATUS_CHARACTERS]
