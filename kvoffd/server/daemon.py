@@ -1,0 +1,251 @@
+"""The daemon's life: take the directory and the memory, serve, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+
+import uvloop
+import zmq
+
+from kvoffd import __version__
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.pool import Pool
+from kvoffd.server.directory import DaemonDirectory
+from kvoffd.server.http import HttpServer
+from kvoffd.server.jobs import Job
+from kvoffd.server.lifelines import LifelineServer
+from kvoffd.server.notify import Notifier, keep_watchdog
+from kvoffd.server.probe import SelfProbe
+from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.service import Service
+from kvoffd.server.transport import Transport
+from kvoffd.transfer.engine import Outcome
+from kvoffd.transfer.host import HostEngine
+from kvoffd_proto.units import format_size
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+LINGER_MS = 500
+ENGINE_CLOSE_S = 2.0
+# Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
+# default of 5 ms a lookup could wait that long behind a copy loop.
+SWITCH_INTERVAL_S = 0.0005
+
+
+class StartError(KvoffdError):
+    """The daemon cannot start. The message is one sentence for the operator."""
+
+
+def run(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT, then return 0. Raises KvoffdError with a sentence when it cannot start."""
+    os.umask(0o007)
+    _raise_descriptor_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    uvloop.run(Daemon(config).serve())
+    return 0
+
+
+class _Inbox:
+    """Finished transfers on their way from copy threads to the loop, one wake-up for many."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+        self._loop = loop
+        self._wake = wake
+        self._waiting: deque[tuple[Job, Outcome]] = deque()
+
+    def post(self, job: Job, outcome: Outcome) -> None:
+        """Called from any thread."""
+        first = not self._waiting
+        self._waiting.append((job, outcome))
+        if first:
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:
+                pass  # the loop has ended; so have all sessions
+
+    def take(self) -> list[tuple[Job, Outcome]]:
+        """Everything that has arrived."""
+        taken: list[tuple[Job, Outcome]] = []
+        while self._waiting:
+            taken.append(self._waiting.popleft())
+        return taken
+
+
+class Daemon:
+    """One daemon: ``serve`` is its life from the first lock to the last socket."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._notifier = Notifier(os.environ)
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        directory = DaemonDirectory(self._config.directory)
+        directory.acquire()
+        try:
+            pool = await self._make_pool()
+            try:
+                if not self._stop.is_set():
+                    await self._serve_pool(pool, directory)
+            finally:
+                pool.close()
+        finally:
+            directory.release()
+        logger.info("Stopped.")
+
+    async def _make_pool(self) -> Pool:
+        """Take the memory and touch every page of it, telling how far it is."""
+        config = self._config
+        logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
+        pool = Pool(config.pool_bytes)
+        reporter = _TouchProgress(config.pool_bytes, self._notifier)
+        started = time.monotonic()
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                None, lambda: pool.touch(config.touch_threads, reporter.update, self._stop.is_set)
+            )
+        except BaseException:
+            pool.close()
+            raise
+        seconds = time.monotonic() - started
+        logger.info("The pool is in memory after %.1f s.", seconds)
+        return pool
+
+    async def _serve_pool(self, pool: Pool, directory: DaemonDirectory) -> None:
+        config = self._config
+        loop = asyncio.get_running_loop()
+        publisher = EventPublisher(config.event_buffer_steps)
+        cache = BlockCache(
+            pool,
+            make_policy(config.eviction_policy),
+            publisher,
+            time.monotonic,
+            half_stored_timeout_s=config.half_stored_timeout_s,
+            lease_ttl_s=config.lease_ttl_s,
+        )
+        engine = HostEngine()
+        inbox = _Inbox(loop, lambda: self._take_finished(inbox, service, transport))
+        service = Service(config, cache, publisher, engine, pool.address, pool.table_bytes, time.monotonic, inbox.post)
+        transport = Transport(service, directory)
+        lifelines = LifelineServer(service, directory, transport.schedule_turn)
+        probe = SelfProbe(service, directory)
+        http = HttpServer(config.http_address, probe.metrics, probe.health) if config.http_address else None
+        try:
+            try:
+                lifelines.open()
+                transport.open()
+                probe.open()
+            except (OSError, zmq.ZMQError) as error:
+                raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
+            if http is not None:
+                await self._start_http(http)
+            self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
+            logger.info("Serving %s.", config.directory)
+            await self._run(service, transport, lifelines, probe)
+            await self._shut_down(service, transport)
+        finally:
+            if http is not None:
+                await http.close()
+            probe.close()
+            if not engine.close(ENGINE_CLOSE_S):
+                logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
+            self._take_finished(inbox, service, transport)
+            transport.flush()
+            lifelines.close()
+            transport.close(LINGER_MS)
+
+    async def _start_http(self, http: HttpServer) -> None:
+        try:
+            await http.start()
+        except KvoffdError as error:
+            # A second daemon on the node must not fail for a page that nobody asked it for.
+            if self._config.http_address != Config().http_address:
+                raise
+            logger.warning("No /metrics and no probes are served: %s", error.message)
+
+    async def _run(self, service: Service, transport: Transport, lifelines: LifelineServer, probe: SelfProbe) -> None:
+        """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
+        watchdog = asyncio.create_task(keep_watchdog(self._notifier, probe.works))
+        try:
+            while not self._stop.is_set():
+                service.tick()
+                lifelines.tick()
+                transport.schedule_turn()
+                try:
+                    await asyncio.wait_for(self._stop.wait(), TICK_S)
+                except TimeoutError:
+                    pass
+        finally:
+            watchdog.cancel()
+
+    async def _shut_down(self, service: Service, transport: Transport) -> None:
+        """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""
+        service.stopping = True
+        self._notifier.stopping("Stopping: running jobs may finish.")
+        deadline = time.monotonic() + self._config.shutdown_deadline_s
+        if service.jobs.unfinished:
+            logger.info(
+                "Stopping: %d jobs may finish within %.1f s.", service.jobs.unfinished, deadline - time.monotonic()
+            )
+        await _until(lambda: not service.jobs.unfinished, deadline)
+        if service.jobs.unfinished:
+            logger.warning("Stopping: %d jobs did not finish in time and are failed.", service.jobs.unfinished)
+            service.jobs.abandon_all()
+            await _until(lambda: not service.jobs.unfinished, time.monotonic() + 1.0)
+        transport.flush()
+
+    @staticmethod
+    def _take_finished(inbox: _Inbox, service: Service, transport: Transport) -> None:
+        for job, outcome in inbox.take():
+            service.transfer_done(job, outcome)
+        transport.schedule_turn()
+
+
+class _TouchProgress:
+    """Tells the log and systemd how much of the pool is touched, every few seconds."""
+
+    def __init__(self, pool_bytes: int, notifier: Notifier, every_s: float = 2.0) -> None:
+        self._pool_bytes = pool_bytes
+        self._notifier = notifier
+        self._every_s = every_s
+        self._told_at = time.monotonic()
+
+    def update(self, touched_bytes: int) -> None:
+        """Called from the touching threads."""
+        now = time.monotonic()
+        if now - self._told_at < self._every_s:
+            return
+        self._told_at = now
+        text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._pool_bytes)}."
+        logger.info("%s", text)
+        self._notifier.starting(text)
+
+
+async def _until(condition: Callable[[], bool], deadline: float) -> None:
+    """Wait for ``condition``, which other callbacks of the loop bring about, until ``deadline`` at most."""
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - the deadline must hold without an event
+        await asyncio.sleep(0.01)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each session costs descriptors; take what the hard limit gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

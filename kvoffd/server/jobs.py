@@ -1,0 +1,256 @@
+"""Stores and loads: accepted whole or refused whole, copied by an engine, answered by exactly one completion."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.ticket import LoadTicket, NotReady, StoreTicket
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
+from kvoffd.observe.rates import RateMeter
+from kvoffd.server.registration import Registration
+from kvoffd.server.session import Session
+from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.layout import check_blocks
+from kvoffd.transfer.plan import Plan, concatenate, plan_copy
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Load, Store
+
+logger = logging.getLogger(__name__)
+
+_ERROR_OF_OUTCOME = {
+    Outcome.CANCELLED: ErrorCode.CANCELLED,
+    Outcome.DEADLINE: ErrorCode.DEADLINE,
+    Outcome.FAILED: ErrorCode.COPY_FAILED,
+}
+
+
+@dataclass(eq=False)
+class Job:
+    """An accepted store or load."""
+
+    id: int
+    session: Session
+    registration: Registration
+    direction: Direction
+    accepted_at: float
+    nbytes: int = 0
+    store_tickets: list[StoreTicket] = field(default_factory=list)
+    load_tickets: list[LoadTicket] = field(default_factory=list)
+    failed: list[GroupKeys] = field(default_factory=list)
+    """Keys that are known to fail before a byte moves: no room for a store's, not ready for a load's."""
+    transfer: Transfer | None = None
+
+
+@dataclass
+class DirectionCounters:
+    """What happened to the jobs of one direction."""
+
+    jobs: int = 0
+    failed_jobs: int = 0
+    bytes: int = 0
+    rate: RateMeter = field(default_factory=RateMeter)
+
+
+class JobRunner:
+    """Turns Store and Load into transfers and transfers into completions.
+
+    ``post`` carries a finished transfer from whatever thread the engine runs in back to the thread that runs
+    this object; it calls ``transfer_done`` there.
+    """
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        pool_address: int,
+        engine: TransferEngine,
+        clock: Callable[[], float],
+        deadline_s: float,
+        post: Callable[[Job, Outcome], None],
+    ) -> None:
+        self._cache = cache
+        self._pool_address = pool_address
+        self._engine = engine
+        self._clock = clock
+        self._deadline_s = deadline_s
+        self._post = post
+        self._running: set[Job] = set()
+        self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
+
+    @property
+    def unfinished(self) -> int:
+        """Accepted jobs that have not ended."""
+        return len(self._running)
+
+    def store(self, session: Session, registration: Registration, message: Store) -> None:
+        """Accept a store, or raise KvoffdError and change nothing."""
+        namespace = registration.namespace
+        block_ids = self._check(registration, message.groups, exact=True)
+        job = Job(message.job_id, session, registration, Direction.STORE, self._clock())
+        plans: list[Plan] = []
+        for part, ids in zip(message.groups, block_ids, strict=True):
+            ticket = self._cache.begin_store(namespace, registration.rank, part.group, part.keys, part.first_block)
+            job.store_tickets.append(ticket)
+            if ticket.dropped:
+                job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
+            plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
+        self._start(job, plans)
+
+    def load(self, session: Session, registration: Registration, message: Load) -> None:
+        """Accept a load, or raise KvoffdError and change nothing. A block that is not there fails the accepted job."""
+        namespace = registration.namespace
+        block_ids = self._check(registration, message.groups, exact=False)
+        job = Job(message.job_id, session, registration, Direction.LOAD, self._clock())
+        plans: list[Plan] = []
+        for part, ids in zip(message.groups, block_ids, strict=True):
+            try:
+                ticket = self._cache.begin_load(
+                    namespace, registration.rank, message.lease_id, part.group, part.keys, part.first_block
+                )
+            except NotReady as missing:
+                job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, missing.missing)))
+                continue
+            except KvoffdError:
+                self._cache.end_load(job.load_tickets, ok=False)
+                raise
+            job.load_tickets.append(ticket)
+            every = range(len(ticket.offsets))
+            plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
+        self._start(job, [] if job.failed else plans)
+
+    def cancel(self, jobs: Iterable[Job]) -> tuple[list[int], list[int]]:
+        """Fail what has not started. Returns the ids of those, and of those whose bytes are moving."""
+        cancelled: list[int] = []
+        running: list[int] = []
+        for job in jobs:
+            if job.transfer is not None and self._engine.cancel(job.transfer):
+                cancelled.append(job.id)
+            else:
+                running.append(job.id)
+        return cancelled, running
+
+    def abandon(self, jobs: Iterable[Job]) -> None:
+        """Stop jobs whose session is gone: those that wait now, those that run at their next step."""
+        for job in jobs:
+            if job.transfer is not None and not self._engine.cancel(job.transfer):
+                self._engine.abandon(job.transfer)
+
+    def abandon_all(self) -> None:
+        """Stop every job, as when the daemon's own deadline for stopping has passed."""
+        self.abandon(list(self._running))
+
+    def transfer_done(self, job: Job, outcome: Outcome) -> JobResult:
+        """End ``job``: commit or give back its blocks, and return its completion, which is in its session's log."""
+        done = outcome is Outcome.DONE
+        # The client may have given its blocks to another request the moment it closed its lifeline, so what was
+        # copied counts only if the lifeline is still open now, after the copy.
+        if job.direction is Direction.STORE and done and (job.session.ended or not job.session.lifeline.alive()):
+            done, outcome = False, Outcome.CANCELLED
+        error: ErrorCode | None = None if done else _ERROR_OF_OUTCOME[outcome]
+        if done and job.failed:
+            error = ErrorCode.NO_ROOM if job.direction is Direction.STORE else ErrorCode.NOT_READY
+        if job.session.ended and error is not None:
+            error = ErrorCode.SESSION_ENDED
+        if job.direction is Direction.STORE:
+            self._end_store(job, done)
+        else:
+            self._cache.end_load(job.load_tickets, ok=done and not job.failed)
+        return self._finish(job, error, job.nbytes if done else 0)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _check(
+        self, registration: Registration, parts: Sequence[GroupTransfer], *, exact: bool
+    ) -> list[npt.NDArray[np.int32]]:
+        """Check all of a job before anything changes; return the block ids per part."""
+        seen: set[int] = set()
+        block_ids: list[npt.NDArray[np.int32]] = []
+        for part in parts:
+            if part.group >= len(registration.layouts):
+                raise BadGeometry(
+                    f"Group {part.group} is not registered; groups 0 to {len(registration.layouts) - 1} are."
+                )
+            if part.group in seen:
+                raise BadKeys(f"Group {part.group} is named twice in one job; put its keys into one part.")
+            seen.add(part.group)
+            keys = self._cache.check_keys(registration.namespace, part.group, part.keys)
+            if len(part.block_ids) % 4:
+                raise KvoffdError(
+                    f"Block ids are int32, four bytes each; {len(part.block_ids)} bytes are not whole ids.",
+                    ErrorCode.BAD_BLOCK_IDS,
+                )
+            ids = np.frombuffer(part.block_ids, dtype="<i4")
+            check_blocks(registration.layouts[part.group], ids, keys, part.first_block, exact)
+            block_ids.append(ids)
+        return block_ids
+
+    def _plan(
+        self,
+        registration: Registration,
+        part: GroupTransfer,
+        block_ids: npt.NDArray[np.int32],
+        direction: Direction,
+        chosen: Sequence[int],
+        offsets: Sequence[int],
+    ) -> Plan:
+        keys = len(part.keys) // registration.namespace.key_bytes
+        indices = np.fromiter(chosen, dtype=np.int64, count=len(chosen))
+        addresses = np.zeros(keys, dtype=np.uint64)
+        addresses[indices] = np.fromiter(offsets, dtype=np.uint64, count=len(offsets)) + np.uint64(self._pool_address)
+        mask = np.zeros(keys, dtype=np.bool_)
+        mask[indices] = True
+        return plan_copy(registration.layouts[part.group], direction, block_ids, part.first_block, addresses, mask)
+
+    def _start(self, job: Job, plans: list[Plan]) -> None:
+        plan = concatenate(plans)
+        job.nbytes = plan.nbytes
+        job.registration.job_started()
+        job.session.jobs[job.id] = job
+        if job.direction is Direction.STORE:
+            job.session.store_bytes += job.nbytes
+        self._running.add(job)
+        if not plan.pieces:
+            self.transfer_done(job, Outcome.DONE)
+            return
+        deadline = job.accepted_at + self._deadline_s
+        job.transfer = Transfer(job.direction, plan, deadline, lambda _, outcome, __: self._post(job, outcome))
+        self._engine.submit(job.transfer)
+
+    def _end_store(self, job: Job, done: bool) -> None:
+        namespace = job.registration.namespace
+        for ticket in job.store_tickets:
+            if done:
+                self._cache.commit_store(ticket)
+            else:
+                self._cache.abort_store(ticket)
+                if ticket.copy:
+                    job.failed.append(GroupKeys(ticket.group, b"".join(ticket.copied_keys())))
+        if done:
+            namespace.counters.stored_bytes += job.nbytes
+
+    def _finish(self, job: Job, error: ErrorCode | None, copied: int) -> JobResult:
+        session, counters = job.session, self.counters[job.direction]
+        counters.jobs += 1
+        counters.failed_jobs += error is not None
+        counters.bytes += copied
+        counters.rate.add(copied)
+        if job.direction is Direction.LOAD and error is None:
+            job.registration.namespace.counters.loaded_bytes += copied
+        if job.direction is Direction.STORE:
+            session.store_bytes -= job.nbytes
+        seconds = max(0.0, self._clock() - job.accepted_at)
+        result = JobResult(job.id, error is None, copied, seconds, error, job.failed)
+        session.completions.add(result)
+        self._running.discard(job)
+        job.registration.job_ended()
+        session.job_ended(job.id)
+        return result
+
+
+def _pick(keys: bytes, key_bytes: int, indices: Iterable[int]) -> bytes:
+    return b"".join(keys[i * key_bytes : (i + 1) * key_bytes] for i in indices)

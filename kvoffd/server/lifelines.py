@@ -1,0 +1,222 @@
+"""The lifeline socket: admits peers by their credentials, receives descriptors, notices death by EOF."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.directory import DaemonDirectory
+from kvoffd.server.service import Service
+from kvoffd.server.session import Peer, Session
+from kvoffd_proto import lifeline
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+logger = logging.getLogger(__name__)
+
+_UCRED = struct.Struct("iII")
+_MAX_FDS = 16
+_READ_BYTES = 4096
+_BACKLOG = 128
+HELLO_DEADLINE_S = 10.0
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """Credentials of the process that connected, from the kernel."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return Peer(*_UCRED.unpack(raw))
+
+
+def may_connect(peer: Peer, config: Config) -> bool:
+    """Whether the peer's user or group is allowed. Root and the daemon's own user and group are by default."""
+    uids = config.allowed_uids or (0, os.geteuid())
+    gids = config.allowed_gids or (os.getegid(),)
+    return peer.uid in uids or peer.gid in gids
+
+
+class _Connection:
+    """One accepted stream. Is the session's Lifeline."""
+
+    def __init__(self, stream: socket.socket, server: LifelineServer) -> None:
+        self._stream = stream
+        self._server = server
+        self._buffer = lifeline.FrameBuffer()
+        self._fds: list[int] = []
+        self.session: Session | None = None
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def alive(self) -> bool:
+        """Ask the kernel whether the peer still holds its end."""
+        if self._stream.fileno() < 0:
+            return False
+        try:
+            return self._stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the stream and what came over it and was not taken."""
+        self._server.forget(self)
+        self._stream.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+    def send(self, message: lifeline.FromDaemon) -> None:
+        """Send one small frame. A peer that does not read its lifeline is taken for dead."""
+        frame = lifeline.encode_frame(message)
+        if self._stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
+            raise OSError("the peer does not read its lifeline")
+
+    def read(self) -> None:
+        """Take what has arrived. Raises LifelineError or OSError when the stream must end, EOFError at its end."""
+        data, ancillary, flags, _ = self._stream.recvmsg(
+            _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                self._fds += fds
+        if flags & socket.MSG_CTRUNC:
+            raise lifeline.LifelineError("More descriptors came with one message than are taken.")
+        if not data:
+            raise EOFError
+        for body in self._buffer.feed(data):
+            self._attach(lifeline.decode_from_client(body))
+        if len(self._fds) > _MAX_FDS:
+            raise lifeline.LifelineError("Descriptors came without Attach frames.")
+
+    def _attach(self, frame: lifeline.Attach) -> None:
+        assert self.session is not None
+        if not self._fds:
+            raise lifeline.LifelineError("An Attach frame came without its descriptor.")
+        fd = self._fds.pop(0)
+        try:
+            self._server.service.attach(self.session, frame.segment_id, fd)
+        except KvoffdError as error:
+            os.close(fd)
+            self._server.service.count_error(error.code)
+            self.send(lifeline.AttachRefused(frame.segment_id, error.code, error.message))
+        else:
+            self.send(lifeline.Attached(frame.segment_id))
+
+
+class LifelineServer:
+    """Listens on ``lifeline.sock`` and turns connections into sessions and their EOF into the sessions' end."""
+
+    def __init__(self, service: Service, directory: DaemonDirectory, on_change: Callable[[], None]) -> None:
+        self.service = service
+        self._directory = directory
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._connections: set[_Connection] = set()
+
+    def open(self) -> None:
+        """Bind and listen. Raises OSError."""
+        path = self._directory.sockets.lifeline
+        self._listener.bind(str(path))
+        self._directory.open_to_group(path)
+        self._listener.listen(_BACKLOG)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Stop listening and end every session."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for connection in list(self._connections):
+            self._end(connection)
+
+    def tick(self) -> None:
+        """End connections that were opened and never said Hello: they would hold a session for ever."""
+        overdue = self.service.clock() - HELLO_DEADLINE_S
+        for connection in list(self._connections):
+            session = connection.session
+            if session is not None and session.role is None and session.opened_at < overdue:
+                logger.warning("Session %d said no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
+                self._end(connection)
+
+    def forget(self, connection: _Connection) -> None:
+        """Stop watching a connection that is about to be closed."""
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._loop.remove_reader(connection.fileno())
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                stream, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("A lifeline could not be accepted: %s.", error.strerror)
+                return
+            stream.setblocking(False)
+            self._admit(stream)
+
+    def _admit(self, stream: socket.socket) -> None:
+        connection = _Connection(stream, self)
+        service = self.service
+        try:
+            peer = peer_of(stream)
+            if not may_connect(peer, service.config):
+                raise KvoffdError(
+                    f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
+                    "or the gid to allowed_gids.",
+                    ErrorCode.FORBIDDEN,
+                )
+            connection.session = service.open_session(connection, peer)
+        except KvoffdError as error:
+            service.count_error(error.code)
+            logger.warning("A connection was refused: %s", error.message)
+            try:
+                connection.send(lifeline.Refused(error.code, error.message))
+            except OSError:
+                pass  # it is gone already
+            connection.close()
+            return
+        self._connections.add(connection)
+        self._loop.add_reader(connection.fileno(), self._readable, connection)
+        session = connection.session
+        try:
+            connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.epoch, session.id, session.token))
+        except OSError:
+            self._end(connection)
+
+    def _readable(self, connection: _Connection) -> None:
+        try:
+            connection.read()
+        except BlockingIOError:
+            return
+        except lifeline.LifelineError as error:
+            self.service.count_error(ErrorCode.MALFORMED)
+            logger.warning("A lifeline was closed: %s", error)
+            self._end(connection)
+        except (EOFError, OSError):
+            self._end(connection)
+        except Exception:
+            logger.exception("A lifeline failed inside the daemon.")
+            self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        """End the session; close the stream when its last copy has ended, since the peer takes EOF for just that."""
+        session = connection.session
+        if session is None:
+            connection.close()
+            return
+        self.forget(connection)
+        self.service.end_session(session, on_drained=connection.close)
+        self._on_change()

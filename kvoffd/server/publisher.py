@@ -1,0 +1,70 @@
+"""KV cache events: from the cache's calls to numbered messages in vLLM's format, with a bounded replay."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd_proto.events import (
+    END_OF_REPLAY,
+    MEDIUM_CPU,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    KvEvent,
+    encode_event_batch,
+    kv_topic,
+)
+
+Frames = tuple[bytes, bytes, bytes]
+"""Topic, sequence number, payload: one message of ``events.sock``."""
+
+
+class EventPublisher:
+    """A listener of the cache. Collects what happened and, at each flush, makes one message per namespace."""
+
+    def __init__(self, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
+        self._wall_clock = wall_clock
+        self._pending: dict[bytes, list[KvEvent]] = {}
+        self._sent: deque[tuple[int, Frames]] = deque(maxlen=buffer_steps)
+        self.sequence = 0
+        """Number of the next message."""
+
+    def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        """Blocks became readable."""
+        size = namespace.groups[group].tokens_per_block
+        self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_CPU, None, group))
+
+    def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        """Blocks left the index."""
+        self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
+
+    def cleared(self, namespace: Namespace) -> None:
+        """The namespace holds no block any more."""
+        self._add(namespace, AllBlocksCleared())
+
+    def flush(self) -> list[Frames]:
+        """Return the messages to publish for all that happened since the last flush."""
+        if not self._pending:
+            return []
+        messages: list[Frames] = []
+        for fingerprint, events in self._pending.items():
+            payload = encode_event_batch(EventBatch(self._wall_clock(), events))
+            frames = (kv_topic(fingerprint), self.sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
+            self._sent.append((self.sequence, frames))
+            messages.append(frames)
+            self.sequence += 1
+        self._pending.clear()
+        return messages
+
+    def replay(self, start: int) -> list[Frames]:
+        """Messages from number ``start`` on that are still kept, then the end marker, as vLLM's publisher does."""
+        kept = [frames for sequence, frames in self._sent if sequence >= start]
+        return [*kept, (b"", END_OF_REPLAY, b"")]
+
+    def _add(self, namespace: Namespace, event: KvEvent) -> None:
+        self._pending.setdefault(namespace.fingerprint, []).append(event)

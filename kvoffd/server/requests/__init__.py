@@ -1,0 +1,1 @@
+"""What each request does. One function per message: ``(service, session, message) -> reply or None``."""

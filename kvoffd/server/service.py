@@ -1,0 +1,274 @@
+"""The daemon without its sockets: frames in, frames out through an ``Outbox``. Runs in one thread.
+
+What the single messages do is in ``requests``; time, threads, sockets and memory are handed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError, UnknownNamespace
+from kvoffd.observe.latency import LatencyRecorder
+from kvoffd.observe.rates import RateMeter
+from kvoffd.server.jobs import Job, JobRunner
+from kvoffd.server.publisher import EventPublisher, Frames
+from kvoffd.server.registration import Registration
+from kvoffd.server.report import Reporter
+from kvoffd.server.requests.table import HANDLERS
+from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
+from kvoffd.transfer.engine import Outcome, TransferEngine
+from kvoffd.transfer.segments import MappedSegment, map_memfd
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Outbox:
+    """What is to be sent: replies as (sender, frame), publications as frames of ``events.sock``."""
+
+    replies: list[tuple[bytes, bytes]] = field(default_factory=list)
+    event_replays: list[tuple[bytes, list[Frames]]] = field(default_factory=list)
+    publications: list[Frames] = field(default_factory=list)
+
+
+class Service:
+    """Sessions, requests and jobs of one daemon."""
+
+    def __init__(
+        self,
+        config: Config,
+        cache: BlockCache,
+        publisher: EventPublisher,
+        engine: TransferEngine,
+        pool_address: int,
+        table_bytes: int,
+        clock: Callable[[], float],
+        post: Callable[[Job, Outcome], None],
+        map_segment: Callable[[int, int], MappedSegment] = map_memfd,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.publisher = publisher
+        self.engine = engine
+        self.table_bytes = table_bytes
+        self.clock = clock
+        self.map_segment = map_segment
+        self.started_at = clock()
+        self.stopping = False
+        self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
+        self.sessions: dict[int, Session] = {}
+        self.jobs = JobRunner(cache, pool_address, engine, clock, config.job_deadline_s, post)
+        self.errors: Counter[str] = Counter()
+        self.requests = 0
+        self.lookup_latency = LatencyRecorder()
+        self.lookup_rate = RateMeter()
+        self.outbox = Outbox()
+        self.sender = b""
+        """Who sent the request that is being handled."""
+        self.reporter = Reporter(self)
+        self._random_bytes = random_bytes
+        self._by_token: dict[bytes, Session] = {}
+        self._last_session_id = 0
+        self._to_touch: list[int] = []
+
+    # --- sessions: called by the lifeline's rim --------------------------------------------------
+
+    def open_session(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
+        """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
+        self.refuse_when_stopping()
+        if len(self.sessions) >= self.config.max_sessions and not internal:
+            raise KvoffdError(
+                f"All {self.config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
+            )
+        self._last_session_id += 1
+        session = Session(
+            self._last_session_id,
+            self._random_bytes(m.TOKEN_BYTES),
+            peer,
+            lifeline,
+            self.clock(),
+            CompletionLog(self.epoch, self._last_session_id),
+            last_request_at=self.clock(),
+            internal=internal,
+        )
+        self.sessions[session.id] = session
+        self._by_token[session.token] = session
+        return session
+
+    def attach(self, session: Session, segment_id: int, fd: int) -> None:
+        """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
+        if segment_id in session.segments:
+            raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
+        if len(session.segments) >= self.config.max_segments:
+            raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
+        session.segments[segment_id] = fd
+
+    def end_session(self, session: Session, on_drained: Callable[[], None]) -> None:
+        """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
+
+        ``on_drained`` is called once the last of its copies has ended.
+        """
+        if session.ended:
+            return
+        del self.sessions[session.id]
+        del self._by_token[session.token]
+        self.cache.end_owner(session.id)
+        session.end(on_drained)
+        self.jobs.abandon(list(session.jobs.values()))
+        for registration in session.registrations.values():
+            registration.close_when_idle(_nothing)
+        session.registrations.clear()
+        session.close_segments()
+        for fingerprint in session.namespaces:
+            self.cache.namespace(fingerprint).sessions -= 1
+        if session.role is not None and not session.internal:
+            logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)
+
+    # --- requests: called by the jobs socket's rim ------------------------------------------------
+
+    def handle(self, sender: bytes, frame: bytes) -> None:
+        """Answer one request frame. Never raises; every frame gets a reply but an accepted job."""
+        self.requests += 1
+        self.sender = sender
+        request_id = 0
+        reply: m.AnyReply | None
+        try:
+            if len(frame) > self.config.max_frame_bytes:
+                raise KvoffdError(
+                    f"The frame has {len(frame)} bytes; {self.config.max_frame_bytes} are allowed. Send it in parts.",
+                    ErrorCode.TOO_LARGE,
+                )
+            try:
+                request = codec.decode_request(frame)
+            except codec.CodecError as error:
+                request_id = codec.request_id_of(frame)
+                raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
+            request_id = request.request_id
+            reply = self._dispatch(request)
+        except KvoffdError as error:
+            self.count_error(error.code)
+            reply = m.Error(request_id, self.epoch, error.code, error.message)
+        except Exception:
+            logger.exception("A request failed inside the daemon.")
+            self.count_error(ErrorCode.INTERNAL)
+            reply = m.Error(request_id, self.epoch, ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence)
+        if reply is not None:
+            self.outbox.replies.append((sender, codec.encode(reply)))
+
+    def replay_events(self, sender: bytes, start: bytes) -> None:
+        """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
+        self.outbox.event_replays.append((sender, self.publisher.replay(int.from_bytes(start, "big"))))
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Count an error reply or a refusal at the lifeline."""
+        self.errors[code.name.lower()] += 1
+
+    # --- turns: called by the rim -----------------------------------------------------------------
+
+    def transfer_done(self, job: Job, outcome: Outcome) -> None:
+        """A transfer has ended; called in the service's thread."""
+        self.jobs.transfer_done(job, outcome)
+
+    def flush(self) -> Outbox:
+        """Take what is to be sent now."""
+        for session in self.sessions.values():
+            self.flush_completions(session)
+        self.outbox.publications += self.publisher.flush()
+        outbox, self.outbox = self.outbox, Outbox()
+        return outbox
+
+    def flush_completions(self, session: Session) -> None:
+        """Close the session's open batch of completions and put it out for publication."""
+        if frames := session.completions.flush(self.credit_of(session)):
+            self.outbox.publications.append(frames)
+
+    def after_send(self) -> None:
+        """Work that may wait until the replies are out: the recency of what was looked up."""
+        for lease_id in self._to_touch:
+            self.cache.touch(lease_id)
+        self._to_touch.clear()
+
+    def tick(self) -> None:
+        """Periodic work: leases that are overdue, blocks that stay half-stored."""
+        self.cache.expire()
+
+    # --- for the requests -------------------------------------------------------------------------
+
+    def touch_after_reply(self, lease_id: int) -> None:
+        """Apply the recency of a lookup once its reply is on its way."""
+        self._to_touch.append(lease_id)
+
+    def credit_of(self, session: Session) -> int:
+        """Bytes of stores ``session`` may have outstanding: its share of what all writers together may."""
+        if session.role is m.Role.ADMIN:
+            return 0
+        writers = sum(1 for other in self.sessions.values() if other.registrations)
+        return self.config.session_credit_bytes // max(1, writers)
+
+    def limits(self) -> m.Limits:
+        """Bounds told to every session."""
+        config = self.config
+        return m.Limits(
+            config.max_frame_bytes,
+            config.max_keys_per_request,
+            config.max_jobs_in_flight,
+            config.max_leases,
+            config.max_registrations,
+            config.max_segments,
+        )
+
+    def refuse_when_stopping(self) -> None:
+        """Raise KvoffdError when the daemon takes no new work."""
+        if self.stopping:
+            raise KvoffdError(ErrorCode.SHUTTING_DOWN.sentence, ErrorCode.SHUTTING_DOWN)
+
+    def namespace_of(self, session: Session, fingerprint: bytes) -> Namespace:
+        """A namespace that ``session`` has opened. Raises UnknownNamespace."""
+        if fingerprint not in session.namespaces:
+            raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
+        return self.cache.namespace(fingerprint)
+
+    def registration_of(self, session: Session, registration_id: bytes) -> Registration:
+        """A registration of ``session``. Raises KvoffdError."""
+        registration = session.registrations.get(registration_id)
+        if registration is None:
+            raise KvoffdError(ErrorCode.UNKNOWN_REGISTRATION.sentence, ErrorCode.UNKNOWN_REGISTRATION)
+        return registration
+
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
+        """Raise KvoffdError when a request names more keys than are allowed."""
+        total = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        if total > self.config.max_keys_per_request:
+            raise KvoffdError(
+                f"{total} keys in one request; {self.config.max_keys_per_request} are allowed.", ErrorCode.TOO_MANY
+            )
+
+    def _dispatch(self, request: m.AnyRequest) -> m.AnyReply | None:
+        session = self._by_token.get(request.token)
+        if session is None:
+            raise KvoffdError(ErrorCode.BAD_TOKEN.sentence, ErrorCode.BAD_TOKEN)
+        session.last_request_at = self.clock()
+        roles, handler = HANDLERS[type(request)]
+        if session.role is None and not isinstance(request, m.Hello):
+            raise KvoffdError(ErrorCode.NO_HELLO.sentence, ErrorCode.NO_HELLO)
+        if session.role is not None and session.role not in roles:
+            raise KvoffdError(
+                f"{type(request).__name__} is for the role {' or '.join(sorted(roles))}, not {session.role}.",
+                ErrorCode.WRONG_ROLE,
+            )
+        return handler(self, session, request)
+
+
+def _nothing() -> None:
+    """Nobody waits for the end of this registration."""

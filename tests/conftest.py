@@ -1,0 +1,21 @@
+"""Fixtures that every part of the tests may use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# ``tests/support`` is imported as ``support``; pytest's importlib mode adds no directory of ours by itself.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.daemon import DaemonProcess  # noqa: E402 - needs the path above
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    """A running daemon with a pool of 64 MiB."""
+    with DaemonProcess() as running:
+        yield running

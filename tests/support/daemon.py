@@ -1,0 +1,108 @@
+"""A real daemon in a process of its own, for tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvoffd_proto.sockets import SocketPaths
+
+START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 15.0
+
+
+class DaemonProcess:
+    """``kvoffd serve`` in a short directory of its own. Start, kill, stop and start again as a test likes."""
+
+    def __init__(self, pool_size: str = "64MiB", directory: Path | None = None, **flags: str) -> None:
+        # Unix socket paths are limited to 107 bytes, which pytest's own directories may exceed.
+        self._own = directory is None
+        self.directory = directory or Path(tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp"))
+        self.flags = {"pool-size": pool_size, "http-address": "", **{k.replace("_", "-"): v for k, v in flags.items()}}
+        self.log_path = self.directory / "daemon.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the daemon was never started"
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def start(self, *, wait: bool = True) -> Self:
+        command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(self.directory)]
+        for name, value in self.flags.items():
+            command += [f"--{name}", value]
+        with self.log_path.open("ab") as log:
+            environ = {k: v for k, v in os.environ.items() if not k.startswith("KVOFFD_")}
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+        if wait:
+            self.wait_ready()
+        return self
+
+    def wait_ready(self) -> None:
+        """Until the lifeline, which is bound first, and the sockets after it can be connected to."""
+        paths = SocketPaths(self.directory)
+        deadline = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
+            if all(_answers(path) for path in (paths.jobs, paths.events, paths.lifeline)):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"the daemon was not ready within {START_DEADLINE_S} s:\n{self.log}")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(STOP_DEADLINE_S)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_DEADLINE_S)
+
+    def close(self) -> None:
+        """End it in any case and remove its directory."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self.kill()
+        if self._own:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
