@@ -1,0 +1,218 @@
+"""Reads the command line. Every command parses to an action, which ``main`` runs where errors become sentences."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvoffd_client.cli import commands
+from kvoffd_client.cli.failure import CliError
+from kvoffd_client.cli.named import describe
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.units import UnitError, parse_duration
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+MIN_INTERVAL_S = 0.1
+"""More often would show the watching itself."""
+
+Action = Callable[[], int]
+Directory = Annotated[
+    Path | None,
+    typer.Option(
+        "--directory",
+        metavar="DIRECTORY",
+        help="Where the daemon's sockets are. [default: $KVOFFD_DIRECTORY, else where the daemon puts them]",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
+
+app = typer.Typer(
+    name="kvoffd-cli",
+    help="Shows and administers the kvoffd daemon of this node.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``kvoffd-cli`` with ``arguments`` (the process's own where None); return the exit status.
+
+    0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; what else there is, the command's help says.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        parsed = typer.main.get_command(app).main(args=given, prog_name="kvoffd-cli", standalone_mode=False)
+        status = parsed() if callable(parsed) else int(parsed or 0)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (CliError, KvoffdClientError, OSError) as error:
+        return _refuse(str(error))
+    except Exception as error:
+        # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
+        if (words := getattr(error, "format_message", None)) is None:
+            raise
+        return _refuse(f"{str(words()).rstrip('.')}; add --help to see what can be given.")
+
+
+def _refuse(sentence: str) -> int:
+    print(f"kvoffd-cli: {sentence}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def _where(directory: Path | None) -> Path:
+    return default_directory() if directory is None else directory
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvoffd-cli {version('kvoffd')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    context: typer.Context,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the release.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Show and administer the kvoffd daemon of this node."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(epilog="\b\nKeys of --json:\n" + "\n".join(f"  {key}: {text}" for key, text in describe(StatsReply)))
+def stats(
+    directory: Directory = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, with speeds in between.")] = False,
+    interval: Annotated[
+        str, typer.Option("--interval", metavar="DURATION", help="Time between two looks, such as 500ms or 5s.")
+    ] = "1s",
+    json: Json = False,
+) -> Action:
+    """Show everything the daemon counts.
+
+    Pool use, copies, lookups and their latency, hit ratios by namespace, errors. Without --watch, speeds are averages
+    of the daemon's last ten seconds. With --watch and --json, one line per look.
+    """
+    interval_s = _interval(interval)
+    if watch:
+        return partial(commands.watch_stats, _where(directory), interval_s, as_json=json)
+    return partial(commands.stats, _where(directory), as_json=json)
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except UnitError as error:
+        raise CliError(f"--interval: {error}.") from error
+    if seconds < MIN_INTERVAL_S:
+        raise CliError(f"--interval {text} is too short; give at least {MIN_INTERVAL_S:g} seconds.")
+    return seconds
+
+
+@app.command()
+def health(directory: Directory = None, json: Json = False) -> Action:
+    """Ask whether the daemon works.
+
+    The answer comes through the loop that serves engines: green means that it works.
+
+    Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
+    """
+    return partial(commands.health, _where(directory), as_json=json)
+
+
+@app.command()
+def sessions(directory: Directory = None, json: Json = False) -> Action:
+    """List the connected clients, oldest first."""
+    return partial(commands.sessions, _where(directory), as_json=json)
+
+
+@app.command()
+def namespaces(directory: Directory = None, json: Json = False) -> Action:
+    """List what is cached, by namespace."""
+    return partial(commands.namespaces, _where(directory), as_json=json)
+
+
+@app.command()
+def clear(
+    directory: Directory = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="A label, or the first digits (4 or more) of a fingerprint."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: Json = False,
+) -> Action:
+    """Drop the blocks of one namespace or of all.
+
+    They are gone from the index at once; the bytes of blocks in use go when their last user is done.
+
+    Exit status: 0 done, 1 not confirmed, 2 an error.
+    """
+    if (namespace is None) != everything:
+        raise CliError("Say what to clear: either --namespace with a label or fingerprint, or --all.")
+    return partial(commands.clear, _where(directory), namespace, yes=yes, as_json=json)
+
+
+@app.command()
+def events(directory: Directory = None, json: Json = False) -> Action:
+    """Print KV cache events as they happen.
+
+    Until Ctrl-C. With --json, one object per line; messages that did not arrive are told on stderr.
+    """
+    return partial(commands.events, _where(directory), as_json=json)
+
+
+@bench_app.command()
+def lookup(directory: Directory = None, json: Json = False) -> Action:
+    """Measure lookups.
+
+    Round trips of 64, 1,000 and 10,000 keys, against a raw ZeroMQ echo of the same bytes.
+    """
+    return _bench("lookup", directory, json)
+
+
+@bench_app.command()
+def copy(directory: Directory = None, json: Json = False) -> Action:
+    """Measure stores and loads.
+
+    Jobs of 64 MiB in pieces of 16 KiB to 1 MiB, against one thread's memcpy of the same bytes.
+    """
+    return _bench("copy", directory, json)
+
+
+@bench_app.command()
+def jobs(directory: Directory = None, json: Json = False) -> Action:
+    """Measure small jobs.
+
+    Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
+    """
+    return _bench("jobs", directory, json)
+
+
+def _bench(name: str, directory: Path | None, json: bool) -> Action:
+    # Benches need numpy and the engine's side of the client, which no other command does.
+    from kvoffd_client.cli.bench import run_bench
+
+    return partial(run_bench, name, _where(directory), as_json=json)

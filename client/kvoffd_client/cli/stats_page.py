@@ -1,0 +1,248 @@
+"""The page of ``kvoffd-cli stats``: a StatsReply, and perhaps the one before it, as something rich can print."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from kvoffd_client.cli.rates import Rates, rates_between, totals_of
+from kvoffd_client.cli.text import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import DirectionStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
+
+TITLE_CELLS = 11
+"""Width of the first column of every section with its gap, so that the sections line up."""
+PAIR_CELLS = 23
+"""Width of one name with its value: three of them fit on 80 columns beside the title."""
+WIDE_CELLS = 116
+"""From here on there is room for every column of the namespaces."""
+MIN_BAR_CELLS = 10
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class StatsPage:
+    """One page.
+
+    Attributes:
+        now: what to show.
+        before: an earlier sample of the same daemon; speeds are then those between the two.
+        notice: a sentence to put on top, such as that the daemon does not answer.
+        footnote: a line for the bottom, such as how to leave.
+    """
+
+    now: StatsReply
+    before: StatsReply | None = None
+    notice: str = ""
+    footnote: str = ""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rates = rates_between(self.now, self.before)
+        if self.notice:
+            yield Text(self.notice, style="bold red")
+            yield Text()
+        yield _daemon(self.now, rates)
+        yield Text()
+        yield from _pool(self.now.pool, options)
+        yield Text()
+        yield _copies(self.now, rates)
+        yield Text()
+        yield _lookups(self.now, rates)
+        yield Text()
+        yield _activity(self.now, rates)
+        yield Text()
+        yield _namespaces(self.now.namespaces, wide=options.max_width >= WIDE_CELLS)
+        yield Text()
+        yield _errors(self.now.errors)
+        if self.footnote:
+            yield Text()
+            yield Text(self.footnote, style="dim")
+
+
+def _pairs(title: str, *rows: tuple[Pair, ...]) -> Table:
+    """Names with values below each other."""
+    grid = Table.grid()
+    grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
+    for _ in rows[0]:
+        grid.add_column(width=PAIR_CELLS, no_wrap=True, overflow="ellipsis")
+    for index, row in enumerate(rows):
+        grid.add_row("" if index else title, *(Text.assemble((f"{name} ", "dim"), value) for name, value in row))
+    return grid
+
+
+def _daemon(now: StatsReply, rates: Rates) -> Table:
+    """Who answers, for how long, and at what cost."""
+    return _pairs(
+        "Daemon",
+        (
+            ("version", str(fitting(now.daemon_version))),
+            ("up", format_duration(now.uptime_seconds)),
+            ("sessions", format_count(now.sessions)),
+        ),
+        (
+            ("cpu", percent(rates.cpu_share, 1.0, none="0 %")),
+            ("memory", format_size(now.resident_bytes)),
+            ("leases", format_count(now.leases)),
+        ),
+        (
+            ("policy", str(fitting(now.policy))),
+            ("pid", str(now.pid)),
+            ("pinned blocks", format_count(now.pinned_blocks)),
+        ),
+    )
+
+
+def _pool(pool: PoolStats, options: ConsoleOptions) -> RenderResult:
+    """A bar over the whole pool, and the books."""
+    used = pool.pool_bytes - pool.free_bytes
+    numbers = f"  {percent(used, pool.pool_bytes)}  {format_size(used)} of {format_size(pool.pool_bytes)}"
+    cells = max(MIN_BAR_CELLS, options.max_width - TITLE_CELLS - len(numbers))
+    line = Text(no_wrap=True)
+    line.append("Pool".ljust(TITLE_CELLS), style="bold")
+    line.append_text(_bar(pool, cells, bar_characters(options)))
+    line.append(numbers)
+    yield line
+    yield _pairs(
+        "",
+        (
+            ("ready", format_size(pool.ready_bytes)),
+            ("writing", format_size(pool.writing_bytes)),
+            ("leaving", format_size(pool.leaving_bytes)),
+        ),
+        (
+            ("free", format_size(pool.free_bytes)),
+            ("pinned", format_size(pool.pinned_bytes)),
+            ("slot table", format_size(pool.table_bytes)),
+        ),
+    )
+    if pool.usable_bytes < pool.pool_bytes:
+        done = percent(pool.usable_bytes, pool.pool_bytes)
+        yield Text(f"{'':{TITLE_CELLS}}starting: {done} of the pool's memory is touched", style="yellow")
+
+
+def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
+    """Readable bytes, then those being written or leaving, then free ones. What is there gets at least one cell."""
+    full, half, empty = characters
+    ready = _cells_of(pool.ready_bytes, pool.pool_bytes, cells)
+    moving = min(cells - ready, _cells_of(pool.writing_bytes + pool.leaving_bytes, pool.pool_bytes, cells))
+    free = empty * (cells - ready - moving)
+    return Text.assemble((full * ready, "green"), (half * moving, "yellow"), (free, "dim"))
+
+
+def _cells_of(part: int, whole: int, cells: int) -> int:
+    if part <= 0 or whole <= 0:
+        return 0
+    return min(cells, max(1, round(cells * part / whole)))
+
+
+def _now(rates: Rates) -> str:
+    return "now" if rates.window_seconds is not None else "last 10 s"
+
+
+def _copies(now: StatsReply, rates: Rates) -> Table:
+    """Both directions. ``copying at`` is the speed while a copy runs: what the memory gives."""
+    table = section("Copies", TITLE_CELLS - 2)
+    add_numbers(table, (f"{_now(rates):>9}", "total", "copying at", "jobs", "failed", "queued", "running"))
+    for title, direction, speed in (("store", now.store, rates.store_bytes), ("load", now.load, rates.load_bytes)):
+        table.add_row(
+            fitting(title),
+            format_rate(speed),
+            format_size(direction.bytes),
+            _copy_speed(direction),
+            format_count(direction.jobs),
+            _alarming(direction.failed_jobs),
+            format_count(direction.queued_jobs),
+            format_count(direction.running_jobs),
+        )
+    return table
+
+
+def _copy_speed(direction: DirectionStats) -> str:
+    if direction.bytes <= 0 or direction.busy_seconds <= 0:
+        return "-"
+    return format_rate(direction.bytes / direction.busy_seconds)
+
+
+def _alarming(count: int) -> Text:
+    return Text(format_count(count), style="red" if count else "")
+
+
+def _lookups(now: StatsReply, rates: Rates) -> Table:
+    """How often engines ask, how long the daemon takes for an answer, how many keys were there."""
+    table = section("Lookups", TITLE_CELLS - 2)
+    add_numbers(table, (f"{_now(rates):>9}", "total", "p50", "p99", "max", "keys asked", "hits"))
+    latency = now.lookup_latency
+    durations = (latency.p50, latency.p99, latency.maximum)
+    asked = sum(namespace.keys_asked for namespace in now.namespaces)
+    table.add_row(
+        fitting("all"),
+        _per_second(rates.lookups),
+        format_count(latency.count),
+        *(format_duration(value) if latency.count else "-" for value in durations),
+        format_count(asked),
+        percent(sum(namespace.keys_ready for namespace in now.namespaces), asked),
+    )
+    return table
+
+
+def _activity(now: StatsReply, rates: Rates) -> Table:
+    """What else was counted since the start and, between two samples, how fast it grows."""
+    table = section("Activity", TITLE_CELLS - 2)
+    add_numbers(table, ("requests", "KV events", "evicted blocks", "invalidated", "dropped keys"))
+    table.add_row(fitting("total"), *(format_count(round(value)) for value in astuple(totals_of(now))))
+    if rates.totals is not None:
+        table.add_row(fitting("now"), *(_per_second(value) for value in astuple(rates.totals)))
+    return table
+
+
+def _per_second(value: float) -> str:
+    """A speed below ten keeps a decimal, so that what is rare is not shown as nothing."""
+    if value <= 0:
+        return "0/s"
+    return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
+
+
+def _namespaces(namespaces: list[NamespaceStats], wide: bool) -> Table | Text:
+    """One line each. Hits are keys that were ready; prefix, those in the unbroken run at the start of a request."""
+    if not namespaces:
+        return Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
+    table = section("Namespace", TITLE_CELLS - 2)
+    table.add_column("", no_wrap=True, style="dim")
+    keys = ("lookups", "keys asked") if wide else ()
+    copied = ("stored", "loaded") if wide else ()
+    add_numbers(table, ("blocks", "size", *keys, "hits", "prefix", *copied, "evicted", "dropped"))
+    for namespace in namespaces:
+        table.add_row(
+            fitting(namespace.label or "(no label)"),
+            short_fingerprint(namespace.namespace),
+            format_count(namespace.ready_blocks),
+            format_size(namespace.ready_bytes),
+            *((format_count(namespace.lookups), format_count(namespace.keys_asked)) if wide else ()),
+            percent(namespace.keys_ready, namespace.keys_asked),
+            percent(namespace.prefix_keys_ready, namespace.keys_asked),
+            *((format_size(namespace.stored_bytes), format_size(namespace.loaded_bytes)) if wide else ()),
+            format_count(namespace.evicted_blocks),
+            _alarming(namespace.dropped_keys),
+        )
+    return table
+
+
+def _errors(errors: dict[str, int]) -> Table | Text:
+    """Refusals by code, most frequent first, each with what it means."""
+    found = sorted(((-count, code) for code, count in errors.items() if count))
+    if not found:
+        return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
+    grid = Table.grid(padding=GAP)
+    grid.add_column(width=TITLE_CELLS - 2, style="bold", no_wrap=True)
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_column(style="red", no_wrap=True)
+    grid.add_column()
+    for index, (negative, code) in enumerate(found):
+        meaning = ErrorCode[code].sentence if code in ErrorCode.__members__ else ""
+        grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), Text(meaning, "dim"))
+    return grid

@@ -1,0 +1,129 @@
+"""The page people judge us by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvoffd_client.cli.rates import rates_between
+from kvoffd_client.cli.stats_page import StatsPage
+from kvoffd_proto.messages import StatsReply
+
+Render = Callable[..., str]
+WIDTHS = (60, 80, 120, 200)
+
+
+def line_with(text: str, start: str) -> str:
+    """The line that begins with ``start``, with single spaces."""
+    return " ".join(next(line for line in text.splitlines() if line.startswith(start)).split())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_line_is_wider_than_the_screen(busy: StatsReply, fresh: StatsReply, render: Render, width: int) -> None:
+    for page in (StatsPage(busy), StatsPage(fresh), StatsPage(busy, fresh)):
+        assert max(len(line) for line in render(page, width).splitlines()) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_fresh_daemon_shows_no_nonsense(fresh: StatsReply, render: Render, width: int) -> None:
+    text = render(StatsPage(fresh), width)
+    for noise in ("nan", "inf", "None", "error", "…"):
+        assert noise not in text
+    assert "none open" in text
+    assert line_with(text, "Errors") == "Errors none"
+    assert "0 B of 20.0 GiB" in text
+
+
+def test_a_pool_of_nothing_divides_by_nothing(fresh: StatsReply, render: Render) -> None:
+    empty = msgspec.structs.replace(fresh.pool, pool_bytes=0, usable_bytes=0, free_bytes=0, table_bytes=0)
+    assert "0 B of 0 B" in render(StatsPage(msgspec.structs.replace(fresh, pool=empty)))
+
+
+def test_the_numbers_are_those_of_the_reply(busy: StatsReply, render: Render) -> None:
+    text = render(StatsPage(busy), 120)
+    assert "65.0 %  13.0 GiB of 20.0 GiB" in text
+    assert line_with(text, "store") == "store 1.42 GB/s 118 GiB 10.6 GB/s 1,204 3 2 1"
+    assert line_with(text, "load") == "load 2.10 GB/s 240 GiB 8.59 GB/s 1,234,567 0 2 1"
+    assert line_with(text, "all") == "all 1,204/s 102,400 85.0 µs 240 µs 1.25 ms 100,000 72.3 %"
+    llama = line_with(text, "meta-llama")
+    for expected in ("ab12cd34", "12,345", "12.0 GiB", "100,000", "72.3 %", "65.0 %", "118 GiB", "240 GiB", "7,655"):
+        assert expected in llama
+    assert line_with(text, "total") == "total 1,102,400 812 15,310 0 24"
+    for pair in ("sessions 3", "leases 12", "pinned blocks 480", "up 2 h 14 min", "version 0.1.0", "memory 84.0 MiB"):
+        assert pair in text
+
+
+def test_a_namespace_nobody_asked_has_no_ratio(busy: StatsReply, render: Render) -> None:
+    assert line_with(render(StatsPage(busy)), "tiny").split()[5:7] == ["-", "-"]
+
+
+def test_columns_line_up(busy: StatsReply, render: Render) -> None:
+    for width in (80, 120):
+        lines = render(StatsPage(busy), width).splitlines()
+        first = next(index for index, line in enumerate(lines) if line.startswith("Namespace"))
+        header, one, two = (line.rstrip() for line in lines[first : first + 3])
+        assert len(header) == len(one) == len(two)
+        assert one.index("ab12cd34") == two.index("ffee0011")
+
+
+def test_errors_come_with_their_meaning_most_frequent_first(busy: StatsReply, render: Render) -> None:
+    lines = render(StatsPage(busy), 200).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("Errors"))
+    assert lines[first].split()[1:3] == ["12", "NOT_READY"]
+    assert "recompute it." in lines[first]
+    assert lines[first + 1].split()[:2] == ["3", "BAD_TOKEN"]
+    assert lines[first + 2].split() == ["1", "from_the_future"]
+
+
+def test_a_pool_that_is_still_touched_says_so(fresh: StatsReply, render: Render) -> None:
+    starting = msgspec.structs.replace(fresh.pool, usable_bytes=fresh.pool.pool_bytes // 4)
+    assert "25.0 % of the pool's memory is touched" in render(StatsPage(msgspec.structs.replace(fresh, pool=starting)))
+
+
+def test_names_of_clients_cannot_move_the_cursor(busy: StatsReply, render: Render) -> None:
+    evil = msgspec.structs.replace(busy.namespaces[0], label="\x1b[2J[red]x[/red]")
+    text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[evil])), 120)
+    assert "\x1b" not in text
+    assert "?[2J[red]x[/re" in text
+
+
+@pytest.mark.parametrize(("ready", "free", "full_cells"), [(1, 10**12 - 1, 1), (0, 10**12, 0), (10**12, 0, None)])
+def test_the_bar_is_never_empty_for_something(
+    fresh: StatsReply, render: Render, ready: int, free: int, full_cells: int | None
+) -> None:
+    pool = msgspec.structs.replace(
+        fresh.pool, pool_bytes=10**12, usable_bytes=10**12, ready_bytes=ready, free_bytes=free
+    )
+    bar = line_with(render(StatsPage(msgspec.structs.replace(fresh, pool=pool))), "Pool").split()[1]
+    assert bar.count("█") == (len(bar) if full_cells is None else full_cells)
+
+
+def test_speeds_are_those_between_the_samples(busy: StatsReply, render: Render) -> None:
+    before = msgspec.structs.replace(
+        busy,
+        uptime_seconds=busy.uptime_seconds - 2,
+        store=msgspec.structs.replace(busy.store, bytes=busy.store.bytes - 4_000_000_000),
+        lookup_latency=msgspec.structs.replace(busy.lookup_latency, count=busy.lookup_latency.count - 500),
+        requests=busy.requests - 1,
+        cpu_seconds=busy.cpu_seconds - 1.0,
+    )
+    text = render(StatsPage(busy, before))
+    assert line_with(text, "store").split()[1:3] == ["2.00", "GB/s"]
+    assert line_with(text, "load").split()[1:3] == ["0", "B/s"]
+    assert line_with(text, "all").split()[1] == "250/s"
+    assert line_with(text, "now").split()[1] == "0.5/s"
+    assert "cpu 50.0 %" in text
+
+
+def test_a_restarted_daemon_gives_no_speed_across_its_restart(busy: StatsReply, fresh: StatsReply) -> None:
+    assert rates_between(msgspec.structs.replace(fresh, epoch=8, uptime_seconds=1e6), busy).window_seconds is None
+    assert rates_between(fresh, busy).window_seconds is None
+
+
+def test_a_closed_namespace_is_no_negative_speed(busy: StatsReply) -> None:
+    later = msgspec.structs.replace(busy, namespaces=[], uptime_seconds=busy.uptime_seconds + 1)
+    totals = rates_between(later, busy).totals
+    assert totals is not None
+    assert totals.evicted_blocks == 0
