@@ -207,11 +207,6 @@ class Config:
     max_registrations: int = _number(8, 1, 1024, "Registrations of a session.")
     max_segments: int = _number(4096, 1, 65_536, "Memory segments of a session.")
 
-    @property
-    def session_credit_bytes(self) -> int:
-        """Bytes of stores a session may have outstanding, with the default worked out."""
-        return self.credit_bytes or min(max(self.pool_bytes // 8, 1), 1024**3)
-
 
 @dataclass(frozen=True)
 class Setting:
