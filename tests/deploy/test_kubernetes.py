@@ -1,0 +1,178 @@
+"""The Kubernetes manifests against the API's own schemas, strictly, and against what kvoffd needs."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvoffd.config import load_config
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+FILES = sorted(KUBERNETES.glob("*.yaml"))
+# The oldest with the sidecars we use, one in wide use, and the newest that the validator knows.
+VERSIONS = ("1.29", "1.33", kubernetes_validate.latest_version())
+DAEMON_IMAGE = "registry.example.com/kvoffd:"
+MIB = 1024 * 1024
+UNITS = {"Mi": MIB, "Gi": 1024 * MIB}
+
+Manifest: TypeAlias = dict[str, Any]
+
+
+def manifests(file: Path) -> list[Manifest]:
+    """The documents of one file."""
+    return list(yaml.safe_load_all(file.read_text()))
+
+
+def manifest(name: str, kind: str) -> Manifest:
+    """The document of that kind in that file."""
+    return next(document for document in manifests(KUBERNETES / name) if document["kind"] == kind)
+
+
+def validate(document: Manifest, version: str) -> None:
+    """Raise ValidationError unless the document is valid, unknown fields included."""
+    kubernetes_validate.validate(document, version, strict=True)
+
+
+def pod_of(document: Manifest) -> Manifest | None:
+    """The pod's spec in a Pod or in what makes pods."""
+    if document["kind"] == "Pod":
+        return document["spec"]
+    return document["spec"]["template"]["spec"] if "template" in document.get("spec", {}) else None
+
+
+def pods() -> Iterator[Manifest]:
+    for file in FILES:
+        yield from (pod for document in manifests(file) if (pod := pod_of(document)) is not None)
+
+
+def containers(pod: Manifest) -> list[Manifest]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def daemons() -> list[tuple[Manifest, Manifest]]:
+    """Every (pod, container) that runs the daemon."""
+    return [(pod, c) for pod in pods() for c in containers(pod) if c.get("args") == ["serve"]]
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    return {variable["name"]: variable.get("value", "10.0.0.1") for variable in container.get("env", [])}
+
+
+def quantity(text: str) -> int:
+    """Bytes of a Kubernetes quantity such as 17Gi."""
+    return int(text[:-2]) * UNITS[text[-2:]]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_manifest_is_valid(file: Path, version: str) -> None:
+    documents = manifests(file)
+    assert documents
+    for document in documents:
+        validate(document, version)
+
+
+def break_probe(document: Manifest) -> None:
+    containers(pod_of(document))[0]["livenessProbe"]["periodSeconds"] = "often"
+
+
+def break_spelling(document: Manifest) -> None:
+    pod = pod_of(document)
+    pod["securityContxt"] = pod.pop("securityContext")
+
+
+def break_volume(document: Manifest) -> None:
+    pod_of(document)["volumes"][0]["emptyDir"] = ["Memory"]
+
+
+def break_name(document: Manifest) -> None:
+    del containers(pod_of(document))[0]["name"]
+
+
+@pytest.mark.parametrize("breakage", [break_probe, break_spelling, break_volume, break_name])
+def test_a_broken_manifest_is_found(breakage: Any) -> None:
+    document = copy.deepcopy(manifest("sidecar.yaml", "Deployment"))
+    validate(document, VERSIONS[0])
+    breakage(document)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(document, VERSIONS[0])
+
+
+def test_both_ways_of_running_the_daemon_are_there() -> None:
+    assert len(daemons()) == 2
+    assert all(container["image"].startswith(DAEMON_IMAGE) for _, container in daemons())
+
+
+def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container() -> None:
+    for _, container in daemons():
+        variables = {name: text for name, text in environment(container).items() if name.startswith("KVOFFD_")}
+        variables["KVOFFD_HTTP_ADDRESS"] = variables["KVOFFD_HTTP_ADDRESS"].replace("$(POD_IP)", "10.0.0.1")
+        config = load_config({}, variables).config
+        memory = container["resources"]["limits"]["memory"]
+        assert container["resources"]["requests"]["memory"] == memory
+        assert quantity(memory) >= config.pool_bytes * 1.025 + 512 * MIB, "the formula in deploy/README.md"
+
+
+def test_the_users_of_probe_and_engine_may_connect() -> None:
+    engines = {pod_user(pod, c) for pod in pods() for c in containers(pod) if c["name"] == "vllm"}
+    assert engines
+    for pod, container in daemons():
+        allowed = set(
+            load_config({}, {"KVOFFD_ALLOWED_UIDS": environment(container)["KVOFFD_ALLOWED_UIDS"]}).config.allowed_uids
+        )
+        assert pod_user(pod, container) in allowed
+        assert engines <= allowed
+
+
+def pod_user(pod: Manifest, container: Manifest) -> int:
+    own = container.get("securityContext", {}).get("runAsUser")
+    return own if own is not None else pod["securityContext"]["runAsUser"]
+
+
+def test_engines_reach_the_sockets_by_the_daemons_group() -> None:
+    groups = [pod["securityContext"] for pod in pods() if any(c["name"] == "vllm" for c in containers(pod))]
+    assert len(groups) == 2
+    for security in groups:
+        assert 10064 in [*security.get("supplementalGroups", []), security.get("fsGroup")]
+
+
+def test_daemon_and_engines_share_the_directory_and_no_single_socket() -> None:
+    for pod in pods():
+        sharing = [c for c in containers(pod) if c["name"] in ("kvoffd", "vllm")]
+        for container in sharing:
+            mount = next(m for m in container["volumeMounts"] if m["name"] == "kvoffd-sockets")
+            assert mount["mountPath"] == "/run/kvoffd"
+            assert "subPath" not in mount
+
+
+def test_the_daemon_runs_with_the_least_rights() -> None:
+    for pod, container in daemons():
+        security = container["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] != 0
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+
+
+def test_probes_do_not_depend_on_where_http_listens() -> None:
+    for _, container in daemons():
+        for probe in ("startupProbe", "livenessProbe"):
+            assert container[probe]["exec"]["command"] == ["kvoffd-cli", "health"]
+
+
+def test_engines_are_told_of_the_connector_and_a_fixed_hash_seed() -> None:
+    engines = [c for pod in pods() for c in containers(pod) if c["name"] == "vllm"]
+    for engine in engines:
+        config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+        assert config == {"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}
+        assert environment(engine)["PYTHONHASHSEED"] == "0"

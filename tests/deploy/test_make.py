@@ -1,0 +1,47 @@
+"""The Makefile's promises that can be kept without building anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # MAKEFLAGS: these tests are themselves started by make, whose flags are not meant for this one.
+    environment = {name: text for name, text in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_make_alone_lists_every_target() -> None:
+    listed = make()
+    assert listed.returncode == 0
+    for target in ("venv", "demo", "test", "lint", "bench", "clean", "help"):
+        assert f"make {target}" in listed.stdout
+
+
+@pytest.mark.parametrize("target", ["venv", "lint", "test"])
+def test_a_missing_python_is_named_in_one_sentence(target: str, tmp_path: Path) -> None:
+    result = make(target, "PYTHON=", f"VENV={tmp_path / 'venv'}")
+    assert result.returncode != 0
+    assert "kvoffd needs Python 3.11" in result.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_lint_asks_for_no_engine(tmp_path: Path) -> None:
+    plan = make("--dry-run", "lint", f"VENV={tmp_path / 'venv'}").stdout
+    assert "build_venv.py" in plan
+    assert " engine" not in plan
+
+
+def test_ci_runs_lint_and_tests() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert [line for line in script.read_text().splitlines() if line.startswith("make ")] == ["make lint", "make test"]

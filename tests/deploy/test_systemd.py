@@ -1,0 +1,101 @@
+"""The systemd files, judged by systemd itself. Nothing is started."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SYSTEMD = Path(__file__).parents[2] / "deploy" / "systemd"
+UNIT = (SYSTEMD / "kvoffd.service").read_text()
+EXECUTABLE = "/opt/kvoffd/bin/kvoffd"
+# systemd's own scale: 10 is a service with no hardening at all.
+MAX_EXPOSURE = 2.5
+
+pytestmark = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+
+
+@pytest.fixture
+def executable(tmp_path: Path) -> Path:
+    """Stands for the daemon, which this machine does not have under /opt: verify insists that it is there."""
+    path = tmp_path / "kvoffd"
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def verify(directory: Path, executable: Path, unit: str, drop_in: str | None = None) -> str:
+    """What `systemd-analyze verify` has to say about the unit; nothing when it is right."""
+    file = directory / "kvoffd.service"
+    file.write_text(unit.replace(EXECUTABLE, str(executable)))
+    if drop_in is not None:
+        (directory / "kvoffd.service.d").mkdir()
+        (directory / "kvoffd.service.d" / "gpu.conf").write_text(drop_in)
+    command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    said = [line for line in (result.stdout + result.stderr).splitlines() if "kvoffd" in line]
+    return "\n".join(said) or ("" if result.returncode == 0 else result.stderr)
+
+
+def test_the_unit_is_valid(tmp_path: Path, executable: Path) -> None:
+    assert EXECUTABLE in UNIT
+    assert verify(tmp_path, executable, UNIT) == ""
+
+
+def test_the_unit_is_valid_with_the_gpu_drop_in(tmp_path: Path, executable: Path) -> None:
+    assert verify(tmp_path, executable, UNIT, (SYSTEMD / "gpu.conf").read_text()) == ""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("WatchdogSec=30s", "WatchdogSec=often"),
+        ("Restart=on-failure", "Restart=on-fire"),
+        ("ProtectSystem=strict", "ProtectSytem=strict"),
+        ("SystemCallFilter=@system-service", "SystemCallFilter=@sistem-service"),
+        ("RuntimeDirectoryMode=0750", "RuntimeDirectoryMode=0999"),
+        (EXECUTABLE, "/nowhere/kvoffd"),
+    ],
+)
+def test_a_broken_unit_is_found(tmp_path: Path, executable: Path, right: str, wrong: str) -> None:
+    assert right in UNIT
+    assert verify(tmp_path, executable, UNIT.replace(right, wrong)) != ""
+
+
+def test_a_broken_drop_in_is_found(tmp_path: Path, executable: Path) -> None:
+    drop_in = (SYSTEMD / "gpu.conf").read_text().replace("DevicePolicy=closed", "DevicePolicy=ajar")
+    assert verify(tmp_path, executable, UNIT, drop_in) != ""
+
+
+def test_the_unit_is_hardened(tmp_path: Path, executable: Path) -> None:
+    file = tmp_path / "kvoffd.service"
+    file.write_text(UNIT.replace(EXECUTABLE, str(executable)))
+    command = ["systemd-analyze", "security", "--offline=true", "--no-pager", str(file)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = re.search(r"Overall exposure level for kvoffd.service: ([0-9.]+)", result.stdout)
+    assert found is not None, result.stdout + result.stderr
+    assert float(found[1]) <= MAX_EXPOSURE
+
+
+def test_the_unit_is_what_the_daemon_needs() -> None:
+    settings = dict(re.findall(r"^([A-Za-z]+)=(.*)$", UNIT, re.MULTILINE))
+    assert settings["Type"] == "notify"
+    assert settings["NotifyAccess"] == "main"
+    assert settings["RuntimeDirectory"] == "kvoffd"
+    assert settings["LimitMEMLOCK"] == "infinity"
+    # With these the daemon would refuse every client, or not see how much memory there is.
+    assert "PrivateUsers" not in settings
+    assert "ProcSubset" not in settings
+
+
+@pytest.mark.skipif(shutil.which("systemd-sysusers") is None, reason="systemd-sysusers is not installed")
+def test_the_user_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    file = SYSTEMD / "kvoffd.sysusers.conf"
+    command = ["systemd-sysusers", f"--root={tmp_path}", str(file)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert re.search(r"^kvoffd:x:\d+:\d+:kvoffd daemon:/run/kvoffd:", (tmp_path / "etc" / "passwd").read_text(), re.M)
+    assert re.search(r"^kvoffd:x:\d+:", (tmp_path / "etc" / "group").read_text(), re.M)
