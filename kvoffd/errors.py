@@ -73,3 +73,18 @@ class UnknownLease(KvoffdError):
     """The lease is unknown, has ended or belongs elsewhere."""
 
     code = ErrorCode.UNKNOWN_LEASE
+
+
+class NotReady(KvoffdError):
+    """Keys of a load are not under its lease, or are not written from where it begins."""
+
+    code = ErrorCode.NOT_READY
+
+    def __init__(self, group: int, missing: list[int]) -> None:
+        super().__init__(
+            f"{len(missing)} keys of group {group} can not be loaded under this lease, or not from their first engine "
+            "block on; recompute them."
+        )
+        self.group = group
+        self.missing = missing
+        """Indices of those keys in the request, ascending."""

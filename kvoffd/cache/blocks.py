@@ -1,0 +1,192 @@
+"""All blocks of the pool, in any state: their index, slots, pins and order, moved together or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence, Set
+
+from kvoffd.cache.block import Block, BlockState, Shard
+from kvoffd.cache.listener import CacheListener
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.room import choose_victims
+from kvoffd.cache.slots import SlotOwner, SlotStore
+
+ABSENT, WRITING, READY, LEAVING = BlockState
+
+
+class Blocks:
+    """The steps of a block's life: ``absent -> writing -> ready -> absent``, or out by way of ``leaving``.
+
+    A block that is dropped while something holds it leaves the index at once, its slots when the last hold goes:
+    written shards with the last pin, a shard that is being written with the end of its store.
+    """
+
+    def __init__(
+        self, slots: SlotStore, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
+    ) -> None:
+        self.tenants: dict[int, Block] = {}
+        """By the offset of a slot in use, the block it belongs to."""
+        self.half_stored: dict[Block, float] = {}
+        """Incomplete blocks that nobody is writing, and since when; oldest first."""
+        self.pinned_blocks = 0
+        self.pinned_bytes = 0
+        self._slots = slots
+        self._policy = policy
+        self._listener = listener
+        self._clock = clock
+
+    # --- in --------------------------------------------------------------------------------------
+
+    def take_slots(self, slot_bytes: int, count: int, spared: Set[Block]) -> list[int]:
+        """Up to ``count`` slots, evicting what is not pinned, being written or spared; their offsets, ascending."""
+        offsets = self._slots.take(slot_bytes, count)
+        while (lacking := count - len(offsets)) > 0:
+            victims = choose_victims(self._policy, self._slots, self.tenants, slot_bytes, lacking, spared)
+            self._evict(victims)
+            gained = self._slots.take(slot_bytes, lacking) if victims else []
+            if not gained:
+                break
+            offsets.extend(gained)
+        return sorted(offsets)
+
+    def start_shard(
+        self, namespace: Namespace, group: int, key: bytes, rank: int, offset: int, slot_bytes: int, first_block: int
+    ) -> Block:
+        """Begin to write a shard in the slot at ``offset``; its block is made where there is none."""
+        index = namespace.index[group]
+        block = index.get(key)
+        if block is None:
+            block = index[key] = Block(namespace, group, key)
+            namespace.move(block, WRITING)
+        else:
+            self.half_stored.pop(block, None)
+        shard = block.shards.get(rank)
+        if shard is None:
+            shard = block.shards[rank] = Shard(offset, slot_bytes)
+            block.slot_bytes += slot_bytes
+            namespace.bytes_in[WRITING] += slot_bytes
+            self.tenants[offset] = block
+        shard.first_block = first_block
+        self._slots.mark_writing(offset, SlotOwner(namespace.fingerprint, group, key, rank, namespace.world_size))
+        return block
+
+    def reopen_shard(self, block: Block, rank: int) -> None:
+        """Take a written shard back to where it is to be written again. Nothing may pin the block."""
+        assert not block.pins
+        block.shards[rank].written = False
+        block.missing += 1
+        if block.state is READY:
+            self._policy.remove(block, evicted=False)
+            block.namespace.move(block, WRITING)
+            self._listener.removed(block.namespace, block.group, [block.key])
+
+    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int) -> int:
+        """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready."""
+        ready: list[Block] = []
+        for block in blocks:
+            shard = block.shards[rank]
+            if block.state is LEAVING:
+                self._free_shard(block, rank)
+                continue
+            shard.written = True
+            block.missing -= 1
+            self._slots.mark_ready(shard.offset, shard.first_block, shard_bytes)
+            if not block.missing:
+                ready.append(block)
+            elif not block.writers:
+                self.half_stored[block] = self._clock()
+        if ready:
+            self._make_ready(ready)
+        return len(ready)
+
+    def _make_ready(self, blocks: Sequence[Block]) -> None:
+        namespace = blocks[0].namespace
+        for block in reversed(blocks):  # as in a touch, the tail is the older one
+            namespace.move(block, READY)
+            self._policy.insert(block)
+        namespace.counters.stored_blocks += len(blocks)
+        self._listener.stored(namespace, blocks[0].group, [block.key for block in blocks])
+
+    def abandon_shards(self, blocks: Sequence[Block], rank: int) -> None:
+        """A store failed: its shards go; what other ranks wrote of the blocks waits for another one."""
+        for block in blocks:
+            self._free_shard(block, rank)
+            if block.state is WRITING and not block.writers:
+                self.half_stored[block] = self._clock()
+
+    # --- out -------------------------------------------------------------------------------------
+
+    def drop(self, blocks: Sequence[Block]) -> None:
+        """Take blocks out of the index. It is the caller who tells the listener."""
+        for block in blocks:
+            if block.state is READY:
+                self._policy.remove(block, evicted=False)
+            self.half_stored.pop(block, None)
+            self._leave(block)
+            block.namespace.counters.invalidated_blocks += 1
+
+    def drop_half_stored(self, until: float) -> int:
+        """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
+        stale: list[Block] = []
+        for block, since in self.half_stored.items():
+            if since > until:
+                break
+            stale.append(block)
+        self.drop(stale)
+        return len(stale)
+
+    def _evict(self, blocks: Sequence[Block]) -> None:
+        removed: dict[tuple[Namespace, int], list[bytes]] = {}
+        for block in blocks:
+            assert block.state is READY
+            assert not block.pins
+            self._policy.remove(block, evicted=True)
+            self._leave(block)
+            block.namespace.counters.evicted_blocks += 1
+            removed.setdefault((block.namespace, block.group), []).append(block.key)
+        for (namespace, group), keys in removed.items():
+            self._listener.removed(namespace, group, keys)
+
+    def _leave(self, block: Block) -> None:
+        del block.namespace.index[block.group][block.key]
+        block.namespace.move(block, LEAVING)
+        if not block.pins:
+            self._free_written(block)
+
+    def _free_written(self, block: Block) -> None:
+        for rank in [rank for rank, shard in block.shards.items() if shard.written]:
+            self._free_shard(block, rank)
+
+    def _free_shard(self, block: Block, rank: int) -> None:
+        """Give a slot back; a block without any is gone."""
+        namespace = block.namespace
+        shard = block.shards.pop(rank)
+        block.missing += shard.written
+        block.slot_bytes -= shard.slot_bytes
+        namespace.bytes_in[block.state] -= shard.slot_bytes
+        del self.tenants[shard.offset]
+        self._slots.free(shard.offset)
+        if not block.shards:
+            if block.state is WRITING:
+                del namespace.index[block.group][block.key]
+            namespace.move(block, ABSENT)
+
+    # --- pins ------------------------------------------------------------------------------------
+
+    def pin(self, blocks: Iterable[Block]) -> None:
+        """Keep the bytes of complete blocks where they are, once more for each time a block is named."""
+        for block in blocks:
+            if not block.pins:
+                self.pinned_blocks += 1
+                self.pinned_bytes += block.slot_bytes
+            block.pins += 1
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        """Undo one pin for each time a block is named. The last one lets a dropped block's slots go."""
+        for block in blocks:
+            block.pins -= 1
+            if not block.pins:
+                self.pinned_blocks -= 1
+                self.pinned_bytes -= block.slot_bytes
+                if block.state is LEAVING:
+                    self._free_written(block)

@@ -1,0 +1,366 @@
+"""The cache: which blocks are in the pool, who may read them, what goes when room is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
+
+from kvoffd.cache.balance import Balance, audit
+from kvoffd.cache.block import Block, BlockState
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.lease import Lease, LeaseBook
+from kvoffd.cache.listener import CacheListener
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.slots import SlotStore
+from kvoffd.cache.ticket import LoadTicket, StoreTicket
+from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
+from kvoffd_proto.messages import GroupSpec
+
+ABSENT, WRITING, READY, LEAVING = BlockState
+_READY_BYTE = bytes([READY])
+
+
+class LookupAnswer(NamedTuple):
+    """What a lookup found."""
+
+    states: list[bytes]
+    """Per group of the request, one byte a key: ABSENT, WRITING or READY. The ready ones are under the lease."""
+    pinned: int
+    """Blocks under the lease; where it is 0 there is no lease."""
+
+
+class BlockCache:
+    """Blocks of all namespaces in one pool. Pure and synchronous; one thread at a time.
+
+    A block lives ``absent -> writing -> ready -> absent``. Dropped while a lease, a load or a store still holds it,
+    it leaves the index at once and its slots later. Every method either raises KvoffdError and changes nothing, or
+    does all it says; every ticket must be ended exactly once, after the last byte of its copy has moved.
+    """
+
+    def __init__(
+        self,
+        slots: SlotStore,
+        policy: EvictionPolicy,
+        listener: CacheListener,
+        clock: Callable[[], float],
+        half_stored_timeout_s: float = 60.0,
+        lease_ttl_s: float = 30.0,
+    ) -> None:
+        self.slots = slots
+        self.policy = policy
+        self.leases = LeaseBook(lease_ttl_s)
+        self._blocks = Blocks(slots, policy, listener, clock)
+        self._listener = listener
+        self._clock = clock
+        self._half_stored_timeout_s = half_stored_timeout_s
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._stores: set[StoreTicket] = set()
+        self._loads: set[LoadTicket] = set()
+
+    # --- namespaces ------------------------------------------------------------------------------
+
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """All namespaces, in the order in which they were opened."""
+        return list(self._namespaces.values())
+
+    def namespace(self, fingerprint: bytes) -> Namespace:
+        """The open namespace. Raises UnknownNamespace."""
+        try:
+            return self._namespaces[fingerprint]
+        except KeyError:
+            raise UnknownNamespace(
+                f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
+            ) from None
+
+    def open_namespace(
+        self,
+        fingerprint: bytes,
+        label: str,
+        world_size: int,
+        key_bytes: int,
+        groups: Sequence[GroupSpec],
+        description: str,
+    ) -> tuple[Namespace, bool]:
+        """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
+        if (known := self._namespaces.get(fingerprint)) is not None:
+            known.check_same(world_size, key_bytes, groups)
+            return known, False
+        namespace = Namespace(fingerprint, label, world_size, key_bytes, groups, description)
+        self._namespaces[fingerprint] = namespace
+        return namespace, True
+
+    def set_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> None:
+        """Fix the bytes of a rank's shards, by group, at the rank's first registration.
+
+        Raises BadGeometry if they were fixed otherwise, or do not fit the namespace; ShardTooLarge if no slot could
+        hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
+        """
+        namespace.check_shard_bytes(rank, shard_bytes)
+        namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
+
+    # --- look up ---------------------------------------------------------------------------------
+
+    def lookup(
+        self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]]
+    ) -> LookupAnswer:
+        """Say which keys are ready, and pin those under the lease. ``groups``: (group, keys end to end, root first).
+
+        Under a lease that lives already nothing is pinned, nor counted, and only its own blocks are called ready.
+        Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
+        """
+        split = [(group, namespace.split(group, keys)) for group, keys in groups]
+        lease = self.leases.get(lease_id)
+        if lease is not None:
+            if lease.owner != owner or lease.namespace is not namespace:
+                raise UnknownLease(
+                    f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
+                )
+            return LookupAnswer([_states_under(lease, group, keys) for group, keys in split], lease.pinned)
+        lease = Lease(lease_id, owner, namespace)
+        answer = LookupAnswer([self._find_and_pin(lease, group, keys) for group, keys in split], lease.pinned)
+        if answer.pinned:
+            self.leases.add(lease, self._clock())
+        counters = namespace.counters
+        counters.lookups += 1
+        for states in answer.states:
+            counters.keys_asked += len(states)
+            counters.keys_ready += states.count(READY)
+            counters.prefix_keys_ready += len(states) - len(states.lstrip(_READY_BYTE))
+        return answer
+
+    def _find_and_pin(self, lease: Lease, group: int, keys: list[bytes]) -> bytes:
+        found = list(map(lease.namespace.index[group].get, keys))
+        states = bytes([ABSENT if block is None else block.state for block in found])
+        if states.count(READY) == len(states):  # the usual case, and three times as fast
+            ready = cast("dict[bytes, Block]", dict(zip(keys, found, strict=True)))
+        else:
+            ready = {block.key: block for block in found if block is not None and block.state is READY}
+        held = lease.blocks.get(group)
+        if held is not None:
+            ready = {key: block for key, block in ready.items() if key not in held}
+        if ready:
+            self._blocks.pin(ready.values())
+            lease.blocks[group] = ready if held is None else held | ready
+        return states
+
+    def touch(self, lease_id: int) -> None:
+        """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
+        lease = self.leases.get(lease_id)
+        if lease is not None:
+            for blocks in lease.blocks.values():
+                self.policy.touch([block for block in blocks.values() if block.state is READY])
+
+    # --- leases ----------------------------------------------------------------------------------
+
+    def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
+        """Give leases their full time again; returns those that are not alive, or not the owner's."""
+        now = self._clock()
+        ended: list[int] = []
+        for lease_id in lease_ids:
+            if (lease := self.leases.owned(owner, lease_id)) is None:
+                ended.append(lease_id)
+            else:
+                self.leases.renew(lease, now)
+        return ended
+
+    def release(self, owner: int, lease_ids: Iterable[int]) -> int:
+        """End leases of the owner; those that are not alive are no error. Returns how many ended."""
+        leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        return self._end_leases([lease for lease in leases if lease is not None])
+
+    def end_owner(self, owner: int) -> int:
+        """End all leases of a session that is gone. Returns how many. Its tickets end when its copies have."""
+        return self._end_leases(self.leases.of_owner(owner))
+
+    def _end_leases(self, leases: Sequence[Lease]) -> int:
+        for lease in leases:
+            self.leases.remove(lease)
+            for blocks in lease.blocks.values():
+                self._blocks.unpin(blocks.values())
+        return len(leases)
+
+    def expire(self) -> int:
+        """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
+        now = self._clock()
+        ended = self._end_leases(self.leases.overdue(now))
+        return ended + self._blocks.drop_half_stored(now - self._half_stored_timeout_s)
+
+    # --- store -----------------------------------------------------------------------------------
+
+    def begin_store(
+        self,
+        namespace: Namespace,
+        rank: int,
+        group: int,
+        keys: bytes,
+        first_block: int = 0,
+        same_job: Sequence[StoreTicket] = (),
+    ) -> StoreTicket:
+        """Take slots for the keys of which this rank's shard is neither written nor being written, evicting if needed.
+
+        The first key is written from engine block ``first_block`` on. ``same_job`` are the tickets of the job's other
+        groups: what they found present is not evicted for this one. Raises BadGeometry, BadKeys.
+        """
+        slot_bytes = namespace.slot_bytes(rank, group)
+        split = namespace.split(group, keys, distinct=True)
+        index = namespace.index[group]
+        ticket = StoreTicket(namespace, rank, group)
+        wanted: list[int] = []
+        slot_for: dict[int, int] = {}
+        for number, key in enumerate(split):
+            if (block := index.get(key)) is None:
+                wanted.append(number)
+                continue
+            ticket.present.append(block)
+            if (shard := block.shards.get(rank)) is None:
+                wanted.append(number)
+            elif shard.written and not block.pins and (0 if number else first_block) < shard.first_block:
+                # It holds less of the key than is offered now, and nobody reads it.
+                self._blocks.reopen_shard(block, rank)
+                slot_for[number] = shard.offset
+        spared = set(ticket.present).union(*[other.present for other in same_job])
+        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared), strict=False))
+        ticket.dropped = [number for number in wanted if number not in slot_for]
+        namespace.counters.dropped_keys += len(ticket.dropped)
+        ticket.copy = sorted(slot_for)
+        ticket.offsets = [slot_for[number] for number in ticket.copy]
+        ticket.blocks = [
+            self._blocks.start_shard(
+                namespace, group, split[number], rank, offset, slot_bytes, 0 if number else first_block
+            )
+            for number, offset in zip(ticket.copy, ticket.offsets, strict=True)
+        ]
+        self._stores.add(ticket)
+        return ticket
+
+    def commit_store(self, ticket: StoreTicket) -> int:
+        """End a store whose bytes are all in place. Returns how many blocks became ready by it."""
+        self._stores.remove(ticket)
+        shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
+        assert shard_bytes is not None
+        return self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group])
+
+    def abort_store(self, ticket: StoreTicket) -> None:
+        """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
+        self._stores.remove(ticket)
+        self._blocks.abandon_shards(ticket.blocks, ticket.rank)
+
+    # --- load ------------------------------------------------------------------------------------
+
+    def begin_load(
+        self, namespace: Namespace, rank: int, lease_id: int, group: int, keys: bytes, first_block: int = 0
+    ) -> LoadTicket:
+        """Hold the slots of a rank's shards of leased blocks. The first key is read from ``first_block`` on.
+
+        Raises UnknownLease; BadGeometry, BadKeys; NotReady with the indices of keys that are not under the lease, or
+        whose written range begins later.
+        """
+        namespace.slot_bytes(rank, group)
+        split = namespace.split(group, keys)
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.namespace is not namespace:
+            raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
+        held = lease.blocks.get(group, {})
+        found = [held.get(key) for key in split]
+        blocks = [block for block in found if block is not None]
+        shards = [block.shards[rank] for block in blocks]
+        if len(blocks) < len(found) or any(shard.first_block for shard in shards):
+            self._refuse_unreadable(found, rank, group, first_block)
+        self._blocks.pin(blocks)
+        ticket = LoadTicket(namespace, rank, lease_id, blocks, [shard.offset for shard in shards])
+        self._loads.add(ticket)
+        return ticket
+
+    def _refuse_unreadable(self, found: Sequence[Block | None], rank: int, group: int, first_block: int) -> None:
+        missing = [
+            number
+            for number, block in enumerate(found)
+            if block is None or block.shards[rank].first_block > (0 if number else first_block)
+        ]
+        if missing:
+            raise NotReady(group, missing)
+
+    def end_load(self, tickets: Sequence[LoadTicket], ok: bool) -> None:
+        """End the tickets of one job. The lease ends with the last rank of the world that loaded well under it."""
+        for ticket in tickets:
+            self._loads.remove(ticket)
+            self._blocks.unpin(ticket.blocks)
+        lease = self.leases.get(tickets[0].lease_id) if tickets and ok else None
+        if lease is not None:
+            lease.loaded_ranks.add(tickets[0].rank)
+            if len(lease.loaded_ranks) == lease.namespace.world_size:
+                self._end_leases([lease])
+
+    # --- drop ------------------------------------------------------------------------------------
+
+    def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+        """Forget keys. What a lease, load or store holds leaves the index now, its slots later. Returns how many."""
+        split = [(group, namespace.split(group, keys)) for group, keys in groups]
+        dropped = 0
+        for group, keys in split:
+            index = namespace.index[group]
+            blocks = [index[key] for key in dict.fromkeys(keys) if key in index]
+            readable = [block.key for block in blocks if block.state is READY]
+            self._blocks.drop(blocks)
+            if readable:
+                self._listener.removed(namespace, group, readable)
+            dropped += len(blocks)
+        return dropped
+
+    def reset(self, namespace: Namespace) -> int:
+        """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
+        self._end_leases([lease for lease in self.leases if lease.namespace is namespace])
+        return self.clear(namespace)
+
+    def clear(self, namespace: Namespace | None = None) -> int:
+        """Forget every block of one namespace, or of all. Leases keep what they hold. Returns how many."""
+        dropped = 0
+        for one in [namespace] if namespace is not None else self.namespaces:
+            blocks = [block for index in one.index for block in index.values()]
+            self._blocks.drop(blocks)
+            self._listener.cleared(one)
+            dropped += len(blocks)
+        return dropped
+
+    # --- books -----------------------------------------------------------------------------------
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks under a lease or a running load."""
+        return self._blocks.pinned_blocks
+
+    def balance(self) -> Balance:
+        """Where the pool's bytes are."""
+        writing, ready, leaving = (
+            sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
+            for state in (WRITING, READY, LEAVING)
+        )
+        return Balance(self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes)
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant is broken. Looks at every block: for tests and the simulator."""
+        audit(
+            self.slots,
+            self.policy,
+            self._blocks,
+            self.namespaces,
+            self.leases,
+            self._stores,
+            self._loads,
+            self.balance(),
+        )
+
+
+def _states_under(lease: Lease, group: int, keys: Sequence[bytes]) -> bytes:
+    """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
+    held = lease.blocks.get(group, {})
+    index = lease.namespace.index[group]
+    states = bytearray(len(keys))
+    for number, key in enumerate(keys):
+        if key in held:
+            states[number] = READY
+        elif (block := index.get(key)) is not None and block.state is WRITING:
+            states[number] = WRITING
+    return bytes(states)

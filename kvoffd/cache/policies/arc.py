@@ -1,0 +1,91 @@
+"""Adaptive replacement: blocks seen once and blocks seen again compete for the pool.
+
+Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The names
+there: T1 ``_once``, T2 ``_again``, B1 ``_once_ghosts``, B2 ``_again_ghosts``, p ``_target``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from kvoffd.cache.block import Block
+from kvoffd.cache.namespace import Namespace
+
+Ghost = tuple[Namespace, int, bytes]
+"""What is remembered of an evicted block: its namespace, group and key."""
+
+
+class ArcPolicy:
+    """Two queues of blocks, two of ghosts, and the share of the pool that blocks seen once should have.
+
+    The paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from
+    how many it was seen to hold, and follows when larger or smaller blocks take over.
+    """
+
+    def __init__(self) -> None:
+        self._once: OrderedDict[Block, None] = OrderedDict()
+        self._again: OrderedDict[Block, None] = OrderedDict()
+        self._once_ghosts: OrderedDict[Ghost, None] = OrderedDict()
+        self._again_ghosts: OrderedDict[Ghost, None] = OrderedDict()
+        self._target = 0.0
+        self._capacity = 0
+
+    def insert(self, block: Block) -> None:
+        assert block not in self._once
+        assert block not in self._again
+        ghost = (block.namespace, block.group, block.key)
+        if ghost in self._once_ghosts:
+            self._target += max(1.0, len(self._again_ghosts) / len(self._once_ghosts))
+            del self._once_ghosts[ghost]
+            self._again[block] = None
+        elif ghost in self._again_ghosts:
+            self._target -= max(1.0, len(self._once_ghosts) / len(self._again_ghosts))
+            del self._again_ghosts[ghost]
+            self._again[block] = None
+        else:
+            self._once[block] = None
+        self._keep_in_bounds()
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        once, again = self._once, self._again
+        for block in reversed(blocks):
+            if block in again:
+                again.move_to_end(block)
+            else:
+                del once[block]
+                again[block] = None
+
+    def remove(self, block: Block, evicted: bool) -> None:
+        queue, ghosts = (self._once, self._once_ghosts) if block in self._once else (self._again, self._again_ghosts)
+        del queue[block]
+        if evicted:
+            ghosts[block.namespace, block.group, block.key] = None
+
+    def candidates(self) -> Iterator[Block]:
+        once, again = iter(self._once), iter(self._again)
+        once_left, again_left = len(self._once), len(self._again)
+        while once_left or again_left:
+            if once_left and (once_left > self._target or not again_left):
+                once_left -= 1
+                yield next(once)
+            else:
+                again_left -= 1
+                yield next(again)
+
+    def __len__(self) -> int:
+        return len(self._once) + len(self._again)
+
+    @property
+    def ghosts(self) -> int:
+        """Number of evicted blocks remembered; at most as many as the pool holds, in the long run."""
+        return len(self._once_ghosts) + len(self._again_ghosts)
+
+    def _keep_in_bounds(self) -> None:
+        resident = len(self)
+        self._capacity = min(max(self._capacity, resident), 2 * resident)
+        self._target = min(max(self._target, 0.0), float(self._capacity))
+        while self._once_ghosts and len(self._once) + len(self._once_ghosts) > self._capacity:
+            self._once_ghosts.popitem(last=False)
+        while self._again_ghosts and resident + self.ghosts > 2 * self._capacity:
+            self._again_ghosts.popitem(last=False)
