@@ -90,9 +90,10 @@ message that holds the first byte of its `Attach` frame; one descriptor per fram
 the session.
 """
 
-REQUESTS = """Any request may be answered by [Error](#error) instead. `Store` and `Load` have no reply of their own: when
-they are accepted, their answer is a completion, exactly one per job; when they are refused whole, it is `Error` with
-their `request_id`, and no completion comes. Number requests from 1: an `Error` has `request_id` 0 when the frame held none.
+REQUESTS = """Any request may be answered by [Error](#error) instead. `Store` and `Load` have no reply of their own:
+when they are accepted, their answer is a completion, exactly one per job; when they are refused whole, it is `Error`
+with their `request_id`, and no completion comes. Number requests from 1: an `Error` has `request_id` 0 when the frame
+held none.
 """
 
 COMPLETIONS = """## Completions

@@ -1,0 +1,257 @@
+"""The codec takes every message apart as it was put together, and refuses everything else with CodecError."""
+
+from __future__ import annotations
+
+import types
+import typing
+from enum import Enum
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import Meta, Struct
+
+from kvoffd_proto import codec, handles, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
+from kvoffd_proto.reference import fields_of
+
+REQUESTS = typing.get_args(m.AnyRequest)
+REPLIES = typing.get_args(m.AnyReply)
+DECODERS = (decode_request, decode_reply, decode_completions)
+
+
+def bound(metas: list[Meta], name: str, otherwise: int) -> int:
+    return next((getattr(meta, name) for meta in metas if getattr(meta, name) is not None), otherwise)
+
+
+def values(hint: object, metas: list[Meta]) -> st.SearchStrategy[object]:
+    """Values of ``hint`` that keep its bounds; long ones are cut, since a test of them says nothing more."""
+    if typing.get_origin(hint) is typing.Annotated:
+        own = [meta for meta in hint.__metadata__ if isinstance(meta, Meta)]  # type: ignore[attr-defined]
+        return values(typing.get_args(hint)[0], metas + own)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    low, high = bound(metas, "min_length", 0), min(bound(metas, "max_length", 3), 64)
+    if origin in (types.UnionType, typing.Union):
+        return st.one_of([values(argument, metas) for argument in arguments])
+    if origin is list:
+        return st.lists(values(arguments[0], []), min_size=low, max_size=max(min(high, 3), low))
+    if origin is dict:
+        return st.dictionaries(values(arguments[0], []), values(arguments[1], []), max_size=2)
+    assert isinstance(hint, type)
+    if hint is type(None):
+        return st.none()
+    if hint is bool:
+        return st.booleans()
+    if issubclass(hint, Enum):
+        return st.sampled_from(list(hint))
+    if issubclass(hint, Struct):
+        return instances(hint)
+    if hint is int:
+        highest = min(bound(metas, "le", 2**63 - 1), bound(metas, "lt", 2**63) - 1)
+        return st.integers(bound(metas, "ge", 0), highest)
+    if hint is float:
+        return st.floats(0, 1e12, allow_nan=False)
+    if hint is str:
+        return st.text(min_size=low, max_size=high)
+    assert hint is bytes, hint
+    return st.binary(min_size=low, max_size=high)
+
+
+def instances(struct: type[Struct]) -> st.SearchStrategy[Struct]:
+    return st.builds(struct, *(values(hint, []) for _, hint, _ in fields_of(struct)))
+
+
+quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+a_request = st.sampled_from(REQUESTS).flatmap(instances)
+
+
+@pytest.mark.parametrize("struct", REQUESTS, ids=lambda struct: struct.__name__)
+def test_every_request_comes_back_as_it_was_sent(struct: type[Struct]) -> None:
+    @quick
+    @given(instances(struct))
+    def check(message: Struct) -> None:
+        assert decode_request(encode(message)) == message  # type: ignore[arg-type]
+
+    check()
+
+
+@pytest.mark.parametrize("struct", REPLIES, ids=lambda struct: struct.__name__)
+def test_every_reply_comes_back_as_it_was_sent(struct: type[Struct]) -> None:
+    @quick
+    @given(instances(struct))
+    def check(message: Struct) -> None:
+        assert decode_reply(encode(message)) == message  # type: ignore[arg-type]
+
+    check()
+
+
+@quick
+@given(instances(m.Completions))
+def test_completions_come_back_as_they_were_published(message: m.Completions) -> None:
+    assert decode_completions(encode(message)) == message
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_with_codec_error_only(frame: bytes) -> None:
+    for decode in DECODERS:
+        with pytest.raises(CodecError):
+            decode(frame)
+    assert 0 <= request_id_of(frame) < 2**63
+
+
+@quick
+@given(a_request, st.data())
+def test_a_truncated_frame_is_refused(message: m.AnyRequest, data: st.DataObject) -> None:
+    frame = encode(message)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(CodecError):
+        decode_request(frame[:cut])
+
+
+@quick
+@given(a_request, st.binary(min_size=1, max_size=8))
+def test_bytes_behind_the_message_are_refused(message: m.AnyRequest, rest: bytes) -> None:
+    with pytest.raises(CodecError):
+        decode_request(encode(message) + rest)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(a_request, st.data())
+def test_a_flipped_byte_gives_a_message_or_codec_error(message: m.AnyRequest, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_request(bytes(frame))
+    except CodecError:
+        pass  # the one thing that may happen besides a message of other values
+
+
+def wire(*parts: object) -> bytes:
+    return msgspec.msgpack.encode(list(parts))
+
+
+TOKEN = b"t" * 16
+FINGERPRINT = b"f" * 32
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(wire(), id="empty array"),
+        pytest.param(wire("destroy", 1, TOKEN), id="unknown tag"),
+        pytest.param(wire(7, 1, TOKEN), id="tag that is a number"),
+        pytest.param(wire("welcome", 1, 1), id="a reply's tag"),
+        pytest.param(wire("stats", "1", TOKEN), id="request id that is a text"),
+        pytest.param(wire("stats", -1, TOKEN), id="negative request id"),
+        pytest.param(wire("stats", 2**63, TOKEN), id="request id beyond its range"),
+        pytest.param(wire("stats", 1, b"short"), id="short token"),
+        pytest.param(wire("stats", 1, TOKEN + b"t"), id="long token"),
+        pytest.param(wire("stats", 1), id="field missing"),
+        pytest.param(wire("stats", 1, TOKEN, 1), id="field too many"),
+        pytest.param(wire("hello", 1, TOKEN, 1, "owner", "", ""), id="unknown role"),
+        pytest.param(wire("hello", 1, TOKEN, 1, "worker", "n" * 129, ""), id="name too long"),
+        pytest.param(wire("reset", 1, TOKEN, b"f"), id="short fingerprint"),
+        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 5, []), id="lease id without a session"),
+        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 2**32, [[65536, b""]]), id="group index beyond its range"),
+        pytest.param(wire("lookup", 1, TOKEN, FINGERPRINT, 2**32, [[0, b""]] * 1025), id="too many groups"),
+        pytest.param(wire("store", 1, TOKEN, b"r" * 16, 1, []), id="store of nothing"),
+        pytest.param(b"\xa5\xff\xff\xff\xff\xff", id="text that is not UTF-8"),
+        pytest.param(b"\x93\xa5stats\x01\xc6\xff\xff\xff\xff", id="bytes that claim four gigabytes"),
+        pytest.param(b"\xdd\xff\xff\xff\xff", id="array that claims four thousand million elements"),
+        pytest.param(b"\x91" * 100_000, id="arrays nested a hundred thousand deep"),
+    ],
+)
+def test_a_frame_that_is_no_request_is_refused(frame: bytes) -> None:
+    with pytest.raises(CodecError) as refusal:
+        decode_request(frame)
+    assert str(refusal.value)
+
+
+def test_the_request_id_is_found_in_a_frame_that_does_not_decode() -> None:
+    assert request_id_of(wire("destroy", 77, TOKEN)) == 77
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", wire("stats"), wire("stats", -3), wire("stats", 2**63), wire("stats", "77"), b"\xc0"]
+)
+def test_a_frame_without_a_usable_request_id_counts_as_0(frame: bytes) -> None:
+    assert request_id_of(frame) == 0
+
+
+def test_a_memoryview_is_decoded_as_its_bytes_are() -> None:
+    message = m.Stats(1, TOKEN)
+    assert decode_request(memoryview(codec.encode(message))) == message
+
+
+LIFELINE = (lifeline.Greeting, lifeline.Refused, lifeline.Attached, lifeline.AttachRefused, lifeline.Attach)
+
+
+@quick
+@given(
+    st.lists(st.sampled_from(LIFELINE).flatmap(instances), max_size=6),
+    st.lists(st.integers(1, 40), min_size=1, max_size=20),
+)
+def test_lifeline_frames_arrive_whole_however_the_stream_is_cut(sent: list[Struct], pieces: list[int]) -> None:
+    stream = b"".join(lifeline.encode_frame(frame) for frame in sent)  # type: ignore[arg-type]
+    buffer, bodies, position, turn = lifeline.FrameBuffer(), [], 0, 0
+    while position < len(stream):
+        step = pieces[turn % len(pieces)]
+        bodies += buffer.feed(stream[position : position + step])
+        position, turn = position + step, turn + 1
+    decoded = [
+        lifeline.decode_from_client(body) if isinstance(frame, lifeline.Attach) else lifeline.decode_from_daemon(body)
+        for frame, body in zip(sent, bodies, strict=True)
+    ]
+    assert decoded == sent
+
+
+@pytest.mark.parametrize("size", [0, lifeline.MAX_FRAME_BYTES + 1, 2**32 - 1])
+def test_a_lifeline_frame_of_an_impossible_length_is_refused_before_it_arrives(size: int) -> None:
+    with pytest.raises(lifeline.LifelineError, match=str(size)):
+        lifeline.FrameBuffer().feed(size.to_bytes(lifeline.LENGTH_BYTES, "little"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=100))
+def test_lifeline_garbage_is_refused_with_lifeline_error_only(body: bytes) -> None:
+    for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
+        with pytest.raises(lifeline.LifelineError):
+            decode(body)
+    try:
+        lifeline.FrameBuffer().feed(body)
+    except lifeline.LifelineError:
+        pass  # most lengths are impossible
+
+
+def test_deeply_nested_lifeline_garbage_is_refused() -> None:
+    for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
+        with pytest.raises(lifeline.LifelineError):
+            decode(b"\x91" * (lifeline.MAX_FRAME_BYTES - 1))
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        handles.MemfdHandle(1, 4096),
+        handles.CudaIpcHandle(b"h" * 64, 4096, b"u" * 16),
+        handles.CudaVmmHandle([1, 2], [4096, 8192], b"u" * 16),
+    ],
+    ids=lambda handle: type(handle).__name__,
+)
+def test_every_kind_of_handle_travels_in_a_registration(handle: handles.Handle) -> None:
+    request = m.Register(
+        1,
+        TOKEN,
+        FINGERPRINT,
+        b"r" * 16,
+        0,
+        1,
+        [handle],
+        [handles.TensorLayout(0, 0, 64, 8)],
+        [[handles.PageRef(0, 64)]],
+    )
+    assert decode_request(encode(request)) == request

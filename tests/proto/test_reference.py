@@ -1,0 +1,76 @@
+"""The wire's reference page says everything, and is the one that is checked in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.reference import SECTIONS, documented, fields_of, reference
+
+PAGE = Path(__file__).parents[2] / "proto" / "PROTOCOL.md"
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == reference(), "run: python -m kvoffd_proto.reference > proto/PROTOCOL.md"
+
+
+def test_the_command_prints_the_page() -> None:
+    printed = subprocess.run(
+        [sys.executable, "-m", "kvoffd_proto.reference"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert printed.stdout == reference()
+
+
+@pytest.mark.parametrize("struct", documented(), ids=lambda struct: struct.__name__)
+def test_every_message_and_every_field_is_described(struct: type[Struct]) -> None:
+    assert struct.__doc__
+    assert struct.__doc__.strip().endswith("."), "a sentence"
+    for field, _, description in fields_of(struct):
+        assert description.endswith("."), (
+            f"{struct.__name__}.{field.name} needs a Meta(description=...) with a sentence"
+        )
+
+
+def test_every_message_of_the_wire_is_on_the_page() -> None:
+    on_page = set(documented())
+    assert set(typing.get_args(m.AnyRequest)) <= on_page
+    assert set(typing.get_args(m.AnyReply)) <= on_page
+    for struct in on_page:
+        for _, hint, _ in fields_of(struct):
+            assert structs_in(hint) <= on_page, f"a part of {struct.__name__} is missing"
+
+
+def structs_in(hint: object) -> set[type[Struct]]:
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return {hint}
+    return set().union(*(structs_in(argument) for argument in typing.get_args(hint)))
+
+
+def test_every_request_has_one_answer_and_a_role() -> None:
+    exchanges = [exchange for _, group in SECTIONS for exchange in group]
+    requests = [exchange.request for exchange in exchanges]
+    assert len(requests) == len(set(requests))
+    assert set(requests) == set(typing.get_args(m.AnyRequest))
+    assert all(exchange.roles for exchange in exchanges)
+
+
+def test_every_error_code_has_a_sentence_of_its_own_on_the_page() -> None:
+    page = reference()
+    sentences = {code.sentence for code in ErrorCode}
+    assert len(sentences) == len(ErrorCode)
+    for code in ErrorCode:
+        assert f"| {code.value} | `{code.name}` | {code.sentence} |" in page
+
+
+def test_links_lead_to_headings() -> None:
+    page = reference()
+    headings = {line.lstrip("# ").lower() for line in page.splitlines() if line.startswith("#")}
+    targets = {part.split(")")[0] for part in page.split("](#")[1:]}
+    assert targets <= headings
