@@ -36,7 +36,7 @@ def to_json(value: object) -> str:
 
 
 def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, description) of every field; nested ones as ``pool.free_bytes``, in lists as ``namespaces[].label``."""
+    """Yield (key, description) of every field, nested ones as ``pool.free_bytes`` or ``namespaces[].label``."""
     hints = get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
         if field.name in _INTERNAL:

@@ -1,0 +1,150 @@
+"""The floor of everything that goes over ZeroMQ: a process that sends as many bytes back as it is asked to.
+
+It is a process of its own, as the daemon is, and does nothing else: no decoding, no index, no copy. Requests go from
+a DEALER to its ROUTER; the answer comes back the same way or, as completions do, from its PUB to a SUB.
+
+Run as ``python -m kvoffd_client.bench.echo DIRECTORY``; it ends when its standard input does.
+"""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from kvoffd_client.bench.report import BenchFailed
+
+HEAD_BYTES = 5
+"""Of a request: four bytes for the size of the answer, one for its way."""
+TOPIC = b"session@0123456789012345678/1/"
+"""As long as a session's topic."""
+TIMEOUT_MS = 5_000
+LOOK_MS = 100
+
+
+class Way(IntEnum):
+    """How the answer comes back."""
+
+    ROUTER = 0
+    PUB = 1
+
+
+def serve(directory: Path) -> None:
+    """Answer until standard input ends."""
+    context = zmq.Context()
+    router, publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
+    for socket, address in ((router, _jobs(directory)), (publisher, _events(directory))):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.bind(address)
+    # The barest loop there is: one blocking call to receive and one to send. Now and then it looks for its end.
+    router.setsockopt(zmq.RCVTIMEO, LOOK_MS)
+    print("ready", flush=True)
+    while True:
+        try:
+            sender, frame = router.recv_multipart()
+        except zmq.Again:
+            if select.select((sys.stdin,), (), (), 0)[0]:
+                break
+            continue
+        answer = bytes(int.from_bytes(frame[:4], "little"))
+        if frame[4] == Way.PUB:
+            publisher.send_multipart((TOPIC, bytes(8), answer))
+        else:
+            router.send_multipart((sender, answer))
+    context.destroy(linger=0)
+
+
+def _jobs(directory: Path) -> str:
+    return f"ipc://{directory}/jobs.sock"
+
+
+def _events(directory: Path) -> str:
+    return f"ipc://{directory}/events.sock"
+
+
+class Echo:
+    """The echo process and the client's sockets to it."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvoffd-echo-")
+        path = Path(self._directory.name)
+        command = (sys.executable, "-m", "kvoffd_client.bench.echo", str(path))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._context = zmq.Context()
+        if not self._stdout.readline():
+            self.close()
+            raise BenchFailed("The echo process that measures the floor did not start; its error is above.")
+        self._dealer, self._subscriber = self._context.socket(zmq.DEALER), self._context.socket(zmq.SUB)
+        for socket, address in ((self._dealer, _jobs(path)), (self._subscriber, _events(path))):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+            socket.connect(address)
+        self._subscriber.subscribe(TOPIC)
+        self._wait_subscribed()
+
+    def round_trip(self, request: bytes, way: Way = Way.ROUTER) -> float:
+        """Send ``request`` (from ``echo_request``) and wait for its answer; return the seconds."""
+        begin = time.perf_counter()
+        self.send(request)
+        self.receive(way)
+        return time.perf_counter() - begin
+
+    def send(self, request: bytes) -> None:
+        """Send without waiting for the answer."""
+        self._dealer.send(request)
+
+    def receive(self, way: Way) -> None:
+        """Wait for one answer. Raises BenchFailed when none comes."""
+        try:
+            if way is Way.PUB:
+                self._subscriber.recv_multipart()
+            else:
+                self._dealer.recv()
+        except zmq.Again as error:
+            raise BenchFailed(
+                "The echo process that measures the floor does not answer; run the bench again."
+            ) from error
+
+    def _wait_subscribed(self) -> None:
+        """PUB drops what it sends before it knows of the subscription: ask until something comes."""
+        request = echo_request(HEAD_BYTES, 1, Way.PUB)
+        for _ in range(TIMEOUT_MS // 10):
+            self.send(request)
+            if self._subscriber.poll(10):
+                break
+        while self._subscriber.poll(50):
+            self.receive(Way.PUB)
+
+    def close(self) -> None:
+        """End the process and remove its sockets."""
+        self._context.destroy(linger=0)
+        self._stdin.close()
+        self._stdout.close()
+        self._process.wait(timeout=TIMEOUT_MS / 1000)
+        self._directory.cleanup()
+
+    def __enter__(self) -> Echo:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def echo_request(request_bytes: int, answer_bytes: int, way: Way = Way.ROUTER) -> bytes:
+    """A request of ``request_bytes`` (at least HEAD_BYTES) bytes that asks for an answer of ``answer_bytes``."""
+    head = answer_bytes.to_bytes(4, "little") + bytes([way])
+    return head.ljust(request_bytes, b"\xa5")
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

@@ -1,0 +1,157 @@
+"""The engine that benches play: one worker with one group, and a scheduler, in one namespace."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
+
+KEY_BYTES = 32
+WAIT_S = 30.0
+"""Longest wait for anything; a daemon that takes longer is ill."""
+
+BlockIds = npt.NDArray[np.int32]
+
+
+def random_keys(count: int) -> bytes:
+    """``count`` keys that nobody else has, end to end."""
+    return os.urandom(count * KEY_BYTES)
+
+
+class BenchEngine:
+    """A worker with ``layers`` x ``blocks`` touched pages of ``page_bytes``, and a scheduler.
+
+    The namespace is named for the geometry and not for the run, so that repeated benches leave one behind and not many.
+
+    Raises:
+        DaemonUnavailable: no daemon, or it refuses.
+    """
+
+    def __init__(self, directory: Path, label: str, layers: int, blocks: int, page_bytes: int) -> None:
+        self.job_bytes = layers * page_bytes
+        """Bytes of one key."""
+        namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
+        self._memory = SharedMemory(layers * blocks * page_bytes, "kvoffd-bench")
+        self._memory.view.fill(0x5A)
+        tensors = tuple(
+            TensorLayout(
+                segment=0, offset_bytes=layer * blocks * page_bytes, stride_bytes=page_bytes, num_blocks=blocks
+            )
+            for layer in range(layers)
+        )
+        pages = tuple(PageRef(tensor=layer, page_bytes=page_bytes) for layer in range(layers))
+        registration = Registration(
+            rank=0, blocks_per_key=1, memories=(self._memory,), tensors=tensors, groups=(pages,)
+        )
+        # A bench waits for slow answers instead of calling them misses.
+        options = ClientOptions(request_timeout_s=WAIT_S)
+        self._job_ids = itertools.count(1)
+        self.scheduler = SchedulerClient(directory, namespace, name="bench scheduler", options=options)
+        self.worker = WorkerClient(directory, namespace, registration, name="bench worker", options=options)
+        try:
+            self._wait_ready(options.connect_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self, timeout_s: float) -> None:
+        if not self.worker.wait_ready(timeout_s):
+            raise DaemonUnavailable(self.worker.problem or "The daemon did not register the bench's memory in time.")
+        if not self.scheduler.wait_connected(timeout_s):
+            raise DaemonUnavailable(self.scheduler.problem or "The daemon did not open the bench's namespace in time.")
+
+    def lookup(self, keys: bytes) -> tuple[LookupTicket, float]:
+        """Look ``keys`` up; return the answer and the seconds it took."""
+        groups = (GroupKeys(group=0, keys=keys),)
+        begin = time.perf_counter()
+        ticket = self.scheduler.lookup(groups)
+        ticket.wait(WAIT_S)
+        seconds = time.perf_counter() - begin
+        if not ticket.done or ticket.failed:
+            raise BenchFailed(f"A lookup was not answered. {self.scheduler.problem or 'See the log of the daemon.'}")
+        return ticket, seconds
+
+    def release(self, ticket: LookupTicket) -> None:
+        """Let pins go, and wait until the daemon has: what is measured next finds it idle."""
+        if ticket.pinned:
+            self.scheduler.release(ticket.lease_id)
+        self.lookup(random_keys(1))
+
+    def begin_store(self, keys: bytes, block_ids: BlockIds) -> int:
+        """Send a store; return its job id."""
+        job_id = next(self._job_ids)
+        self.worker.store(job_id, (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),))
+        return job_id
+
+    def store(self, keys: bytes, block_ids: BlockIds) -> float:
+        """Store and wait; return the seconds. Raises BenchFailed unless every byte was copied."""
+        begin = time.perf_counter()
+        self.begin_store(keys, block_ids)
+        (result,) = self.results(1)
+        seconds = time.perf_counter() - begin
+        self._check("store", result, len(block_ids))
+        return seconds
+
+    def load(self, keys: bytes, block_ids: BlockIds) -> float:
+        """Load and wait; return the seconds without the lookup before. Raises BenchFailed unless all was copied."""
+        ticket, _ = self.lookup(keys)
+        transfer = GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes())
+        begin = time.perf_counter()
+        self.worker.load(next(self._job_ids), ticket.lease_id, (transfer,))
+        (result,) = self.results(1)
+        seconds = time.perf_counter() - begin
+        self._check("load", result, len(block_ids))
+        return seconds
+
+    def results(self, at_least: int) -> list[JobResult]:
+        """Wait for results until there are ``at_least`` so many."""
+        found: list[JobResult] = []
+        deadline = time.monotonic() + WAIT_S
+        while len(found) < at_least:
+            found += self.worker.wait_results(max(0.0, deadline - time.monotonic()))
+            if len(found) < at_least and time.monotonic() >= deadline:
+                raise BenchFailed(f"A job did not end in {WAIT_S:g} seconds; see the log of the daemon.")
+        return found
+
+    def _check(self, what: str, result: JobResult, keys: int) -> None:
+        wanted = keys * self.job_bytes
+        if result.ok and result.bytes == wanted:
+            return
+        reason = result.error.sentence if result.error is not None else f"{result.bytes} of {wanted} bytes were copied."
+        raise BenchFailed(f"A {what} of {wanted / 2**20:.1f} MiB failed: {reason}")
+
+    def forget(self) -> None:
+        """Drop the bench's blocks from the pool."""
+        if not self.scheduler.reset(WAIT_S):
+            raise BenchFailed("The daemon did not drop the bench's blocks; `kvoffd-cli clear --namespace` does.")
+
+    def close(self) -> None:
+        """End the sessions and free the memory; drop the blocks where the daemon still answers."""
+        if self.scheduler.connected:
+            self.scheduler.reset()
+        self.worker.close()
+        self.scheduler.close()
+        self._memory.close()
+
+    def __enter__(self) -> BenchEngine:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()

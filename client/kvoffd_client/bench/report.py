@@ -1,0 +1,105 @@
+"""What a bench found, and on which machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import zmq
+
+from kvoffd_client.errors import KvoffdClientError
+
+Progress = Callable[[str], None]
+"""Told what is measured now, in a few words."""
+
+
+class BenchFailed(KvoffdClientError):
+    """The bench could not measure. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured case.
+
+    Attributes:
+        case: what was measured.
+        value: how it came out.
+        unit: unit of value and floor.
+        floor: what the machine can do at best in the same unit, measured in the same run.
+    """
+
+    case: str
+    value: float
+    unit: str
+    floor: float
+
+    @property
+    def ratio(self) -> float:
+        """``value / floor``: for times 1 is the best possible and more is worse, for speeds less is worse."""
+        return self.value / self.floor
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one bench.
+
+    Attributes:
+        bench: its name.
+        floor: what the floor is, in a sentence.
+        results: in the order in which they were measured.
+    """
+
+    bench: str
+    floor: str
+    results: Sequence[Result]
+
+    def to_object(self) -> dict[str, object]:
+        """The one object that ``--json`` prints."""
+        return {
+            "bench": self.bench,
+            "machine": machine(),
+            "results": [
+                {"case": item.case, "value": item.value, "unit": item.unit, "floor": item.floor, "ratio": item.ratio}
+                for item in self.results
+            ],
+        }
+
+
+def machine() -> dict[str, object]:
+    """Facts that make results comparable."""
+    return {
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "libzmq": zmq.zmq_version(),
+        "pyzmq": zmq.pyzmq_version(),
+        "kvoffd": version("kvoffd"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0 to 1) of ``values`` do not exceed. ``values`` must not be empty."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def median_percentile(rounds: Sequence[Sequence[float]], share: float) -> float:
+    """The percentile of each round, and of these the median: one disturbed round does not count."""
+    return median(percentile(values, share) for values in rounds)

@@ -1,0 +1,70 @@
+"""Every bench, in miniature, against a real daemon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from support.daemon import DaemonProcess
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.bench.copy import bench_copy
+from kvoffd_client.bench.jobs import bench_jobs
+from kvoffd_client.bench.lookup import bench_lookup
+from kvoffd_client.bench.report import BenchFailed, Report
+
+KIB, MIB = 2**10, 2**20
+
+
+def quiet(_: str) -> None: ...
+
+
+def small_lookup(daemon: DaemonProcess) -> Report:
+    return bench_lookup(daemon.directory, quiet, key_counts=(1, 1_000), rounds=3, samples=20)
+
+
+def small_copy(daemon: DaemonProcess) -> Report:
+    return bench_copy(daemon.directory, quiet, piece_sizes=(16 * KIB, 64 * KIB), job_bytes=8 * MIB, rounds=3)
+
+
+def small_jobs(daemon: DaemonProcess) -> Report:
+    return bench_jobs(daemon.directory, quiet, rounds=3, samples=20, in_flight=8)
+
+
+@pytest.mark.parametrize(("bench", "cases"), [(small_lookup, 8), (small_copy, 4), (small_jobs, 5)])
+def test_a_bench_reports_every_case_with_its_floor(
+    daemon: DaemonProcess, bench: Callable[[DaemonProcess], Report], cases: int
+) -> None:
+    found = json.loads(json.dumps(bench(daemon).to_object()))
+    assert len(found["results"]) == cases == len({result["case"] for result in found["results"]})
+    for result in found["results"]:
+        assert set(result) == {"case", "value", "unit", "floor", "ratio"}
+        assert result["value"] > 0
+        assert result["floor"] > 0
+        assert result["ratio"] == pytest.approx(result["value"] / result["floor"])
+        # Far beyond what is promised: only a bench that measures the wrong thing is out of these bounds.
+        assert 0.02 < result["ratio"] < 200
+
+
+@pytest.mark.parametrize("bench", [small_lookup, small_copy, small_jobs])
+def test_a_bench_leaves_no_blocks_behind(daemon: DaemonProcess, bench: Callable[[DaemonProcess], Report]) -> None:
+    bench(daemon)
+    with AdminClient(daemon.directory) as admin:
+        stats = admin.stats()
+    assert stats.pool.free_bytes == stats.pool.pool_bytes
+    assert stats.errors == {}
+
+
+def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
+    small_lookup(daemon)
+    with AdminClient(daemon.directory) as admin:
+        (namespace,) = admin.stats().namespaces
+    measured = (1 + 1_000) * (3 * 20 + 1)
+    assert namespace.keys_ready == measured
+    assert namespace.keys_asked > 2 * measured
+
+
+def test_a_job_that_does_not_fit_says_so(daemon: DaemonProcess) -> None:
+    with pytest.raises(BenchFailed, match=r"A store of 128\.0 MiB failed: "):
+        bench_copy(daemon.directory, quiet, piece_sizes=(MIB,), job_bytes=128 * MIB, rounds=1)
