@@ -11,7 +11,7 @@ import pytest
 # ``tests/support`` is imported as ``support``; pytest's importlib mode adds no directory of ours by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.daemon import DaemonProcess  # noqa: E402 - needs the path above
+from support.daemon import DaemonProcess
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.ticket import LoadTicket, NotReady, StoreTicket
-from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
+from kvoffd.cache.ticket import LoadTicket, StoreTicket
+from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
@@ -19,7 +19,7 @@ from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.layout import check_blocks
 from kvoffd.transfer.plan import Plan, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult, Load, Store
 
 logger = logging.getLogger(__name__)
 
@@ -90,11 +90,13 @@ class JobRunner:
     def store(self, session: Session, registration: Registration, message: Store) -> None:
         """Accept a store, or raise KvoffdError and change nothing."""
         namespace = registration.namespace
-        block_ids = self._check(registration, message.groups, exact=True)
+        block_ids = _check(registration, message.groups, Direction.STORE)
         job = Job(message.job_id, session, registration, Direction.STORE, self._clock())
         plans: list[Plan] = []
         for part, ids in zip(message.groups, block_ids, strict=True):
-            ticket = self._cache.begin_store(namespace, registration.rank, part.group, part.keys, part.first_block)
+            ticket = self._cache.begin_store(
+                namespace, registration.rank, part.group, part.keys, part.first_block, job.store_tickets
+            )
             job.store_tickets.append(ticket)
             if ticket.dropped:
                 job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
@@ -104,7 +106,7 @@ class JobRunner:
     def load(self, session: Session, registration: Registration, message: Load) -> None:
         """Accept a load, or raise KvoffdError and change nothing. A block that is not there fails the accepted job."""
         namespace = registration.namespace
-        block_ids = self._check(registration, message.groups, exact=False)
+        block_ids = _check(registration, message.groups, Direction.LOAD)
         job = Job(message.job_id, session, registration, Direction.LOAD, self._clock())
         plans: list[Plan] = []
         for part, ids in zip(message.groups, block_ids, strict=True):
@@ -164,31 +166,6 @@ class JobRunner:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _check(
-        self, registration: Registration, parts: Sequence[GroupTransfer], *, exact: bool
-    ) -> list[npt.NDArray[np.int32]]:
-        """Check all of a job before anything changes; return the block ids per part."""
-        seen: set[int] = set()
-        block_ids: list[npt.NDArray[np.int32]] = []
-        for part in parts:
-            if part.group >= len(registration.layouts):
-                raise BadGeometry(
-                    f"Group {part.group} is not registered; groups 0 to {len(registration.layouts) - 1} are."
-                )
-            if part.group in seen:
-                raise BadKeys(f"Group {part.group} is named twice in one job; put its keys into one part.")
-            seen.add(part.group)
-            keys = self._cache.check_keys(registration.namespace, part.group, part.keys)
-            if len(part.block_ids) % 4:
-                raise KvoffdError(
-                    f"Block ids are int32, four bytes each; {len(part.block_ids)} bytes are not whole ids.",
-                    ErrorCode.BAD_BLOCK_IDS,
-                )
-            ids = np.frombuffer(part.block_ids, dtype="<i4")
-            check_blocks(registration.layouts[part.group], ids, keys, part.first_block, exact)
-            block_ids.append(ids)
-        return block_ids
-
     def _plan(
         self,
         registration: Registration,
@@ -229,7 +206,7 @@ class JobRunner:
             else:
                 self._cache.abort_store(ticket)
                 if ticket.copy:
-                    job.failed.append(GroupKeys(ticket.group, b"".join(ticket.copied_keys())))
+                    job.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
         if done:
             namespace.counters.stored_bytes += job.nbytes
 
@@ -250,6 +227,26 @@ class JobRunner:
         job.registration.job_ended()
         session.job_ended(job.id)
         return result
+
+
+def _check(
+    registration: Registration, parts: Sequence[GroupTransfer], direction: Direction
+) -> list[npt.NDArray[np.int32]]:
+    """Check all of a job before anything changes; return the block ids (int32, [m]) per part."""
+    storing = direction is Direction.STORE
+    seen: set[int] = set()
+    block_ids: list[npt.NDArray[np.int32]] = []
+    for part in parts:
+        keys = registration.namespace.split(part.group, part.keys, distinct=storing)
+        if part.group in seen:
+            raise BadKeys(f"Group {part.group} is named twice in one job; put its keys into one part.")
+        seen.add(part.group)
+        if len(part.block_ids) % BLOCK_ID_BYTES:
+            raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
+        ids = np.frombuffer(part.block_ids, dtype="<i4")
+        check_blocks(registration.layouts[part.group], ids, len(keys), part.first_block, storing)
+        block_ids.append(ids)
+    return block_ids
 
 
 def _pick(keys: bytes, key_bytes: int, indices: Iterable[int]) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.transfer.plan import GroupLayout
+from kvoffd.transfer.layout import GroupLayout
 from kvoffd.transfer.segments import MappedSegment
 
 

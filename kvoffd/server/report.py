@@ -39,7 +39,7 @@ class Reporter:
             self._direction(Direction.STORE),
             self._direction(Direction.LOAD),
             service.lookup_latency.summary(),
-            cache.lease_count,
+            len(cache.leases),
             cache.pinned_blocks,
             len(self._shown_sessions()),
             service.lookup_rate.per_second(),
@@ -48,7 +48,7 @@ class Reporter:
             service.publisher.sequence,
             usage.ru_utime + usage.ru_stime,
             _resident_bytes(),
-            [self._namespace_stats(namespace) for namespace in cache.namespaces.values()],
+            [self._namespace_stats(namespace) for namespace in cache.namespaces],
         )
 
     def health(self, request_id: int) -> m.HealthReply:
@@ -67,7 +67,10 @@ class Reporter:
     def namespaces(self, request_id: int) -> m.NamespacesReply:
         """The open namespaces, in the order in which they were opened."""
         service = self._service
-        infos = [_namespace_info(namespace) for namespace in service.cache.namespaces.values()]
+        infos = [
+            _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in self._shown_sessions()))
+            for namespace in service.cache.namespaces
+        ]
         return m.NamespacesReply(request_id, service.epoch, infos)
 
     def _shown_sessions(self) -> list[Session]:
@@ -77,14 +80,14 @@ class Reporter:
         cache = self._service.cache
         balance = cache.balance()
         return m.PoolStats(
-            cache.pool_bytes,
-            cache.pool_bytes,
+            cache.slots.pool_bytes,
+            cache.slots.pool_bytes,
             self._service.table_bytes,
-            balance.free,
-            balance.writing,
-            balance.ready,
-            balance.leaving,
-            balance.pinned,
+            balance.free_bytes,
+            balance.writing_bytes,
+            balance.ready_bytes,
+            balance.leaving_bytes,
+            balance.pinned_bytes,
         )
 
     def _direction(self, direction: Direction) -> m.DirectionStats:
@@ -132,7 +135,7 @@ class Reporter:
             session.peer.uid,
             now - session.opened_at,
             now - session.last_request_at,
-            service.cache.leases_of(session.id),
+            service.cache.leases.count_of(session.id),
             len(session.jobs),
             len(session.registrations),
             sum(registration.mapped_bytes for registration in session.registrations.values()),
@@ -140,9 +143,9 @@ class Reporter:
         )
 
 
-def _namespace_info(namespace: Namespace) -> m.NamespaceInfo:
+def _namespace_info(namespace: Namespace, sessions: int) -> m.NamespaceInfo:
     shard_bytes = [
-        [namespace.shard_bytes_of(rank, group) for rank in range(namespace.world_size)]
+        [sizes[group] if (sizes := namespace.shard_bytes(rank)) else 0 for rank in range(namespace.world_size)]
         for group in range(len(namespace.groups))
     ]
     return m.NamespaceInfo(
@@ -155,7 +158,7 @@ def _namespace_info(namespace: Namespace) -> m.NamespaceInfo:
         namespace.ready_blocks,
         namespace.ready_bytes,
         namespace.writing_blocks,
-        namespace.sessions,
+        sessions,
         namespace.description,
     )
 

@@ -31,6 +31,8 @@ from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
+MAX_DEFAULT_CREDIT_BYTES = 2**30
+
 
 @dataclass
 class Outbox:
@@ -66,6 +68,8 @@ class Service:
         self.map_segment = map_segment
         self.started_at = clock()
         self.stopping = False
+        self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
+        """Bytes of stores that all sessions together may have outstanding."""
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         self.sessions: dict[int, Session] = {}
         self.jobs = JobRunner(cache, pool_address, engine, clock, config.job_deadline_s, post)
@@ -130,8 +134,6 @@ class Service:
             registration.close_when_idle(_nothing)
         session.registrations.clear()
         session.close_segments()
-        for fingerprint in session.namespaces:
-            self.cache.namespace(fingerprint).sessions -= 1
         if session.role is not None and not session.internal:
             logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)
 
@@ -214,7 +216,7 @@ class Service:
         if session.role is m.Role.ADMIN:
             return 0
         writers = sum(1 for other in self.sessions.values() if other.registrations)
-        return self.config.session_credit_bytes // max(1, writers)
+        return self.credit_bytes // max(1, writers)
 
     def limits(self) -> m.Limits:
         """Bounds told to every session."""

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
     """Open a namespace or join it."""
     service.refuse_when_stopping()
-    cache, limit = service.cache, service.config.max_namespaces
-    if message.namespace not in cache.namespaces and len(cache.namespaces) >= limit:
+    limit = service.config.max_namespaces
+    known = {namespace.fingerprint for namespace in service.cache.namespaces}
+    if message.namespace not in known and len(known) >= limit:
         raise KvoffdError(f"{limit} namespaces are open, the limit; raise max_namespaces.", ErrorCode.TOO_MANY)
-    namespace, created = cache.open_namespace(
+    namespace, created = service.cache.open_namespace(
         message.namespace,
         message.label,
         message.world_size,
@@ -33,9 +34,10 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
         message.groups,
         message.description,
     )
-    if message.namespace not in session.namespaces:
-        session.namespaces.add(message.namespace)
-        namespace.sessions += 1
+    if created:
+        # A subscriber that knew an earlier life of the daemon must forget what it believed.
+        service.publisher.cleared(namespace)
+    session.namespaces.add(message.namespace)
     return m.NamespaceOpened(message.request_id, service.epoch, created)
 
 

@@ -21,7 +21,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     namespace = service.namespace_of(session, message.namespace)
     service.check_key_count(namespace, message.groups)
     limit = service.config.max_leases
-    if service.cache.leases_of(session.id) >= limit:
+    if service.cache.leases.count_of(session.id) >= limit:
         raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
     answer = service.cache.lookup(namespace, message.lease_id, session.id, groups)

@@ -44,7 +44,7 @@ def _job_door(service: Service, session: Session, message: m.Store | m.Load) -> 
     if len(session.completions) >= MAX_UNACKNOWLEDGED_RESULTS:
         raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
     # Credits are a promise of the client; this is the bound behind it, for one that does not keep it.
-    if isinstance(message, m.Store) and session.store_bytes > 2 * service.config.session_credit_bytes:
+    if isinstance(message, m.Store) and session.store_bytes > 2 * service.credit_bytes:
         raise KvoffdError(
             "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY
         )

@@ -1,0 +1,314 @@
+"""Bad input at every door of a running daemon: a clear error, counted, and nothing changed."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import msgspec
+import pytest
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, keys, stats
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+PAGE = 16384
+
+
+@pytest.fixture
+def worker(daemon: DaemonProcess):
+    with WireClient(daemon.directory) as client:
+        client.open_namespace()
+        yield client
+
+
+@pytest.fixture
+def memory():
+    with SharedMemory(8 * PAGE, "test") as shared:
+        yield shared
+
+
+def count_of(daemon: DaemonProcess, code: ErrorCode) -> int:
+    return stats(daemon.directory).errors.get(code.name.lower(), 0)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x00" * 100,
+        msgspec.msgpack.encode(["lookup"]),
+        msgspec.msgpack.encode(["no such message", 7, b"0" * 16]),
+        msgspec.msgpack.encode({"type": "stats"}),
+        b"\x91" * 2000,
+    ],
+)
+def test_a_frame_that_is_no_message_gets_an_error(daemon, worker, frame):
+    reply = worker.raw(frame)
+    assert isinstance(reply, m.Error)
+    assert reply.code is ErrorCode.MALFORMED
+    assert count_of(daemon, ErrorCode.MALFORMED) == 1
+
+
+def test_the_refusal_of_a_broken_request_names_it(worker):
+    reply = worker.raw(msgspec.msgpack.encode(["stats", 4711, "not bytes"]))
+    assert (reply.request_id, reply.code) == (4711, ErrorCode.MALFORMED)
+
+
+def test_a_message_of_several_frames_gets_an_error(worker):
+    reply = worker.raw(b"one", b"two", b"three")
+    assert isinstance(reply, m.Error)
+
+
+def test_an_oversized_frame_is_refused_and_the_session_goes_on():
+    with DaemonProcess(max_frame_size="64KiB") as daemon, WireClient(daemon.directory) as client:
+        reply = client.raw(b"\x00" * (65 * 1024))
+        assert reply.code is ErrorCode.TOO_LARGE
+        client.ask(m.Health(client.next_id(), client.token), m.HealthReply)
+
+
+def test_a_foreign_token_is_refused(daemon, worker):
+    assert worker.refused(m.Stats(1, os.urandom(16))).code is ErrorCode.BAD_TOKEN
+    assert count_of(daemon, ErrorCode.BAD_TOKEN) == 1
+
+
+def test_a_token_dies_with_its_lifeline(daemon, worker):
+    with WireClient(daemon.directory) as other:
+        token = other.token
+        other.stream.close()
+        for _ in range(1000):
+            reply = worker.raw(codec.encode(m.Stats(1, token)))
+            if isinstance(reply, m.Error):
+                break
+        assert reply.code is ErrorCode.BAD_TOKEN
+
+
+def test_nothing_is_answered_before_hello(daemon):
+    with WireClient(daemon.directory, role=None) as client:
+        assert client.refused(m.Stats(1, client.token)).code is ErrorCode.NO_HELLO
+
+
+def test_another_protocol_version_is_refused_with_both_numbers(daemon):
+    with WireClient(daemon.directory, role=None) as client:
+        error = client.refused(m.Hello(1, client.token, PROTOCOL_VERSION + 41, m.Role.WORKER, "old", ""))
+        assert error.code is ErrorCode.BAD_VERSION
+        assert str(PROTOCOL_VERSION + 41) in error.message
+        assert f"speaks {PROTOCOL_VERSION}" in error.message
+
+
+def test_hello_may_be_said_twice_but_not_with_another_role(daemon):
+    with WireClient(daemon.directory, m.Role.WORKER) as client:
+        client.hello(m.Role.WORKER)
+        again = m.Hello(9, client.token, PROTOCOL_VERSION, m.Role.ADMIN, "test", "")
+        assert client.refused(again).code is ErrorCode.WRONG_ROLE
+
+
+@pytest.mark.parametrize("role", [m.Role.WORKER, m.Role.SCHEDULER])
+def test_engines_may_not_administer(daemon, role):
+    with WireClient(daemon.directory, role) as client:
+        for request in (m.Clear(1, client.token), m.Sessions(2, client.token), m.Namespaces(3, client.token)):
+            assert client.refused(request).code is ErrorCode.WRONG_ROLE
+
+
+def test_roles_keep_to_their_requests(daemon, worker):
+    assert worker.refused(m.Lookup(1, worker.token, NAMESPACE, worker.lease(1), [])).code is ErrorCode.WRONG_ROLE
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        store = m.Store(1, scheduler.token, b"r" * 16, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+        assert scheduler.refused(store).code is ErrorCode.WRONG_ROLE
+
+
+def test_an_unknown_namespace_is_refused(daemon, worker):
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        # The worker has opened it; this session has not.
+        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))])
+        assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_NAMESPACE
+        assert scheduler.refused(m.Reset(2, scheduler.token, NAMESPACE)).code is ErrorCode.UNKNOWN_NAMESPACE
+
+
+def test_a_namespace_cannot_be_opened_with_another_geometry(worker):
+    other = m.OpenNamespace(1, worker.token, NAMESPACE, "test", 2, 32, [m.GroupSpec("full", 16)], "{}")
+    assert worker.refused(other).code is ErrorCode.NAMESPACE_MISMATCH
+
+
+def test_a_session_takes_no_lease_in_anothers_name(daemon):
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        foreign = ((scheduler.session_id + 1) << 32) + 1
+        lookup = m.Lookup(1, scheduler.token, NAMESPACE, foreign, [m.GroupKeys(0, keys(1))])
+        assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
+
+
+@pytest.mark.parametrize("blob", [b"short", keys(1) + b"x"])
+def test_keys_of_a_wrong_length_are_refused(daemon, worker, memory, blob):
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, blob)])
+        assert scheduler.refused(lookup).code is ErrorCode.BAD_KEYS
+    registration = worker.register(memory)
+    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, blob, ids(0))])
+    assert worker.refused(store).code is ErrorCode.BAD_KEYS
+
+
+@pytest.mark.parametrize("block_ids", [ids(8), ids(-1), ids(2**31 - 1), ids(0, 1), b"", b"\0\0\0"])
+def test_bad_block_ids_are_refused_before_a_byte_moves(daemon, worker, memory, block_ids):
+    registration = worker.register(memory)
+    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, keys(1), block_ids)])
+    assert worker.refused(store).code is ErrorCode.BAD_BLOCK_IDS
+    after = stats(daemon.directory)
+    assert (after.store.jobs, after.pool.free_bytes) == (0, after.pool.pool_bytes)
+
+
+def test_one_bad_group_refuses_the_whole_job(daemon, worker, memory):
+    registration = worker.register(memory)
+    good, bad = m.GroupTransfer(0, keys(1), ids(0)), m.GroupTransfer(1, keys(2), ids(0))
+    assert worker.refused(m.Store(1, worker.token, registration, 1, [good, bad])).code is ErrorCode.BAD_GEOMETRY
+    twice = m.Store(2, worker.token, registration, 1, [good, good])
+    assert worker.refused(twice).code is ErrorCode.BAD_KEYS
+    assert stats(daemon.directory).pool.writing_bytes == 0
+
+
+def test_a_key_twice_in_one_store_is_refused(worker, memory):
+    registration = worker.register(memory)
+    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, keys(1, 1), ids(0, 1))])
+    assert worker.refused(store).code is ErrorCode.BAD_KEYS
+
+
+def test_an_unknown_registration_is_refused(worker):
+    store = m.Store(1, worker.token, b"r" * 16, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+    assert worker.refused(store).code is ErrorCode.UNKNOWN_REGISTRATION
+    assert worker.refused(m.Unregister(2, worker.token, b"r" * 16)).code is ErrorCode.UNKNOWN_REGISTRATION
+
+
+def test_a_load_under_an_unknown_lease_is_refused(worker, memory):
+    registration = worker.register(memory)
+    load = m.Load(1, worker.token, registration, 1, 2**40, [m.GroupTransfer(0, keys(1), ids(0))])
+    assert worker.refused(load).code is ErrorCode.UNKNOWN_LEASE
+
+
+def register_request(worker: WireClient, **changes: object) -> m.Register:
+    request = m.Register(
+        worker.next_id(),
+        worker.token,
+        NAMESPACE,
+        os.urandom(16),
+        0,
+        1,
+        [MemfdHandle(7, 8 * PAGE)],
+        [TensorLayout(0, 0, PAGE, 8)],
+        [[PageRef(0, PAGE)]],
+    )
+    return msgspec.structs.replace(request, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"segments": [MemfdHandle(99, 8 * PAGE)]}, ErrorCode.UNKNOWN_SEGMENT),
+        ({"segments": [MemfdHandle(7, 9 * PAGE)]}, ErrorCode.UNSAFE_SEGMENT),
+        ({"segments": [MemfdHandle(7, PAGE), MemfdHandle(7, PAGE)]}, ErrorCode.BAD_GEOMETRY),
+        ({"tensors": [TensorLayout(0, 0, PAGE, 9)]}, ErrorCode.OUT_OF_BOUNDS),
+        ({"tensors": [TensorLayout(0, 1, PAGE, 8)]}, ErrorCode.OUT_OF_BOUNDS),
+        ({"tensors": [TensorLayout(0, 0, 2**62, 3)]}, ErrorCode.OUT_OF_BOUNDS),
+        ({"tensors": [TensorLayout(1, 0, PAGE, 8)]}, ErrorCode.BAD_GEOMETRY),
+        ({"groups": [[PageRef(1, PAGE)]]}, ErrorCode.BAD_GEOMETRY),
+        ({"groups": [[PageRef(0, PAGE)], [PageRef(0, PAGE)]]}, ErrorCode.BAD_GEOMETRY),
+        ({"groups": [[]]}, ErrorCode.BAD_GEOMETRY),
+        ({"rank": 1}, ErrorCode.BAD_GEOMETRY),
+        ({"namespace": b"?" * 32}, ErrorCode.UNKNOWN_NAMESPACE),
+    ],
+)
+def test_a_registration_that_does_not_fit_is_refused_and_the_next_one_works(worker, memory, changes, code):
+    worker.attach(memory.fd, 7)
+    assert worker.refused(register_request(worker, **changes)).code is code
+    worker.ask(register_request(worker), m.Registered)
+
+
+def test_memory_that_can_shrink_is_refused(worker):
+    fd = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, 8 * PAGE)
+        worker.attach(fd, 7)
+    finally:
+        os.close(fd)
+    assert worker.refused(register_request(worker)).code is ErrorCode.UNSAFE_SEGMENT
+
+
+def test_a_file_that_is_no_memfd_is_refused(worker, tmp_path):
+    path = tmp_path / "plain"
+    path.write_bytes(bytes(8 * PAGE))
+    with path.open("r+b") as file:
+        worker.attach(file.fileno(), 7)
+    assert worker.refused(register_request(worker)).code is ErrorCode.UNSAFE_SEGMENT
+
+
+def test_gpu_handles_are_refused_with_a_sentence(worker):
+    from kvoffd_proto.handles import CudaIpcHandle
+
+    refusal = worker.refused(register_request(worker, segments=[CudaIpcHandle(bytes(64), PAGE, bytes(16))]))
+    assert refusal.code is ErrorCode.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x01\x00\x00\x00\xc1", b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_garbage_on_the_lifeline_ends_that_session_only(daemon, worker, data):
+    with WireClient(daemon.directory) as other:
+        other.send_fds(data, [])
+        assert other.lifeline_ended()
+    worker.ask(m.Health(worker.next_id(), worker.token), m.HealthReply)
+
+
+def test_an_attach_without_a_descriptor_ends_the_session(daemon):
+    with WireClient(daemon.directory) as client:
+        client.send_fds(lifeline.encode_frame(lifeline.Attach(1)), [])
+        assert client.lifeline_ended()
+
+
+def test_a_segment_id_can_be_attached_once(worker, memory):
+    assert isinstance(worker.attach(memory.fd, 3), lifeline.Attached)
+    refused = worker.attach(memory.fd, 3)
+    assert isinstance(refused, lifeline.AttachRefused)
+    assert refused.code is ErrorCode.MALFORMED
+
+
+def test_the_number_of_sessions_is_limited():
+    with DaemonProcess(max_sessions="2") as daemon, WireClient(daemon.directory), WireClient(daemon.directory):
+        third = WireClient(daemon.directory, role=None)
+        assert isinstance(third.greeting, lifeline.Refused)
+        assert third.greeting.code is ErrorCode.TOO_MANY
+        third.close()
+
+
+def test_a_user_who_is_not_allowed_is_refused():
+    with DaemonProcess(allowed_uids="4242", allowed_gids="4242") as daemon:
+        client = WireClient(daemon.directory, role=None)
+        assert isinstance(client.greeting, lifeline.Refused)
+        assert client.greeting.code is ErrorCode.FORBIDDEN
+        assert "allowed_uids" in client.greeting.message
+        client.close()
+
+
+def test_limits_of_keys_and_jobs_are_kept():
+    flags = {"max_keys_per_request": "4", "max_jobs_in_flight": "1"}
+    with DaemonProcess(**flags) as daemon, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1, 2, 3, 4, 5))])
+        assert scheduler.refused(lookup).code is ErrorCode.TOO_MANY
+
+
+def test_an_idle_lifeline_that_says_no_hello_does_not_harm_others(daemon, worker):
+    streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(20)]
+    try:
+        for stream in streams:
+            stream.connect(str(SocketPaths(daemon.directory).lifeline))
+        worker.ask(m.Health(worker.next_id(), worker.token), m.HealthReply)
+    finally:
+        for stream in streams:
+            stream.close()

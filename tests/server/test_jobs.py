@@ -1,0 +1,315 @@
+"""Stores, lookups and loads over bare sockets: bytes, completions, leases, deaths."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+
+PAGE = 16384
+BLOCKS = 32
+
+
+def fill(memory: SharedMemory, seed: int) -> bytes:
+    data = np.random.default_rng(seed).integers(0, 256, memory.size_bytes, dtype=np.uint8)
+    memory.view[:] = data
+    return data.tobytes()
+
+
+def page(memory: SharedMemory, block: int) -> bytes:
+    return memory.view[block * PAGE : (block + 1) * PAGE].tobytes()
+
+
+def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> float:
+    """Wait for ``condition``; how long it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < deadline_s, "it did not come true in time"
+        time.sleep(0.001)
+    return time.monotonic() - started
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with SharedMemory(BLOCKS * PAGE, "test") as shared:
+        yield shared
+
+
+@pytest.fixture
+def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
+    with WireClient(daemon.directory) as client:
+        client.open_namespace()
+        yield client
+
+
+@pytest.fixture
+def scheduler(daemon: DaemonProcess) -> Iterator[WireClient]:
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as client:
+        client.open_namespace()
+        yield client
+
+
+def store(client: WireClient, registration: bytes, job: int, blob: bytes, block_ids: bytes) -> m.JobResult:
+    return client.result(
+        m.Store(client.next_id(), client.token, registration, job, [m.GroupTransfer(0, blob, block_ids)])
+    )
+
+
+def load(client: WireClient, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes) -> m.JobResult:
+    part = m.GroupTransfer(0, blob, block_ids)
+    return client.result(m.Load(client.next_id(), client.token, registration, job, lease, [part]))
+
+
+def lookup(client: WireClient, lease: int, blob: bytes, fingerprint: bytes = NAMESPACE) -> m.LookupReply:
+    request = m.Lookup(client.next_id(), client.token, fingerprint, client.lease(lease), [m.GroupKeys(0, blob)])
+    return client.ask(request, m.LookupReply)
+
+
+def test_what_is_stored_comes_back_into_other_blocks_byte_for_byte(worker, scheduler, memory):
+    fill(memory, 1)
+    registration = worker.register(memory)
+    wanted = [page(memory, block) for block in (3, 1, 7)]
+    stored = store(worker, registration, 1, keys(1, 2, 3), ids(3, 1, 7))
+    assert (stored.ok, stored.bytes) == (True, 3 * PAGE)
+    memory.view[:] = 0
+    found = lookup(scheduler, 1, keys(1, 2, 3, 4))
+    assert found.states == [bytes([2, 2, 2, 0])]
+    loaded = load(worker, registration, 2, scheduler.lease(1), keys(1, 2, 3), ids(20, 5, 0))
+    assert (loaded.ok, loaded.bytes) == (True, 3 * PAGE)
+    assert [page(memory, block) for block in (20, 5, 0)] == wanted
+    assert not any(page(memory, 3)), "a block that was not asked for was written"
+
+
+def test_a_lease_ends_by_itself_when_the_last_rank_has_loaded(daemon, worker, scheduler, memory):
+    registration = worker.register(memory)
+    store(worker, registration, 1, keys(1), ids(0))
+    lookup(scheduler, 1, keys(1))
+    assert stats(daemon.directory).leases == 1
+    load(worker, registration, 2, scheduler.lease(1), keys(1), ids(0))
+    after = stats(daemon.directory)
+    assert (after.leases, after.pinned_blocks, after.pool.pinned_bytes) == (0, 0, 0)
+
+
+def test_storing_twice_copies_once(worker, memory):
+    registration = worker.register(memory)
+    assert store(worker, registration, 1, keys(1), ids(0)).bytes == PAGE
+    again = store(worker, registration, 2, keys(1, 2), ids(0, 1))
+    assert (again.ok, again.bytes) == (True, PAGE)
+
+
+def test_a_block_is_not_ready_before_every_rank_has_stored_its_shard(daemon, scheduler):
+    other = bytes(reversed(NAMESPACE))
+    scheduler.open_namespace(other, world_size=2)
+    with SharedMemory(BLOCKS * PAGE, "a") as first, SharedMemory(BLOCKS * PAGE, "b") as second:
+        with WireClient(daemon.directory) as zero, WireClient(daemon.directory) as one:
+            for client in (zero, one):
+                client.open_namespace(other, world_size=2)
+            fill(first, 1)
+            fill(second, 2)
+            shards = page(first, 4), page(second, 4)
+            registered = (
+                zero.register(first, rank=0, fingerprint=other),
+                one.register(second, rank=1, fingerprint=other),
+            )
+            assert store(zero, registered[0], 1, keys(9), ids(4)).ok
+            assert lookup(scheduler, 1, keys(9), other).states == [bytes([1])]
+            assert store(one, registered[1], 1, keys(9), ids(4)).ok
+            assert lookup(scheduler, 2, keys(9), other).states == [bytes([2])]
+            first.view[:] = second.view[:] = 0
+            assert load(zero, registered[0], 2, scheduler.lease(2), keys(9), ids(11)).ok
+            assert stats(daemon.directory).leases == 1, "one rank of two has loaded"
+            assert load(one, registered[1], 2, scheduler.lease(2), keys(9), ids(12)).ok
+            assert (page(first, 11), page(second, 12)) == shards
+            assert stats(daemon.directory).leases == 0
+
+
+def test_namespaces_do_not_see_each_other(worker, scheduler, memory):
+    registration = worker.register(memory)
+    store(worker, registration, 1, keys(1), ids(0))
+    other = b"n" * 32
+    scheduler.open_namespace(other)
+    assert lookup(scheduler, 1, keys(1), other).states == [bytes([0])]
+
+
+def test_a_load_of_keys_outside_its_lease_fails_and_names_them(worker, scheduler, memory):
+    registration = worker.register(memory)
+    store(worker, registration, 1, keys(1, 2), ids(0, 1))
+    lookup(scheduler, 1, keys(1))
+    before = fill(memory, 5)
+    failed = load(worker, registration, 2, scheduler.lease(1), keys(1, 2), ids(0, 1))
+    assert (failed.ok, failed.error, failed.bytes) == (False, ErrorCode.NOT_READY, 0)
+    assert failed.failed == [m.GroupKeys(0, key(2))]
+    assert memory.view.tobytes() == before
+
+
+def test_a_full_pool_of_pinned_blocks_drops_keys_and_says_which():
+    with DaemonProcess("1MiB") as daemon, SharedMemory(96 * PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+            worker.open_namespace()
+            scheduler.open_namespace()
+            registration = worker.register(memory)
+            first = list(range(64))
+            assert store(worker, registration, 1, keys(*first), ids(*first)).ok
+            assert lookup(scheduler, 1, keys(*first)).pinned == 64
+            dropped = store(worker, registration, 2, keys(100), ids(65))
+            assert (dropped.ok, dropped.error) == (False, ErrorCode.NO_ROOM)
+            assert dropped.failed == [m.GroupKeys(0, key(100))]
+            scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [scheduler.lease(1)]), m.Done)
+            assert store(worker, registration, 3, keys(100), ids(65)).ok
+            report = stats(daemon.directory)
+            assert (report.namespaces[0].evicted_blocks, report.namespaces[0].dropped_keys) == (1, 1)
+
+
+def test_completions_are_numbered_and_kept_until_acknowledged(worker, memory):
+    registration = worker.register(memory)
+    for job in range(5):
+        store(worker, registration, job, keys(job), ids(job))
+    replay = worker.ask(m.Replay(worker.next_id(), worker.token, 0), m.ReplayReply)
+    assert [batch.sequence for batch in replay.batches] == list(range(1, len(replay.batches) + 1))
+    assert sorted(result.job_id for batch in replay.batches for result in batch.results) == list(range(5))
+    last = replay.batches[-1].sequence
+    beat = worker.ask(m.Heartbeat(worker.next_id(), worker.token, last, []), m.HeartbeatReply)
+    assert beat.sequence == last
+    assert worker.ask(m.Replay(worker.next_id(), worker.token, last), m.ReplayReply).batches == []
+
+
+def test_completions_come_over_pub(worker, memory):
+    registration = worker.register(memory)
+    # Once one message has come the subscription is known to work; from then on each must come exactly once.
+    store(worker, registration, 0, keys(0), ids(0))
+    worker.send(m.Store(worker.next_id(), worker.token, registration, 1, [m.GroupTransfer(0, keys(1), ids(1))]))
+    batch = worker.completions()
+    while batch.results[0].job_id != 1:
+        batch = worker.completions()
+    assert batch.credit_bytes > 0
+    assert batch.results[0].ok
+
+
+def test_unregister_ends_the_daemons_hold_on_the_memory(daemon, worker, memory):
+    registration = worker.register(memory)
+
+    def mapped() -> int:
+        with open(f"/proc/{daemon.pid}/maps") as maps:
+            return sum("kvoffd:test" in line or "memfd:test" in line for line in maps)
+
+    assert mapped() == 1
+    worker.ask(m.Unregister(worker.next_id(), worker.token, registration), m.Done)
+    assert mapped() == 0
+    refused = worker.refused(
+        m.Store(worker.next_id(), worker.token, registration, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+    )
+    assert refused.code is ErrorCode.UNKNOWN_REGISTRATION
+
+
+def test_leases_end_with_their_time_unless_renewed():
+    with DaemonProcess(lease_ttl="1s") as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+            worker.open_namespace()
+            scheduler.open_namespace()
+            registration = worker.register(memory)
+            store(worker, registration, 1, keys(1, 2), ids(0, 1))
+            assert lookup(scheduler, 1, keys(1)).ttl_ms == 1000
+            lookup(scheduler, 2, keys(2))
+            kept = scheduler.lease(2)
+
+            def first_is_gone() -> bool:
+                beat = m.Heartbeat(scheduler.next_id(), scheduler.token, 0, [kept])
+                assert scheduler.ask(beat, m.HeartbeatReply).ended == []
+                return stats(daemon.directory).leases == 1
+
+            until(first_is_gone)
+            assert load(worker, registration, 2, kept, keys(2), ids(9)).ok
+            refused = worker.refused(
+                m.Load(
+                    worker.next_id(),
+                    worker.token,
+                    registration,
+                    3,
+                    scheduler.lease(1),
+                    [m.GroupTransfer(0, keys(1), ids(0))],
+                )
+            )
+            assert refused.code is ErrorCode.UNKNOWN_LEASE
+
+
+def test_half_stored_blocks_time_out(scheduler):
+    with DaemonProcess(half_stored_timeout="500ms") as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker:
+            worker.open_namespace(world_size=2)
+            registration = worker.register(memory)
+            assert store(worker, registration, 1, keys(1), ids(0)).ok
+            assert stats(daemon.directory).pool.writing_bytes > 0
+            until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
+
+
+def test_a_dead_engine_leaves_no_pin_no_job_and_no_half_written_block(daemon, scheduler):
+    """An engine dies in mid-store: its session ends at once, its blocks are never served, the books balance."""
+    pages, page_bytes = 48, 2**20
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # the engine: sends one large store and waits to be killed
+        try:
+            os.close(read_end)
+            client = WireClient(daemon.directory)
+            client.open_namespace()
+            memory = SharedMemory(pages * page_bytes, "victim")
+            registration = client.register(memory, page_bytes=page_bytes)
+            parts = [m.GroupTransfer(0, keys(*range(pages)), ids(*range(pages)))]
+            client.send(m.Store(client.next_id(), client.token, registration, 1, parts))
+            os.write(write_end, client.session_id.to_bytes(8, "little"))
+            time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    try:
+        session_id = int.from_bytes(os.read(read_end, 8), "little")
+        os.kill(child, 9)
+        with WireClient(daemon.directory, m.Role.ADMIN) as admin:
+
+            def gone() -> bool:
+                reply = admin.ask(m.Sessions(admin.next_id(), admin.token), m.SessionsReply)
+                return session_id not in [session.session_id for session in reply.sessions]
+
+            assert until(gone) < 0.1
+    finally:
+        os.close(read_end)
+        os.waitpid(child, 0)
+    until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
+    after = stats(daemon.directory)
+    assert after.pool.free_bytes + after.pool.ready_bytes == after.pool.pool_bytes
+    assert (after.pinned_blocks, after.leases) == (0, 0)
+    states = lookup(scheduler, 1, keys(*range(pages))).states[0]
+    # Either the whole store was committed before the kill, or none of it is served.
+    assert set(states) in ({0}, {2})
+
+
+def test_invalidated_blocks_are_not_found_any_more(worker, scheduler, memory):
+    registration = worker.register(memory)
+    store(worker, registration, 1, keys(1, 2), ids(0, 1))
+    request = m.Invalidate(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(1, 9))])
+    assert scheduler.ask(request, m.Done).count == 1
+    assert lookup(scheduler, 1, keys(1, 2)).states == [bytes([0, 2])]
+
+
+def test_reset_drops_the_namespace(daemon, worker, scheduler, memory):
+    registration = worker.register(memory)
+    store(worker, registration, 1, keys(1, 2), ids(0, 1))
+    assert scheduler.ask(m.Reset(scheduler.next_id(), scheduler.token, NAMESPACE), m.Done).count == 2
+    assert stats(daemon.directory).pool.free_bytes == stats(daemon.directory).pool.pool_bytes
+
+
+def test_a_duplicate_job_is_refused_and_cancel_names_only_jobs_of_the_session(worker, memory):
+    registration = worker.register(memory)
+    cancelled = worker.ask(m.Cancel(worker.next_id(), worker.token, [1, 2, 3]), m.CancelReply)
+    assert (cancelled.cancelled, cancelled.running) == ([], [])
+    store(worker, registration, 1, keys(1), ids(0))
+    assert store(worker, registration, 1, keys(2), ids(1)).ok, "an ended job's id may be used again"

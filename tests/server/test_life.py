@@ -1,0 +1,181 @@
+"""The daemon's start and end, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from support.daemon import DaemonProcess
+from support.wire import WireClient, ids, keys, stats
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto import messages as m
+from kvoffd_proto.sockets import SocketPaths
+
+
+def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run ``kvoffd serve`` to its end, which a refused start reaches by itself."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvoffd", "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **environ},
+        check=False,
+    )
+
+
+def test_the_directory_and_its_sockets_are_closed_to_strangers():
+    base = tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp")
+    directory = Path(base) / "made" / "here"
+    running = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "kvoffd",
+            "serve",
+            "--directory",
+            str(directory),
+            "--pool-size",
+            "1MiB",
+            "--http-address",
+            "",
+        ]
+    )
+    try:
+        paths = SocketPaths(directory)
+        deadline = time.monotonic() + 20
+        while not paths.events.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o750
+        for path in (paths.jobs, paths.events, paths.lifeline):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    finally:
+        running.terminate()
+        running.wait(10)
+        shutil.rmtree(base)
+
+
+def test_a_second_daemon_on_the_same_directory_is_refused(daemon):
+    second = serve("--directory", str(daemon.directory), "--pool-size", "1MiB")
+    assert second.returncode == 2
+    assert str(daemon.pid) in second.stderr
+    assert len(second.stderr.strip().splitlines()) == 1
+    stats(daemon.directory)  # the first is unharmed
+
+
+def test_sockets_of_a_dead_daemon_are_replaced(daemon):
+    daemon.kill()
+    assert SocketPaths(daemon.directory).jobs.exists()
+    daemon.start()
+    assert stats(daemon.directory).sessions == 1
+
+
+def test_sigterm_removes_the_sockets_and_ends_with_success(daemon):
+    assert daemon.stop() == 0
+    paths = SocketPaths(daemon.directory)
+    assert not any(path.exists() for path in (paths.jobs, paths.events, paths.lifeline))
+
+
+def test_a_new_life_has_a_new_epoch(daemon):
+    first = stats(daemon.directory).epoch
+    daemon.kill()
+    daemon.start()
+    assert stats(daemon.directory).epoch != first
+
+
+def test_more_memory_than_there_is_is_refused_with_both_numbers(tmp_path):
+    refused = serve("--directory", str(tmp_path), "--pool-size", "500TiB")
+    assert refused.returncode == 2
+    assert "500" in refused.stderr
+    assert "GiB" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_the_pool_takes_what_was_asked_for_and_at_most_two_percent_more():
+    with DaemonProcess("256MiB") as daemon:
+        shared_kib = 0
+        for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines():
+            if line.startswith("RssShmem:"):
+                shared_kib = int(line.split()[1])
+        assert 256 * 1024 <= shared_kib <= 256 * 1024 * 1.02
+        report = stats(daemon.directory)
+        assert report.pool.pool_bytes == 256 * 2**20
+        assert report.pool.table_bytes <= 0.02 * report.pool.pool_bytes
+
+
+def test_the_daemon_does_not_import_torch(daemon):
+    maps = Path(f"/proc/{daemon.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    script = "import sys, kvoffd.server.daemon, kvoffd.cli; print(json.dumps(sorted(sys.modules)))"
+    modules = subprocess.run(
+        [sys.executable, "-c", f"import json; {script}"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert not {"torch", "vllm", "kvoffd_client"} & set(json.loads(modules.stdout))
+
+
+def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
+    with WireClient(daemon.directory) as client, SharedMemory(16 * 2**20, "test") as memory:
+        client.open_namespace()
+        registration = client.register(memory, page_bytes=2**20)
+        store = m.Store(1, client.token, registration, 1, [m.GroupTransfer(0, keys(*range(16)), ids(*range(16)))])
+        client.send(store)
+        daemon.process.terminate()
+        assert client.completions().results[0].ok
+        assert client.lifeline_ended()
+        assert daemon.process.wait(10) == 0
+
+
+def test_the_loop_answers_health_over_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with DaemonProcess(http_address=f"127.0.0.1:{port}"):
+        base = f"http://127.0.0.1:{port}"
+        assert urllib.request.urlopen(f"{base}/healthz", timeout=5).read().startswith(b"ok")
+        assert urllib.request.urlopen(f"{base}/readyz", timeout=5).status == 200
+        assert b"kvoffd_pool" in urllib.request.urlopen(f"{base}/metrics", timeout=5).read()
+
+
+def test_systemd_is_told_when_the_daemon_is_ready_and_that_it_lives(tmp_path):
+    address = str(tmp_path / "notify")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.settimeout(20)
+        daemon = DaemonProcess()
+        command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(daemon.directory), "--pool-size", "1MiB"]
+        environ = {**os.environ, "NOTIFY_SOCKET": address, "WATCHDOG_USEC": "200000"}
+        running = subprocess.Popen([*command, "--http-address", ""], env=environ)
+        try:
+            seen: list[str] = []
+            while not any("WATCHDOG=1" in text for text in seen):
+                seen.append(manager.recv(4096).decode())
+            assert any("READY=1" in text for text in seen)
+            running.terminate()
+            while not any("STOPPING=1" in text for text in seen):
+                seen.append(manager.recv(4096).decode())
+        finally:
+            running.terminate()
+            running.wait(10)
+            daemon.close()
+
+
+def test_bad_configuration_is_refused_in_one_sentence(tmp_path):
+    for arguments, environ in (
+        (["--pool-size", "twenty bananas"], {}),
+        (["--pool-size", "0"], {}),
+        ([], {"KVOFFD_POOL_SIZ": "1GiB"}),
+        (["--config", str(tmp_path / "missing.toml")], {}),
+    ):
+        refused = serve("--directory", str(tmp_path), *arguments, **environ)
+        assert refused.returncode == 2
+        assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr

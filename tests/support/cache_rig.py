@@ -1,0 +1,148 @@
+"""What the cache's tests stand on: a store of slots without memory, a listener that folds, a clock to set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
+from kvoffd.errors import ShardTooLarge
+from kvoffd_proto.messages import GroupSpec
+
+SLOT_UNIT = 4096
+
+
+class FakeSlots:
+    """A SlotStore of lists: regions of one slot size each, and a record per slot in use."""
+
+    def __init__(self, regions: int, region_bytes: int) -> None:
+        self.region_bytes = region_bytes
+        self.pool_bytes = regions * region_bytes
+        self.free_bytes = self.pool_bytes
+        self.size_of: list[int] = [0] * regions
+        self.used: list[set[int]] = [set() for _ in range(regions)]
+        self.free_in: list[list[int]] = [[] for _ in range(regions)]
+        self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
+
+    def slot_bytes(self, nbytes: int) -> int:
+        rounded = -(-nbytes // SLOT_UNIT) * SLOT_UNIT
+        if rounded > self.region_bytes:
+            raise ShardTooLarge(f"A shard of {nbytes} bytes does not fit a region of {self.region_bytes} bytes.")
+        return rounded
+
+    def take(self, slot_bytes: int, count: int) -> list[int]:
+        taken: list[int] = []
+        own = [r for r, size in enumerate(self.size_of) if size == slot_bytes]
+        for region in own + [r for r, size in enumerate(self.size_of) if not size]:
+            if len(taken) == count:
+                break
+            if not self.size_of[region]:
+                self.size_of[region] = slot_bytes
+                start = region * self.region_bytes
+                self.free_in[region] = [start + n * slot_bytes for n in range(self.region_bytes // slot_bytes)][::-1]
+            while self.free_in[region] and len(taken) < count:
+                offset = self.free_in[region].pop()
+                self.used[region].add(offset)
+                self.free_bytes -= slot_bytes
+                self.records[offset] = ("taken", None, 0, 0)
+                taken.append(offset)
+        return taken
+
+    def neighbours(self, offset: int) -> list[int]:
+        used = self.used[offset // self.region_bytes]
+        assert offset in used
+        return sorted(used)
+
+    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
+        assert offset in self.records
+        self.records[offset] = ("writing", owner, 0, 0)
+
+    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
+        state, owner, _, _ = self.records[offset]
+        assert state == "writing"
+        self.records[offset] = ("ready", owner, first_block, length)
+
+    def free(self, offset: int) -> None:
+        del self.records[offset]
+        region = offset // self.region_bytes
+        self.used[region].remove(offset)
+        self.free_in[region].append(offset)
+        self.free_bytes += self.size_of[region]
+        if not self.used[region]:
+            self.size_of[region] = 0
+            self.free_in[region] = []
+
+
+class Folded:
+    """A CacheListener that folds the events into the index they describe, and refuses impossible ones."""
+
+    def __init__(self) -> None:
+        self.index: set[tuple[bytes, int, bytes]] = set()
+        self.log: list[tuple[str, int, list[bytes]]] = []
+
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert len(names) == len(keys)
+        assert not names & self.index
+        self.index |= names
+        self.log.append(("stored", group, keys))
+
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert len(names) == len(keys)
+        assert names <= self.index
+        self.index -= names
+        self.log.append(("removed", group, keys))
+
+    def cleared(self, namespace: Namespace) -> None:
+        self.index = {name for name in self.index if name[0] != namespace.fingerprint}
+        self.log.append(("cleared", 0, []))
+
+
+class Clock:
+    """Time that stands until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rig:
+    """A cache on fake slots, with the short ways the tests need."""
+
+    def __init__(self, regions: int = 4, region_bytes: int = 4 * SLOT_UNIT, policy: str = "lru") -> None:
+        self.slots = FakeSlots(regions, region_bytes)
+        self.events = Folded()
+        self.clock = Clock()
+        self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock)
+
+    def open(
+        self, name: str = "a", world_size: int = 1, shard_bytes: Sequence[int] = (SLOT_UNIT,), key_bytes: int = 8
+    ) -> Namespace:
+        """A namespace whose ranks are all registered."""
+        groups = [GroupSpec("full", 16) for _ in shard_bytes]
+        namespace, _ = self.cache.open_namespace(name.encode().ljust(32), name, world_size, key_bytes, groups, "{}")
+        for rank in range(world_size):
+            self.cache.set_shard_bytes(namespace, rank, shard_bytes)
+        return namespace
+
+    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
+        """Store keys from all ranks; the number of keys dropped by the last one."""
+        dropped = 0
+        for rank in range(namespace.world_size):
+            ticket = self.cache.begin_store(namespace, rank, group, keys, first_block)
+            self.cache.commit_store(ticket)
+            dropped = len(ticket.dropped)
+        return dropped
+
+    def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
+        """States by a look-up that leaves no lease behind."""
+        answer = self.cache.lookup(namespace, 9999, 9999, [(group, keys)])
+        self.cache.release(9999, [9999])
+        return list(answer.states[0])
+
+
+def keys_of(*numbers: int, key_bytes: int = 8) -> bytes:
+    """Keys end to end, one a number."""
+    return b"".join(number.to_bytes(key_bytes, "big") for number in numbers)

@@ -1,0 +1,198 @@
+"""A client of bare sockets: sends what a test tells it to, well-formed or not."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import zmq
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+TIMEOUT_S = 5.0
+R = TypeVar("R", bound=m.Reply)
+
+ZERO_TOKEN = bytes(m.TOKEN_BYTES)
+NAMESPACE = bytes(range(32))
+
+
+def key(number: int) -> bytes:
+    """A 32-byte key."""
+    return number.to_bytes(32, "big")
+
+
+def keys(*numbers: int) -> bytes:
+    """Several keys end to end."""
+    return b"".join(map(key, numbers))
+
+
+def ids(*numbers: int) -> bytes:
+    """Block ids as the wire has them."""
+    return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
+
+
+class WireClient:
+    """One session, opened step by step."""
+
+    def __init__(self, directory: Path, role: m.Role | None = m.Role.WORKER) -> None:
+        self.paths = SocketPaths(directory)
+        self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.stream.settimeout(TIMEOUT_S)
+        self.stream.connect(str(self.paths.lifeline))
+        self._buffer = lifeline.FrameBuffer()
+        self._bodies: list[bytes] = []
+        self.greeting = self.lifeline_frame()
+        self._context = zmq.Context()
+        self.jobs = self._context.socket(zmq.DEALER)
+        self.jobs.setsockopt(zmq.LINGER, 0)
+        self.jobs.connect(f"ipc://{self.paths.jobs}")
+        self.events = self._context.socket(zmq.SUB)
+        self.events.setsockopt(zmq.LINGER, 0)
+        self.events.connect(f"ipc://{self.paths.events}")
+        self._ids = itertools.count(1)
+        self.token = ZERO_TOKEN
+        self.session_id = 0
+        if isinstance(self.greeting, lifeline.Greeting):
+            self.token = self.greeting.token
+            self.session_id = self.greeting.session_id
+            self.subscribe(events.session_topic(self.greeting.epoch, self.session_id))
+        if role is not None:
+            self.hello(role)
+
+    # --- the lifeline --------------------------------------------------------------------------
+
+    def lifeline_frame(self) -> lifeline.FromDaemon:
+        while not self._bodies:
+            data = self.stream.recv(4096)
+            assert data, "the daemon closed the lifeline"
+            self._bodies += self._buffer.feed(data)
+        return lifeline.decode_from_daemon(self._bodies.pop(0))
+
+    def attach(self, fd: int, segment_id: int) -> lifeline.FromDaemon:
+        self.send_fds(lifeline.encode_frame(lifeline.Attach(segment_id)), [fd])
+        return self.lifeline_frame()
+
+    def send_fds(self, data: bytes, fds: list[int]) -> None:
+        socket.send_fds(self.stream, [data], fds) if fds else self.stream.sendall(data)
+
+    def lifeline_ended(self) -> bool:
+        """Whether the daemon has closed the lifeline, waiting for it for the usual time."""
+        try:
+            return self.stream.recv(4096) == b""
+        except ConnectionResetError:
+            return True
+        except TimeoutError:
+            return False
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def raw(self, *frames: bytes) -> m.AnyReply:
+        """Send frames as they are and return the next reply."""
+        self.jobs.send_multipart(frames)
+        return self.reply()
+
+    def reply(self) -> m.AnyReply:
+        assert self.jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
+        return codec.decode_reply(self.jobs.recv())
+
+    def ask(self, request: m.AnyRequest, expected: type[R]) -> R:
+        reply = self.raw(codec.encode(request))
+        assert isinstance(reply, expected), reply
+        assert reply.request_id == request.request_id
+        return reply
+
+    def refused(self, request: m.AnyRequest) -> m.Error:
+        return self.ask(request, m.Error)
+
+    def send(self, request: m.AnyRequest) -> None:
+        self.jobs.send(codec.encode(request))
+
+    def hello(self, role: m.Role) -> m.Welcome:
+        return self.ask(m.Hello(self.next_id(), self.token, PROTOCOL_VERSION, role, "test", "wire"), m.Welcome)
+
+    def open_namespace(self, fingerprint: bytes = NAMESPACE, world_size: int = 1, groups: int = 1) -> None:
+        specs = [m.GroupSpec("full", 16)] * groups
+        self.ask(
+            m.OpenNamespace(self.next_id(), self.token, fingerprint, "test", world_size, 32, specs, "{}"),
+            m.NamespaceOpened,
+        )
+
+    def register(
+        self, memory: SharedMemory, page_bytes: int = 16384, rank: int = 0, fingerprint: bytes = NAMESPACE
+    ) -> bytes:
+        """Attach ``memory`` and register it as one tensor of one group; return the registration id."""
+        segment_id = self.next_id()
+        attached = self.attach(memory.fd, segment_id)
+        assert isinstance(attached, lifeline.Attached), attached
+        registration_id = os.urandom(16)
+        blocks = memory.size_bytes // page_bytes
+        self.ask(
+            m.Register(
+                self.next_id(),
+                self.token,
+                fingerprint,
+                registration_id,
+                rank,
+                1,
+                [MemfdHandle(segment_id, memory.size_bytes)],
+                [TensorLayout(0, 0, page_bytes, blocks)],
+                [[PageRef(0, page_bytes)]],
+            ),
+            m.Registered,
+        )
+        return registration_id
+
+    def lease(self, number: int) -> int:
+        return (self.session_id << 32) + number
+
+    # --- events --------------------------------------------------------------------------------
+
+    def subscribe(self, topic: bytes) -> None:
+        self.events.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def completions(self) -> m.Completions:
+        """The next batch of completions from PUB."""
+        assert self.events.poll(TIMEOUT_S * 1000), "no completion came"
+        _, _, payload = self.events.recv_multipart()
+        return codec.decode_completions(payload)
+
+    def result(self, request: m.Store | m.Load) -> m.JobResult:
+        """Send a job and return its result, by asking: a subscription just made may miss the first message."""
+        self.send(request)
+        for _ in range(500):
+            reply = self.ask(m.Replay(self.next_id(), self.token, 0), m.ReplayReply)
+            for batch in reply.batches:
+                for result in batch.results:
+                    if result.job_id == request.job_id:
+                        return result
+        raise AssertionError(f"job {request.job_id} did not end")
+
+    def close(self) -> None:
+        self.stream.close()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def stats(directory: Path) -> m.StatsReply:
+    """The daemon's statistics, over a session of their own."""
+    with WireClient(directory, m.Role.ADMIN) as admin:
+        return admin.ask(m.Stats(admin.next_id(), admin.token), m.StatsReply)
