@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+import zmq
+
+from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.connection import Connection
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
 from kvoffd_client.options import ClientOptions
-from kvoffd_proto.events import EventBatch
-from kvoffd_proto.messages import HealthReply, NamespacesReply, SessionsReply, StatsReply
+from kvoffd_client.session import Identity
+from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
+from kvoffd_proto.messages import (
+    AnyReply,
+    AnyRequest,
+    Clear,
+    Done,
+    Health,
+    HealthReply,
+    Namespaces,
+    NamespacesReply,
+    Role,
+    Sessions,
+    SessionsReply,
+    Stats,
+    StatsReply,
+)
+from kvoffd_proto.sockets import SocketPaths
 
 DEFAULT_OPTIONS = ClientOptions()
+TAIL_POLL_MS = 200
+"""How soon events() notices close()."""
+
+R = TypeVar("R", bound=AnyReply)
 
 
 class AdminClient:
@@ -26,38 +56,109 @@ class AdminClient:
     """
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
-        raise NotImplementedError
+        self._directory = os.fspath(directory)
+        self._options = options
+        self._connection: Connection[AdminSession] | None = None
+        self._closed = False
+        self._one_call = threading.Lock()
 
     def stats(self) -> StatsReply:
         """All counters."""
-        raise NotImplementedError
+        return self._ask(StatsReply, lambda request_id, token: Stats(request_id, token))
 
     def health(self) -> HealthReply:
         """Whether the daemon works: a round trip through the loop that serves engines."""
-        raise NotImplementedError
+        return self._ask(HealthReply, lambda request_id, token: Health(request_id, token))
 
     def sessions(self) -> SessionsReply:
         """Open sessions, oldest first."""
-        raise NotImplementedError
+        return self._ask(SessionsReply, lambda request_id, token: Sessions(request_id, token))
 
     def namespaces(self) -> NamespacesReply:
         """Open namespaces, oldest first."""
-        raise NotImplementedError
+        return self._ask(NamespacesReply, lambda request_id, token: Namespaces(request_id, token))
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""
-        raise NotImplementedError
+        return self._ask(Done, lambda request_id, token: Clear(request_id, token, fingerprint)).count
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
 
-        Ends when close() was called, or after ``idle_timeout_s`` seconds without an event.
+        Ends when close() was called, or after ``idle_timeout_s`` seconds without an event. Needs no session.
+
+        Raises:
+            DaemonUnavailable: there is no events socket in the directory.
         """
-        raise NotImplementedError
+        path = SocketPaths(Path(self._directory)).events
+        if not path.exists():
+            raise DaemonUnavailable(
+                f"There is no kvoffd daemon in {self._directory} (no {path.name}); start one there."
+            )
+        with zmq.Context() as context, context.socket(zmq.SUB) as tail:
+            tail.setsockopt(zmq.LINGER, 0)
+            tail.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+            tail.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
+            tail.connect(f"ipc://{path}")
+            heard_at = time.monotonic()
+            while not self._closed:
+                if tail.poll(TAIL_POLL_MS):
+                    frames = tail.recv_multipart(zmq.NOBLOCK)
+                    heard_at = time.monotonic()
+                    try:
+                        topic, sequence, payload = frames
+                        batch = decode_event_batch(payload)
+                    except (ValueError, msgspec.MsgspecError):
+                        continue  # not an event of this protocol
+                    yield topic, int.from_bytes(sequence, "big"), batch
+                elif idle_timeout_s is not None and time.monotonic() - heard_at >= idle_timeout_s:
+                    return
 
     def close(self) -> None:
         """End the session. Repeatable."""
-        raise NotImplementedError
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+
+    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+        with self._one_call:
+            if self._closed:
+                raise DaemonUnavailable("The client is closed; make a new one.")
+            deadline = time.monotonic() + self._options.request_timeout_s
+            connection = self._connected(deadline)
+            session = connection.session
+            outcome: list[AnyReply | KvoffdClientError] = []
+            with connection.lock:
+                message = make(session.next_request_id(), session.token)
+                session.ask(message, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
+                connection.flush()
+            connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
+        if not outcome:
+            raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
+        if isinstance(outcome[0], KvoffdClientError):
+            raise outcome[0]
+        if not isinstance(outcome[0], kind):
+            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(outcome[0]).__name__}.")
+        return outcome[0]
+
+    def _connected(self, deadline: float) -> Connection[AdminSession]:
+        """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
+        if self._connection is None:
+            identity = Identity(self._directory, Role.ADMIN, "admin", "")
+            self._connection = Connection(identity, self._options, AdminSession)
+            before = 0
+        else:
+            before = self._connection.session.attempts_failed
+        connection, session = self._connection, self._connection.session
+        connection.check_process()
+        with connection.lock:
+            session.hurry(time.monotonic())
+            connection.flush()
+        connection.wait(lambda: session.usable or session.attempts_failed > before, deadline - time.monotonic())
+        if session.usable:
+            return connection
+        problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
+        raise DaemonUnavailable(problem) from session.refusal
 
     def __enter__(self) -> AdminClient:
         return self

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from collections.abc import Sequence
 
+from kvoffd_client.connection import Connection
+from kvoffd_client.errors import RequestRefused
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.options import ClientOptions
+from kvoffd_client.scheduler_session import SchedulerSession
+from kvoffd_client.session import Identity
 from kvoffd_client.tickets import LookupTicket
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import GroupKeys
+from kvoffd_proto.messages import GroupKeys, Role
 
 DEFAULT_OPTIONS = ClientOptions()
 
@@ -38,32 +44,37 @@ class SchedulerClient:
         subscribe_events: bool = False,
         options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        raise NotImplementedError
+        self._directory = os.fspath(directory)
+        self._key_bytes = namespace.key_bytes
+        identity = Identity(self._directory, Role.SCHEDULER, name, software, namespace)
+        make = functools.partial(SchedulerSession, events=subscribe_events)
+        self._connection: Connection[SchedulerSession] = Connection(identity, options, make)
+        self._session = self._connection.session
 
     @property
     def connected(self) -> bool:
         """The namespace is open and the daemon answers."""
-        raise NotImplementedError
+        return self._session.usable
 
     @property
     def epoch(self) -> int:
         """The daemon's life this client is (or was last) connected to; 0 before the first."""
-        raise NotImplementedError
+        return self._session.epoch
 
     @property
     def credit_bytes(self) -> int:
         """Bytes of stores the daemon lets a session have outstanding; 0 when not connected."""
-        raise NotImplementedError
+        return self._session.credit_bytes if self._session.usable else 0
 
     @property
     def problem(self) -> str | None:
         """A sentence that says why the client is not connected; None while it is."""
-        raise NotImplementedError
+        return self._session.problem
 
     @property
     def events_lost(self) -> int:
         """KV event messages that could not be had any more, and events dropped since nobody took them."""
-        raise NotImplementedError
+        return 0 if self._session.events is None else self._session.events.lost
 
     def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
         """Ask which keys are ready and pin those under a new lease. When not connected the ticket has failed already.
@@ -71,34 +82,74 @@ class SchedulerClient:
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        raise NotImplementedError
+        counts = [self._count(item.keys) for item in groups]
+        connection = self._connection
+        connection.check_process()
+        with connection.lock:
+            ticket = self._session.lookup(groups, counts, time.monotonic())
+            connection.flush()
+        return ticket
 
     def release(self, lease_id: int) -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet."""
-        raise NotImplementedError
+        self._connection.check_process()
+        with self._connection.lock:
+            self._session.release(lease_id)
+            self._connection.flush()
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         """Have the daemon forget blocks that proved unusable. Dropped when not connected."""
-        raise NotImplementedError
+        for item in groups:
+            self._count(item.keys)
+        self._connection.check_process()
+        with self._connection.lock:
+            self._session.invalidate(groups)
+            self._connection.flush()
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
-        raise NotImplementedError
+        self._connection.check_process()
+        outcome: list[bool] = []
+        with self._connection.lock:
+            self._session.reset(outcome, time.monotonic(), timeout_s)
+            self._connection.flush()
+        self._connection.wait(lambda: bool(outcome), timeout_s)
+        return outcome == [True]
+
+    @property
+    def refusal(self) -> RequestRefused | None:
+        """The daemon's refusal, where that is why the client is not connected."""
+        return self._session.refusal
 
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order, from the start of the daemon's life.
 
         When the daemon was restarted, ``AllBlocksCleared`` comes first, since the new one's index began empty.
         """
-        raise NotImplementedError
+        self._connection.check_process()
+        if self._session.events is None:
+            return []
+        with self._connection.lock:
+            return self._session.events.take()
 
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait until connected; False when it is not after ``timeout_s`` seconds."""
-        raise NotImplementedError
+        return self._connection.wait(lambda: self._session.usable, timeout_s)
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """As wait_connected(), but return at once when the daemon refuses this client; see ``refusal``."""
+        self._connection.wait(lambda: self._session.usable or self._session.refusal is not None, timeout_s)
+        return self._session.usable
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unanswered tickets fail. Repeatable."""
-        raise NotImplementedError
+        self._connection.close()
+
+    def _count(self, keys: bytes) -> int:
+        count, rest = divmod(len(keys), self._key_bytes)
+        if rest:
+            raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self._key_bytes} bytes each.")
+        return count
 
     def __enter__(self) -> SchedulerClient:
         return self

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import os
+import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_client.worker import WorkerClient
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 DEFAULT_OPTIONS = ClientOptions()
 KEY_BYTES = 32
@@ -67,43 +82,194 @@ class FakeEngine:
         *,
         options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        raise NotImplementedError
+        if min(world_size, layers, blocks, page_bytes) < 1:
+            raise ValueError("world_size, layers, blocks and page_bytes must all be at least 1.")
+        self.world_size, self.layers, self.blocks, self.page_bytes = world_size, layers, blocks, page_bytes
+        self.namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
+        self._directory = os.fspath(directory)
+        self._job_ids = itertools.count(1)
+        self._ticket: LookupTicket | None = None
+        self._memories: list[SharedMemory] = []
+        self._pages: list[npt.NDArray[np.uint8]] = []
+        self.workers: list[WorkerClient] = []
+        self.scheduler = SchedulerClient(directory, self.namespace, name="fake engine scheduler", options=options)
+        try:
+            for rank in range(world_size):
+                self.workers.append(self._make_worker(rank, options))
+            self._connect(options.connect_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_worker(self, rank: int, options: ClientOptions) -> WorkerClient:
+        layer_bytes = self.blocks * self.page_bytes
+        memory = SharedMemory(self.layers * layer_bytes, f"kvoffd-fake-engine-{rank}")
+        self._memories.append(memory)
+        self._pages.append(memory.view.reshape(self.layers, self.blocks, self.page_bytes))
+        registration = Registration(
+            rank=rank,
+            blocks_per_key=1,
+            memories=(memory,),
+            tensors=tuple(
+                TensorLayout(0, layer * layer_bytes, self.page_bytes, self.blocks) for layer in range(self.layers)
+            ),
+            groups=(tuple(PageRef(layer, self.page_bytes) for layer in range(self.layers)),),
+        )
+        name = f"fake engine worker {rank}"
+        return WorkerClient(self._directory, self.namespace, registration, name=name, options=options)
+
+    def _connect(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        clients: list[SchedulerClient | WorkerClient] = [self.scheduler, *self.workers]
+        for client in clients:
+            if not client.wait_settled(max(0.0, deadline - time.monotonic())):
+                if client.refusal is not None:
+                    raise client.refusal
+                raise DaemonUnavailable(
+                    f"No kvoffd daemon took this engine in {self._directory} within {timeout_s:g} s: {client.problem}"
+                )
 
     def fill(self, block_ids: Sequence[int], seed: int) -> None:
         """Write pseudo-random bytes that depend on (seed, block, layer, rank) only."""
-        raise NotImplementedError
+        self._check_blocks(block_ids)
+        for rank, pages in enumerate(self._pages):
+            for layer in range(self.layers):
+                for block in block_ids:
+                    source = np.random.Generator(np.random.PCG64([seed & 0xFFFFFFFFFFFFFFFF, block, layer, rank]))
+                    pages[layer, block] = np.frombuffer(source.bytes(self.page_bytes), np.uint8)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """One CRC-32 per block over all layers and ranks."""
-        raise NotImplementedError
+        self._check_blocks(block_ids)
+        sums: list[int] = []
+        for block in block_ids:
+            crc = 0
+            for pages in self._pages:
+                for layer in range(self.layers):
+                    crc = zlib.crc32(pages[layer, block], crc)
+            sums.append(crc)
+        return sums
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy block ``block_ids[i]`` into the pool under ``keys[i]``, on all ranks.
 
+        After ``timeout_s`` seconds the store is abandoned (error DEADLINE); its blocks may be used again.
+
         Raises:
-            ValueError: a key is not 32 bytes, or the lengths differ.
+            ValueError: a key is not 32 bytes, the lengths differ, or a block id is not a block of this engine.
         """
-        raise NotImplementedError
+        transfer = self._transfer(keys, block_ids)
+        job_id = next(self._job_ids)
+        if not keys:
+            return EngineResult(True, 0, 0.0)
+        for worker in self.workers:
+            worker.store(job_id, [transfer])
+        results = self._results(job_id, timeout_s)
+        for worker in self.workers:
+            worker.fence([job_id], 0.0)
+        return self._summary(keys, results)
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
-        """Number of leading keys that are ready. They are pinned until load() or release(); older pins go."""
-        raise NotImplementedError
+        """Number of leading keys that are ready. They are pinned until load() or release(); older pins go.
+
+        0 when the daemon is away or does not answer within ``timeout_s`` seconds. Raises as store().
+        """
+        self._check_keys(keys)
+        self.release()
+        if not keys:
+            return 0
+        ticket = self.scheduler.lookup([GroupKeys(0, b"".join(keys))])
+        self._ticket = ticket
+        if not ticket.wait(timeout_s) or ticket.failed:
+            self.release()
+        return ticket.leading_ready()
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
-        """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store()."""
-        raise NotImplementedError
+        """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().
+
+        After ``timeout_s`` seconds the result is a failure (error DEADLINE), but bytes may still arrive in the blocks.
+        """
+        transfer = self._transfer(keys, block_ids)
+        ticket = self._ticket
+        if not keys:
+            return EngineResult(True, 0, 0.0)
+        if ticket is None or not ticket.pinned:
+            return EngineResult(False, 0, 0.0, list(keys), ErrorCode.UNKNOWN_LEASE)
+        job_id = next(self._job_ids)
+        for worker in self.workers:
+            worker.load(job_id, ticket.lease_id, [transfer])
+        results = self._results(job_id, timeout_s)
+        self.release()
+        return self._summary(keys, results)
 
     def release(self) -> None:
         """Let the pins of the last lookup go."""
-        raise NotImplementedError
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None and ticket.lease_id:
+            self.scheduler.release(ticket.lease_id)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""
-        raise NotImplementedError
+        deadline = time.monotonic() + timeout_s
+        ready = self.scheduler.wait_connected(timeout_s)
+        return ready and all(worker.wait_ready(max(0.0, deadline - time.monotonic())) for worker in self.workers)
 
     def close(self) -> None:
         """End all sessions and free the memory. Repeatable."""
-        raise NotImplementedError
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+        self._pages.clear()
+        for memory in self._memories:
+            memory.close()
+
+    def _results(self, job_id: int, timeout_s: float) -> list[JobResult | None]:
+        deadline = time.monotonic() + timeout_s
+        found: list[JobResult | None] = []
+        for worker in self.workers:
+            result: JobResult | None = None
+            while result is None and (left := deadline - time.monotonic()) > 0:
+                # Results of jobs that were too late for their own call are dropped here.
+                result = next((item for item in worker.wait_results(left) if item.job_id == job_id), None)
+            found.append(result)
+        return found
+
+    def _summary(self, keys: Sequence[bytes], results: Sequence[JobResult | None]) -> EngineResult:
+        failed: set[bytes] = set()
+        error: ErrorCode | None = None
+        for result in results:
+            if result is None:
+                failed.update(keys)
+                error = error or ErrorCode.DEADLINE
+            elif not result.ok:
+                error = error or result.error or ErrorCode.INTERNAL
+                for item in result.failed:
+                    failed.update(item.keys[at : at + KEY_BYTES] for at in range(0, len(item.keys), KEY_BYTES))
+        arrived = [result for result in results if result is not None]
+        return EngineResult(
+            ok=error is None,
+            bytes=sum(result.bytes for result in arrived),
+            seconds=max((result.seconds for result in arrived), default=0.0),
+            failed_keys=[key for key in keys if key in failed],
+            error=error,
+        )
+
+    def _transfer(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> GroupTransfer:
+        self._check_keys(keys)
+        self._check_blocks(block_ids)
+        if len(keys) != len(block_ids):
+            raise ValueError(f"There are {len(keys)} keys and {len(block_ids)} block ids; give one block id per key.")
+        return GroupTransfer(0, b"".join(keys), np.asarray(block_ids, dtype="<i4").tobytes())
+
+    def _check_keys(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if len(key) != KEY_BYTES:
+                raise ValueError(f"A key has {KEY_BYTES} bytes; {key[:40]!r} has {len(key)}.")
+
+    def _check_blocks(self, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if not 0 <= block < self.blocks:
+                raise ValueError(f"This engine has blocks 0 to {self.blocks - 1}; {block} is none of them.")
 
     def __enter__(self) -> FakeEngine:
         return self

@@ -53,8 +53,20 @@ class LookupTicket:
             gate.acquire(timeout=timeout_s)
         return self.done
 
+    def answer(self, states: list[bytes], pinned: int, now: float) -> None:
+        """Settle with the daemon's answer. For the session only."""
+        if self.done:
+            return
+        self.states, self.pinned, self.answered_at, self.alive = states, pinned, now, pinned > 0
+        self._settle()
+
+    def fail(self) -> None:
+        """Settle without one. For the session only."""
+        if not self.done:
+            self.failed = True
+            self._settle()
+
     def _settle(self) -> None:
-        """Mark done and wake who waits. Called once, with everything else set."""
-        self.done = True
+        self.done = True  # last, since readers hold no lock
         for gate in self._waiters:
             gate.release()

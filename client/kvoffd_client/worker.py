@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Iterable, Sequence
 
+from kvoffd_client.connection import Connection
+from kvoffd_client.errors import RequestRefused
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.options import ClientOptions
 from kvoffd_client.registration import Registration
-from kvoffd_proto.messages import GroupTransfer, JobResult
+from kvoffd_client.session import Identity
+from kvoffd_client.worker_session import WorkerSession
+from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, JobResult, Role
 
+log = logging.getLogger("kvoffd_client")
+
+LOAD_WAIT_S = 10.0
+"""How often a fence says that it still waits for loads."""
 DEFAULT_OPTIONS = ClientOptions()
 
 __all__ = ["Registration", "WorkerClient"]
@@ -43,37 +53,54 @@ class WorkerClient:
         software: str = "",
         options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        raise NotImplementedError
+        if not 0 <= registration.rank < namespace.world_size:
+            raise ValueError(f"Rank {registration.rank} is outside the namespace's world of {namespace.world_size}.")
+        if len(registration.groups) != len(namespace.groups):
+            raise ValueError(
+                f"The registration has {len(registration.groups)} groups and the namespace {len(namespace.groups)}."
+            )
+        if registration.blocks_per_key < 1 or not registration.memories or not registration.tensors:
+            raise ValueError("A registration needs memory, tensors and at least one block per key.")
+        self._key_bytes = namespace.key_bytes
+        self._group_count = len(namespace.groups)
+        identity = Identity(os.fspath(directory), Role.WORKER, name, software, namespace, registration)
+        self._connection: Connection[WorkerSession] = Connection(identity, options, WorkerSession)
+        self._session = self._connection.session
 
     @property
     def ready(self) -> bool:
         """The memory is registered and the daemon answers: jobs are sent."""
-        raise NotImplementedError
+        return self._session.usable and self._session.registration_wanted
 
     @property
     def credit_bytes(self) -> int:
         """Bytes of stores the session may have outstanding, running ones included; 0 when not ready."""
-        raise NotImplementedError
+        return self._session.credit_bytes if self.ready else 0
 
     @property
     def epoch(self) -> int:
         """The daemon's life this client is (or was last) connected to; 0 before the first."""
-        raise NotImplementedError
+        return self._session.epoch
 
     @property
     def problem(self) -> str | None:
         """A sentence that says why the client is not ready; None while it is."""
-        raise NotImplementedError
+        return self._session.problem
+
+    @property
+    def refusal(self) -> RequestRefused | None:
+        """The daemon's refusal, where that is why the client is not ready."""
+        return self._session.refusal
 
     @property
     def shard_bytes(self) -> list[int]:
         """Per group, bytes of this rank's shard of a block, as the daemon told; empty before the first registration."""
-        raise NotImplementedError
+        return list(self._session.shard_bytes)
 
     @property
     def unfinished(self) -> int:
         """Jobs without a result (those waiting in take_results() have one)."""
-        raise NotImplementedError
+        return len(self._session.jobs)
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
         """Copy engine blocks into the pool. When not ready, a failed result (SESSION_ENDED) is queued at once.
@@ -81,19 +108,38 @@ class WorkerClient:
         Raises:
             ValueError: a job of this id is unfinished, or lengths in ``groups`` do not fit.
         """
-        raise NotImplementedError
+        connection = self._connection
+        connection.check_process()
+        self._check(groups)
+        with connection.lock:
+            self._check_new(job_id)
+            self._session.store(job_id, groups, time.monotonic())
+            connection.flush()
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None:
         """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``."""
-        raise NotImplementedError
+        connection = self._connection
+        connection.check_process()
+        self._check(groups)
+        with connection.lock:
+            self._check_new(job_id)
+            self._session.load(job_id, lease_id, groups, time.monotonic())
+            connection.flush()
 
     def take_results(self) -> list[JobResult]:
         """Results that came since the last call."""
-        raise NotImplementedError
+        self._connection.check_process()
+        session = self._session
+        if not session.results:
+            return []
+        with self._connection.lock:
+            taken, session.results = session.results, []
+        return taken
 
     def wait_results(self, timeout_s: float) -> list[JobResult]:
         """As take_results(), but wait up to ``timeout_s`` seconds for the first one."""
-        raise NotImplementedError
+        self._connection.wait(lambda: bool(self._session.results), timeout_s)
+        return self.take_results()
 
     def fence(self, job_ids: Iterable[int], timeout_s: float) -> None:
         """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
@@ -103,11 +149,24 @@ class WorkerClient:
         waited for however long it takes, since a copy may still land: a completion or the daemon's death ends that.
         Unknown ids are ignored. Results stay for take_results().
         """
-        raise NotImplementedError
+        connection, session = self._connection, self._session
+        connection.check_process()
+        wanted = set(job_ids)
+        with connection.lock:
+            session.cancel(wanted)
+            connection.flush()
+        if connection.wait(lambda: not session.has_any(wanted), timeout_s):
+            return
+        with connection.lock:
+            if session.has_any(wanted, loads=False):
+                session.abandon_stores(time.monotonic())
+                connection.flush()
+        while not connection.wait(lambda: not session.has_any(wanted), LOAD_WAIT_S):
+            log.warning("Still waiting for loads: the daemon neither finishes them nor dies.")
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until ready; False when it is not after ``timeout_s`` seconds."""
-        raise NotImplementedError
+        return self._connection.wait(lambda: self.ready, timeout_s)
 
     def unregister(self, timeout_s: float) -> bool:
         """Give the registration up for good and wait until the daemon touches the memory no more.
@@ -115,11 +174,37 @@ class WorkerClient:
         False when the daemon did not confirm that in time; then the session is ended, and only the daemon's
         death or its own clean-up lets go of the memory. The client takes no jobs afterwards.
         """
-        raise NotImplementedError
+        self._connection.check_process()
+        outcome: list[bool] = []
+        with self._connection.lock:
+            self._session.unregister(outcome, time.monotonic(), timeout_s)
+            self._connection.flush()
+        self._connection.wait(lambda: bool(outcome), timeout_s)
+        return outcome == [True]
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
+        self._connection.wait(lambda: self.ready or self._session.refusal is not None, timeout_s)
+        return self.ready
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
-        raise NotImplementedError
+        self._connection.close()
+
+    def _check(self, groups: Sequence[GroupTransfer]) -> None:
+        for item in groups:
+            if not 0 <= item.group < self._group_count:
+                raise ValueError(f"The namespace has {self._group_count} groups; {item.group} is none of them.")
+            if len(item.keys) % self._key_bytes:
+                raise ValueError(
+                    f"{len(item.keys)} bytes are not a whole number of keys of {self._key_bytes} bytes each."
+                )
+            if len(item.block_ids) % BLOCK_ID_BYTES:
+                raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
+
+    def _check_new(self, job_id: int) -> None:
+        if job_id in self._session.jobs:
+            raise ValueError(f"Job {job_id} is unfinished; use another id.")
 
     def __enter__(self) -> WorkerClient:
         return self

@@ -1,0 +1,427 @@
+"""One session with a daemon as a state machine: what a message means and what to send next.
+
+It knows no socket, no thread and no clock: a ``Link`` carries what it sends, its owner tells it what arrived and what
+time it is. ``Connection`` runs it on real sockets; a simulator may run it on anything else. It is not thread-safe: its
+owner holds one lock around every call.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
+from kvoffd_client.link import Link
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.pending import NEVER, PendingRequests, Then
+from kvoffd_client.registration import Registration
+from kvoffd_proto.codec import encode
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import session_topic
+from kvoffd_proto.lifeline import Attached, AttachRefused, FromDaemon, Greeting, Refused
+from kvoffd_proto.messages import (
+    AnyReply,
+    AnyRequest,
+    Error,
+    Heartbeat,
+    HeartbeatReply,
+    Hello,
+    Limits,
+    NamespaceOpened,
+    OpenNamespace,
+    Role,
+    Welcome,
+)
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+log = logging.getLogger("kvoffd_client")
+
+ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
+"""Refusals that mean the daemon knows this session no more."""
+
+
+class Phase(Enum):
+    """How far the connection is."""
+
+    WAITING = auto()
+    GREETING = auto()
+    HELLO = auto()
+    NAMESPACE = auto()
+    ATTACHING = auto()
+    REGISTERING = auto()
+    READY = auto()
+    CLOSED = auto()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the session is and what it opens."""
+
+    directory: str
+    role: Role
+    name: str
+    software: str
+    namespace: NamespaceSpec | None = None
+    registration: Registration | None = None
+
+
+class Session:
+    """The part that all roles share: connecting, requests and replies, heartbeats, death, connecting again.
+
+    Attributes:
+        generation: counts connections, failed attempts included.
+        responsive: False while the daemon owes a reply for longer than ``unresponsive_after_s``.
+        problem: a sentence that says why the session is not ready.
+        refusal: the daemon's refusal, where that is the reason.
+        on_change: called after every change that somebody may wait for.
+    """
+
+    def __init__(self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random) -> None:
+        self._link = link
+        self._dice = dice
+        self.identity = identity
+        self.options = options
+        self.phase = Phase.WAITING
+        self.generation = 0
+        self.epoch = 0
+        self.session_id = 0
+        self.token = b""
+        self.limits: Limits | None = None
+        self.credit_bytes = 0
+        self.lease_ttl_s = 0.0
+        self.responsive = True
+        self.problem: str | None = f"The client has not reached the kvoffd daemon in {identity.directory} yet."
+        self.refusal: RequestRefused | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._pending = PendingRequests()
+        self._next_request_id = 1
+        self._retry_at = 0.0
+        self._failures = 0
+        self._ready_at = 0.0
+        self._handshake_deadline = NEVER
+        self._heartbeat_interval_s = 1.0
+        self._heartbeat_at = NEVER
+        self._heartbeat_pending = False
+        self._warned = ""
+
+    @property
+    def usable(self) -> bool:
+        """Requests of the role are worth sending."""
+        return self.phase is Phase.READY and self.responsive
+
+    # --- time ------------------------------------------------------------------------------------
+
+    def wake_at(self) -> float:
+        """When tick() has something to do at the latest."""
+        if self.phase is Phase.CLOSED:
+            return NEVER
+        if self.phase is Phase.WAITING:
+            return min(self._retry_at, self._role_wake_at())
+        owed = self._pending.owed_since + self.options.unresponsive_after_s if self.responsive else NEVER
+        return min(self._pending.next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at())
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        if now < self.wake_at():
+            return
+        if self.phase is Phase.WAITING and now >= self._retry_at:
+            self._begin(now)
+        if now >= self._handshake_deadline:
+            seconds = self.options.handshake_timeout_s
+            self.lose(f"The daemon in {self.identity.directory} did not finish the handshake in {seconds:g} s.", now)
+        silent = self.responsive and now >= self._pending.owed_since + self.options.unresponsive_after_s
+        if now >= self._pending.next_expiry:
+            self._pending.expire(now)
+        if silent and self.responsive and self.phase is not Phase.WAITING:
+            self.responsive = False
+            self.problem = f"The kvoffd daemon in {self.identity.directory} does not answer; going on without it."
+            self._warn(self.problem)
+            self.on_change()
+        if now >= self._heartbeat_at:
+            self._beat(now)
+        self._role_tick(now)
+
+    def hurry(self, now: float) -> None:
+        """Make the next attempt to connect now: somebody waits for it."""
+        if self.phase is Phase.WAITING:
+            self._retry_at = now
+
+    # --- requests --------------------------------------------------------------------------------
+
+    def next_request_id(self) -> int:
+        """A request id that was not used before."""
+        self._next_request_id += 1
+        return self._next_request_id
+
+    def send(self, message: AnyRequest) -> KvoffdClientError | None:
+        """Send a message without waiting for its reply; the reason when it cannot go out."""
+        frame = encode(message)
+        if self.limits is not None and len(frame) > self.limits.max_frame_bytes:
+            limit = self.limits.max_frame_bytes
+            sentence = f"The request has {len(frame)} bytes and the daemon takes {limit}; send less at a time."
+            return RequestRefused(ErrorCode.TOO_LARGE, sentence)
+        if not self._link.send((frame,)):
+            return DaemonUnavailable(f"The daemon in {self.identity.directory} does not read its socket.")
+        return None
+
+    def request(self, message: AnyRequest, then: Then, now: float, timeout_s: float | None = None) -> None:
+        """Send a message; ``then`` is called once, maybe at once."""
+        if len(self._pending) >= self.options.max_pending_requests:
+            then(DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already."), now)
+            return
+        refused = self.send(message)
+        if refused is not None:
+            then(refused, now)
+            return
+        deadline = now + (self.options.request_timeout_s if timeout_s is None else timeout_s)
+        self._pending.add(message.request_id, deadline, then, now)
+
+    def reply(self, reply: AnyReply, now: float) -> None:
+        """A reply came from the jobs socket."""
+        if self.phase in (Phase.WAITING, Phase.GREETING, Phase.CLOSED):
+            return
+        if reply.epoch != self.epoch:
+            self.lose("The daemon was restarted.", now)
+            return
+        if not self.responsive:
+            self.responsive = True
+            self.problem = None
+            self._warned = ""
+            self.on_change()
+        then = self._pending.answered(reply.request_id, now)
+        if isinstance(reply, Error):
+            refusal = RequestRefused(reply.code, reply.message)
+            if then is not None:
+                then(refusal, now)
+            else:
+                self._stray_refusal(reply, refusal, now)
+            if reply.code in ENDED_SESSION and self.token:
+                self.lose(reply.message, now)
+        elif then is not None:
+            then(reply, now)
+
+    # --- connecting ------------------------------------------------------------------------------
+
+    def _begin(self, now: float) -> None:
+        self.generation += 1
+        try:
+            self._link.open()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.lose(f"No kvoffd daemon answers in {self.identity.directory} ({reason}); start one there.", now)
+            return
+        self.phase = Phase.GREETING
+        self._handshake_deadline = now + self.options.handshake_timeout_s
+
+    def lifeline_message(self, message: FromDaemon, now: float) -> None:
+        """A frame came over the lifeline."""
+        if isinstance(message, Refused):
+            self._refuse(RequestRefused(message.code, message.message), now)
+        elif isinstance(message, Greeting) and self.phase is Phase.GREETING:
+            self._greeted(message, now)
+        elif isinstance(message, Attached | AttachRefused) and self.phase is Phase.ATTACHING:
+            self._attached(message, now)
+        else:
+            self.lose(f"The daemon sent {type(message).__name__} out of turn.", now)
+
+    def _greeted(self, greeting: Greeting, now: float) -> None:
+        if greeting.protocol_version != PROTOCOL_VERSION:
+            sentence = (
+                f"The daemon in {self.identity.directory} speaks protocol {greeting.protocol_version} and this client "
+                f"{PROTOCOL_VERSION}; install the same kvoffd release on both."
+            )
+            self._refuse(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
+            return
+        self._new_epoch(greeting.epoch)
+        self.epoch, self.session_id, self.token = greeting.epoch, greeting.session_id, greeting.token
+        self.phase = Phase.HELLO
+        self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._extra_topics()])
+        identity = self.identity
+        hello = Hello(
+            self.next_request_id(),
+            self.token,
+            PROTOCOL_VERSION,
+            identity.role,
+            identity.name[:128],
+            identity.software[:128],
+        )
+        self.request(hello, self._welcomed, now, self.options.handshake_timeout_s)
+
+    def _welcomed(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
+        if not isinstance(reply, Welcome):
+            self._fail_handshake("Hello", reply, now)
+            return
+        self.limits = reply.limits
+        self.credit_bytes = reply.credit_bytes
+        self.lease_ttl_s = reply.lease_ttl_ms / 1000
+        self._heartbeat_interval_s = reply.heartbeat_interval_ms / 1000
+        spec = self.identity.namespace
+        if spec is None:
+            self._become_ready(now)
+            return
+        self.phase = Phase.NAMESPACE
+        message = OpenNamespace(
+            self.next_request_id(),
+            self.token,
+            spec.fingerprint,
+            spec.label,
+            spec.world_size,
+            spec.key_bytes,
+            list(spec.groups),
+            spec.description,
+        )
+        self.request(message, self._opened, now, self.options.handshake_timeout_s)
+
+    def _opened(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
+        if isinstance(reply, NamespaceOpened):
+            self._namespace_open(now)
+        else:
+            self._fail_handshake("OpenNamespace", reply, now)
+
+    def _become_ready(self, now: float) -> None:
+        self.phase = Phase.READY
+        self._ready_at = now
+        self._handshake_deadline = NEVER
+        self._heartbeat_at = now
+        self.problem = None
+        self.refusal = None
+        self._warned = ""
+        log.info("%s is connected to the kvoffd daemon in %s", self.identity.name, self.identity.directory)
+        self._role_ready(now)
+        self.on_change()
+
+    def _fail_handshake(self, step: str, reply: AnyReply | KvoffdClientError, now: float) -> None:
+        if self.phase is Phase.WAITING:
+            return  # told by lose() itself
+        if isinstance(reply, RequestRefused):
+            self._refuse(reply, now)
+        elif isinstance(reply, KvoffdClientError):
+            self.lose(f"{step}: {reply}", now)
+        else:
+            self.lose(f"The daemon answered {step} with {type(reply).__name__}.", now)
+
+    def _refuse(self, refusal: RequestRefused, now: float) -> None:
+        self.lose(f"The kvoffd daemon in {self.identity.directory} refuses: {refusal}", now, refusal)
+
+    # --- the end of a connection -----------------------------------------------------------------
+
+    def lifeline_ended(self, now: float) -> None:
+        """EOF: the daemon is dead, or has ended this session and let go of its memory."""
+        if self.phase is not Phase.WAITING:
+            self.lose(f"The kvoffd daemon in {self.identity.directory} went away.", now, dead=True)
+
+    def drained(self, generation: int, now: float) -> None:
+        """EOF of a lifeline that ``close_draining`` left half open."""
+
+    def lose(self, sentence: str, now: float, refusal: RequestRefused | None = None, *, dead: bool = False) -> None:
+        """End the connection and plan the next attempt. ``dead``: the daemon touches our memory no more."""
+        if self.phase is Phase.CLOSED:
+            return
+        if self.phase is Phase.READY and now - self._ready_at > self.options.backoff_max_s:
+            self._failures = 0
+        self.phase = Phase.WAITING
+        if not dead and self._must_drain():
+            self._link.close_draining(self.generation)
+        else:
+            self._link.close()
+        self.problem, self.refusal = sentence, refusal
+        self._warn(sentence)
+        self._forget(DaemonUnavailable(sentence), now)
+        self._role_lost(dead, now)
+        pause = self.options.backoff_max_s if refusal is not None else self._backoff_s()
+        self._failures += 1
+        self._retry_at = now + pause * self._dice.uniform(0.5, 1.0)
+        self.on_change()
+
+    def close(self, now: float) -> None:
+        """End for good."""
+        if self.phase is Phase.CLOSED:
+            return
+        self.phase = Phase.CLOSED
+        self._link.close()
+        self.problem = "The client is closed."
+        self._forget(DaemonUnavailable(self.problem), now)
+        self._role_lost(True, now)
+        self.on_change()
+
+    def _forget(self, reason: KvoffdClientError, now: float) -> None:
+        self.token = b""
+        self.credit_bytes = 0
+        self.responsive = True
+        self._heartbeat_pending = False
+        self._handshake_deadline = self._heartbeat_at = NEVER
+        self._pending.fail_all(reason, now)
+
+    def _backoff_s(self) -> float:
+        return min(self.options.backoff_max_s, self.options.backoff_min_s * 2.0 ** min(self._failures, 30))
+
+    def _warn(self, sentence: str) -> None:
+        """Log once per outage and reason."""
+        if sentence != self._warned:
+            self._warned = sentence
+            log.warning("%s", sentence)
+
+    # --- heartbeat -------------------------------------------------------------------------------
+
+    def _beat(self, now: float) -> None:
+        self._heartbeat_at = now + self._heartbeat_interval_s
+        if self._heartbeat_pending or self.phase is not Phase.READY:
+            return
+        self._heartbeat_pending = True
+        renew = self._renewals(now)
+        message = Heartbeat(self.next_request_id(), self.token, self._acknowledged(), renew)
+        self.request(message, lambda reply, then_now: self._beaten(reply, now, then_now), now)
+
+    def _beaten(self, reply: AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
+        self._heartbeat_pending = False
+        if isinstance(reply, HeartbeatReply):
+            self.credit_bytes = reply.credit_bytes
+            self._role_heartbeat(reply, sent_at, now)
+        elif not isinstance(reply, KvoffdClientError):
+            self.lose(f"The daemon answered Heartbeat with {type(reply).__name__}.", now)
+
+    # --- what roles add --------------------------------------------------------------------------
+
+    def publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """A message came from the events socket."""
+
+    def event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """A part of a KV event replay came from the jobs socket."""
+
+    def _namespace_open(self, now: float) -> None:
+        self._become_ready(now)
+
+    def _attached(self, message: Attached | AttachRefused, now: float) -> None:
+        self.lose("The daemon acknowledged a descriptor that was not sent.", now)
+
+    def _extra_topics(self) -> Sequence[bytes]:
+        return ()
+
+    def _new_epoch(self, epoch: int) -> None: ...
+
+    def _role_ready(self, now: float) -> None: ...
+
+    def _role_lost(self, dead: bool, now: float) -> None: ...
+
+    def _role_tick(self, now: float) -> None: ...
+
+    def _role_wake_at(self) -> float:
+        return NEVER
+
+    def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None: ...
+
+    def _must_drain(self) -> bool:
+        return False
+
+    def _acknowledged(self) -> int:
+        return 0
+
+    def _renewals(self, now: float) -> list[int]:
+        return []
+
+    def _stray_refusal(self, reply: Error, refusal: RequestRefused, now: float) -> None:
+        self._warn(f"The kvoffd daemon refused a message: {refusal}")

@@ -1,0 +1,241 @@
+"""The real link of a session: lifeline, jobs socket, events socket and a wake-up, all non-blocking."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import cast
+
+import zmq
+
+from kvoffd_client.options import ClientOptions
+from kvoffd_proto.lifeline import Attach, encode_frame
+from kvoffd_proto.sockets import SocketPaths
+
+READ_BYTES = 65536
+MAX_MESSAGE_BYTES = 1 << 28
+"""Largest message taken from the daemon: a bound against garbage."""
+
+
+class SocketLink:
+    """Carries what a ``Session`` sends and collects what arrived. Its owner's lock guards every call but ``sleep``.
+
+    Sleeping is done by epoll on the raw descriptors and not by zmq's poller, which would use the sockets: so other
+    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered, so a sleeper must have seen
+    ``readable()`` False after the last use of the sockets.
+    """
+
+    def __init__(self, paths: SocketPaths, options: ClientOptions) -> None:
+        self._paths = paths
+        self._options = options
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._context = zmq.Context(io_threads=1)
+        self._lifeline: socket.socket | None = None
+        self._jobs: zmq.Socket[bytes] | None = None
+        self._events: zmq.Socket[bytes] | None = None
+        self._unsent: deque[Sequence[bytes]] = deque()
+        self._draining: dict[int, socket.socket] = {}
+        # Numbers stay here after closing: a stale one costs a read that finds nothing.
+        self._stream_fds: set[int] = set()
+        _links.add(self)
+
+    # --- what a Session asks for -----------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect the lifeline. Raises OSError."""
+        self.close()
+        if problem := self._paths.problem():
+            raise OSError(problem)
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            stream.connect(str(self._paths.lifeline))
+            self._epoll.register(stream.fileno(), select.EPOLLIN)
+        except BaseException:
+            stream.close()
+            raise
+        self._stream_fds.add(stream.fileno())
+        self._lifeline = stream
+
+    def open_sockets(self, topics: Sequence[bytes]) -> None:
+        """Connect the jobs socket and the events socket, subscribed to ``topics``."""
+        self._jobs = self._connect(zmq.DEALER, str(self._paths.jobs))
+        self._events = self._connect(zmq.SUB, str(self._paths.events))
+        for topic in topics:
+            self._events.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def _connect(self, kind: int, path: str) -> zmq.Socket[bytes]:
+        connected: zmq.Socket[bytes] = self._context.socket(kind)
+        connected.setsockopt(zmq.LINGER, 0)
+        connected.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+        connected.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if kind == zmq.DEALER:
+            connected.setsockopt(zmq.SNDHWM, self._options.send_queue_frames)
+            connected.setsockopt(zmq.IMMEDIATE, 1)
+        connected.connect(f"ipc://{path}")
+        self._epoll.register(connected.FD, select.EPOLLIN)
+        return connected
+
+    def attach(self, message: Attach, fd: int) -> None:
+        """Send a descriptor over the lifeline. Raises OSError."""
+        if self._lifeline is None:
+            raise OSError("the lifeline is closed")
+        frame = encode_frame(message)
+        if socket.send_fds(self._lifeline, [frame], [fd], socket.MSG_NOSIGNAL) != len(frame):
+            raise OSError("the daemon does not read its lifeline")
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send one message to the jobs socket; False when its queue is full."""
+        jobs = self._jobs
+        if jobs is None:
+            return False
+        if self._unsent:
+            self._send_queued()
+        if not self._unsent and self._try_send(jobs, frames):
+            return True
+        # Not connected yet (IMMEDIATE), or its queue is full: it goes out as soon as there is room.
+        if len(self._unsent) >= self._options.send_queue_frames:
+            return False
+        self._unsent.append(frames)
+        return True
+
+    @staticmethod
+    def _try_send(jobs: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
+        try:
+            if len(frames) == 1:
+                jobs.send(frames[0], zmq.NOBLOCK)
+            else:
+                jobs.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def _send_queued(self) -> None:
+        while self._unsent and self._jobs is not None and self._try_send(self._jobs, self._unsent[0]):
+            self._unsent.popleft()
+
+    def close(self) -> None:
+        """Close the session's sockets: to the daemon this is the client's death."""
+        if self._lifeline is not None:
+            self._lifeline.close()  # epoll forgets a closed descriptor by itself
+            self._lifeline = None
+        self._close_sockets()
+
+    def close_draining(self, generation: int) -> None:
+        """As close(), but go on reading the lifeline until the daemon closes its end too."""
+        stream, self._lifeline = self._lifeline, None
+        if stream is not None:
+            try:
+                stream.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # the daemon has closed it already; the EOF is there to be read
+            self._draining[generation] = stream
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for connected in (self._jobs, self._events):
+            if connected is not None:
+                self._epoll.unregister(connected.FD)
+                connected.close(linger=0)
+        self._jobs = self._events = None
+        self._unsent.clear()
+
+    # --- what the I/O thread asks for ------------------------------------------------------------
+
+    def readable(self) -> bool:
+        """Whether receive() would find a message now. Also sends what waited for room."""
+        if self._unsent:
+            self._send_queued()
+        return _has_message(self._events) or _has_message(self._jobs)
+
+    def receive_events(self, limit: int) -> list[list[bytes]]:
+        """Up to ``limit`` messages of the events socket."""
+        return self._receive(self._events, limit)
+
+    def receive_jobs(self, limit: int) -> list[list[bytes]]:
+        """Up to ``limit`` messages of the jobs socket."""
+        return self._receive(self._jobs, limit)
+
+    @staticmethod
+    def _receive(connected: zmq.Socket[bytes] | None, limit: int) -> list[list[bytes]]:
+        found: list[list[bytes]] = []
+        while connected is not None and len(found) < limit and _has_message(connected):
+            found.append(connected.recv_multipart(zmq.NOBLOCK))
+        return found
+
+    def read_lifeline(self) -> bytes | None:
+        """Bytes of the lifeline; None when there are none now, b"" at its end."""
+        return None if self._lifeline is None else _read(self._lifeline)
+
+    def drained(self) -> list[int]:
+        """Generations whose half-open lifelines have ended; each is told once."""
+        ended = [generation for generation, stream in self._draining.items() if _read(stream) == b""]
+        for generation in ended:
+            self._draining.pop(generation).close()
+        return ended
+
+    # --- sleeping --------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """End a sleep, from any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def sleep(self, timeout_s: float) -> bool:
+        """Sleep until something may have arrived, at most ``timeout_s`` seconds. Called without the lock.
+
+        True when a lifeline has something to read.
+        """
+        lifelines = False
+        for fd, _ in self._epoll.poll(timeout_s):
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            elif fd in self._stream_fds:
+                lifelines = True
+        return lifelines
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def shut(self) -> None:
+        """Close all descriptors for good. No other thread may be in any call."""
+        self.close()
+        for stream in self._draining.values():
+            stream.close()
+        self._draining.clear()
+        self._context.term()
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: let go of the lifelines, whose EOF must mean the parent's death."""
+        for stream in (self._lifeline, *self._draining.values()):
+            if stream is not None:
+                stream.close()
+
+
+def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
+    return connected is not None and bool(cast(int, connected.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _read(stream: socket.socket) -> bytes | None:
+    try:
+        return stream.recv(READ_BYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+_links: weakref.WeakSet[SocketLink] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for link in list(_links):
+        link.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,318 @@
+"""The worker's session: registration, jobs and their completions. Pure, like ``Session``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.link import Link
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.pending import NEVER
+from kvoffd_client.session import Identity, Phase, Session
+from kvoffd_proto.codec import CodecError, decode_completions
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import session_topic
+from kvoffd_proto.handles import MemfdHandle
+from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
+from kvoffd_proto.messages import (
+    AnyReply,
+    Cancel,
+    Completions,
+    Done,
+    Error,
+    GroupKeys,
+    GroupTransfer,
+    HeartbeatReply,
+    JobResult,
+    Load,
+    Register,
+    Registered,
+    Replay,
+    ReplayReply,
+    Store,
+    Unregister,
+)
+
+ACKNOWLEDGE_RESULTS = 4096
+"""After this many results a heartbeat goes out early, so that the daemon need not keep more."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A store or load without a result."""
+
+    job_id: int
+    request_id: int
+    is_load: bool
+    groups: Sequence[GroupTransfer]
+    sent_at: float
+    generation: int
+
+
+class WorkerSession(Session):
+    """Adds to ``Session`` what a worker does. One registration.
+
+    Attributes:
+        jobs: unfinished jobs by id, oldest first.
+        results: results that were not taken yet.
+        registration_wanted: False once the registration was given up for good.
+    """
+
+    def __init__(self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random) -> None:
+        super().__init__(link, identity, options, dice)
+        assert identity.registration is not None
+        self._registration = identity.registration
+        self._registration_id = b""
+        self._attached_count = 0
+        self.jobs: dict[int, Job] = {}
+        self._by_request: dict[int, int] = {}
+        self.results: list[JobResult] = []
+        self.shard_bytes: list[int] = []
+        self.registration_wanted = True
+        self._sequence = 0
+        self._ahead: set[int] = set()
+        self._unacknowledged = 0
+        self._replaying = False
+        self._patience_at = NEVER
+
+    # --- jobs ------------------------------------------------------------------------------------
+
+    def store(self, job_id: int, groups: Sequence[GroupTransfer], now: float) -> None:
+        """Send a store; its result comes in ``results``, at once when it cannot be sent."""
+        request_id = self._accept(job_id, False, groups, now)
+        if request_id:
+            self._submit(Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
+
+    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], now: float) -> None:
+        """Send a load; its result comes in ``results``, at once when it cannot be sent."""
+        request_id = self._accept(job_id, True, groups, now)
+        if request_id:
+            self._submit(Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
+
+    def _accept(self, job_id: int, is_load: bool, groups: Sequence[GroupTransfer], now: float) -> int:
+        """Enter a job in the books; its request id, or 0 when it has failed already."""
+        job = Job(job_id, self.next_request_id(), is_load, groups, now, self.generation)
+        full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
+        self.jobs[job_id] = job
+        self._by_request[job.request_id] = job_id
+        if self.usable and self.registration_wanted and not full:
+            return job.request_id
+        self._fail(job, ErrorCode.TOO_MANY if self.usable and full else ErrorCode.SESSION_ENDED, now)
+        return 0
+
+    def _submit(self, message: Store | Load, now: float) -> None:
+        refused = self.send(message)
+        if refused is not None:
+            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
+            self._fail(self.jobs[message.job_id], code, now)
+        else:
+            self._patience_at = min(self._patience_at, now + self.options.job_patience_s)
+
+    def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
+        failed = [GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
+        self._finish(JobResult(job.job_id, False, 0, max(0.0, now - job.sent_at), code, failed))
+
+    def _finish(self, result: JobResult) -> None:
+        job = self.jobs.pop(result.job_id, None)
+        if job is not None:
+            del self._by_request[job.request_id]
+            self.results.append(result)
+            self.on_change()
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Have the daemon fail those of the jobs that have not started."""
+        known = [job_id for job_id in job_ids if job_id in self.jobs]
+        if known and self.phase is Phase.READY:
+            self.send(Cancel(self.next_request_id(), self.token, known))
+
+    def has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
+        """Whether one of the jobs (of the stores among them without ``loads``) has no result."""
+        jobs = self.jobs
+        return any(job_id in jobs and (loads or not jobs[job_id].is_load) for job_id in job_ids)
+
+    def abandon_stores(self, now: float) -> None:
+        """Close the lifeline, so that the daemon commits no running store; they fail here and now."""
+        self.lose("Running stores were given up at a fence; the client connects again.", now)
+
+    def unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
+        """Give the registration up for good; whether the daemon confirmed that is appended to ``outcome``."""
+        self.registration_wanted = False
+        if self.phase is not Phase.READY:
+            if self.phase is not Phase.WAITING:
+                self.lose("The registration was given up.", now)
+            outcome.append(not self.jobs)
+            return
+
+        def then(reply: AnyReply | KvoffdClientError, then_now: float) -> None:
+            outcome.append(isinstance(reply, Done))
+            if not isinstance(reply, Done):
+                self.lose("The daemon did not confirm that it let go of the worker's memory.", then_now)
+            self.on_change()
+
+        self.request(Unregister(self.next_request_id(), self.token, self._registration_id), then, now, timeout_s)
+
+    # --- registering -----------------------------------------------------------------------------
+
+    def _namespace_open(self, now: float) -> None:
+        self._attached_count = 0
+        if self.registration_wanted:
+            self.phase = Phase.ATTACHING
+            self._attach_next(now)
+        else:
+            self._become_ready(now)
+
+    def _attach_next(self, now: float) -> None:
+        # One at a time: the stream's buffer and the kernel's count of descriptors in flight stay small.
+        fd, _ = self._registration.descriptors()[self._attached_count]
+        try:
+            self._link.attach(Attach(self._attached_count), fd)
+        except OSError as error:
+            self.lose(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
+
+    def _attached(self, message: Attached | AttachRefused, now: float) -> None:
+        if isinstance(message, AttachRefused):
+            self._refuse(RequestRefused(message.code, message.message), now)
+        elif message.segment_id != self._attached_count:
+            self.lose("The daemon acknowledged a descriptor that was not sent.", now)
+        else:
+            self._attached_count += 1
+            if self._attached_count < len(self._registration.memories):
+                self._attach_next(now)
+            else:
+                self._register(now)
+
+    def _register(self, now: float) -> None:
+        assert self.identity.namespace is not None
+        self.phase = Phase.REGISTERING
+        registration = self._registration
+        self._registration_id = self._dice.randbytes(16)
+        sizes = [size for _, size in registration.descriptors()]
+        message = Register(
+            self.next_request_id(),
+            self.token,
+            self.identity.namespace.fingerprint,
+            self._registration_id,
+            registration.rank,
+            registration.blocks_per_key,
+            [MemfdHandle(index, size) for index, size in enumerate(sizes)],
+            list(registration.tensors),
+            [list(pages) for pages in registration.groups],
+        )
+        self.request(message, self._registered, now, self.options.handshake_timeout_s)
+
+    def _registered(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
+        if isinstance(reply, Registered):
+            self.shard_bytes = reply.shard_bytes
+            self._become_ready(now)
+        else:
+            self._fail_handshake("Register", reply, now)
+
+    # --- completions -----------------------------------------------------------------------------
+
+    def publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """Completions were published. What does not decode counts as dropped: a replay brings it."""
+        if topic != session_topic(self.epoch, self.session_id):
+            return
+        try:
+            self._complete(decode_completions(payload))
+        except CodecError:
+            self._replay(now)
+        if self._ahead:
+            self._replay(now)
+        if self._unacknowledged >= ACKNOWLEDGE_RESULTS:
+            self._heartbeat_at = now
+
+    def _complete(self, batch: Completions) -> None:
+        if (batch.epoch, batch.session_id) != (self.epoch, self.session_id):
+            return
+        # Each batch counts once: a job id may be in use again when an old batch is replayed.
+        if batch.sequence <= self._sequence or batch.sequence in self._ahead:
+            return
+        self._ahead.add(batch.sequence)
+        while self._sequence + 1 in self._ahead:
+            self._sequence += 1
+            self._ahead.remove(self._sequence)
+        self._unacknowledged += len(batch.results)
+        self.credit_bytes = batch.credit_bytes
+        for result in batch.results:
+            self._finish(result)
+
+    def _replay(self, now: float) -> None:
+        if self._replaying or self.phase is not Phase.READY:
+            return
+        self._replaying = True
+        message = Replay(self.next_request_id(), self.token, self._sequence)
+        last = message.request_id
+        self.request(message, lambda reply, then_now: self._replayed(last, reply, then_now), now)
+
+    def _replayed(self, asked: int, reply: AnyReply | KvoffdClientError, now: float) -> None:
+        self._replaying = False
+        self._patience_at = now + self.options.job_patience_s if self.jobs else NEVER
+        if isinstance(reply, ReplayReply):
+            for batch in reply.batches:
+                self._complete(batch)
+            self._fail_unknown(asked, set(reply.unfinished), now)
+        elif not isinstance(reply, KvoffdClientError):
+            self.lose(f"The daemon answered Replay with {type(reply).__name__}.", now)
+
+    def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
+        """Fail jobs that the daemon never got, or lost: it has seen every message before ``asked``."""
+        for job in list(self.jobs.values()):
+            if job.generation == self.generation and job.request_id < asked and job.job_id not in unfinished:
+                self._fail(job, ErrorCode.INTERNAL, now)
+
+    def _stray_refusal(self, reply: Error, refusal: RequestRefused, now: float) -> None:
+        job_id = self._by_request.get(reply.request_id)
+        if job_id is None:
+            super()._stray_refusal(reply, refusal, now)
+        else:
+            self._fail(self.jobs[job_id], reply.code, now)
+
+    # --- what Session asks of a role --------------------------------------------------------------
+
+    def _role_ready(self, now: float) -> None:
+        self._sequence = 0
+        self._ahead.clear()
+        self._unacknowledged = 0
+        self._replaying = False
+        self._patience_at = NEVER
+
+    def _role_lost(self, dead: bool, now: float) -> None:
+        self._patience_at = NEVER
+        for job in list(self.jobs.values()):
+            # A copy of a load may still land until the daemon closes its end of the lifeline.
+            let_go = dead and job.generation == self.generation
+            if let_go or not job.is_load or self.phase is Phase.CLOSED:
+                self._fail(job, ErrorCode.SESSION_ENDED, now)
+
+    def drained(self, generation: int, now: float) -> None:
+        """The daemon has let go of an ended session's memory: its loads have failed."""
+        for job in list(self.jobs.values()):
+            if job.generation == generation:
+                self._fail(job, ErrorCode.SESSION_ENDED, now)
+
+    def _must_drain(self) -> bool:
+        return any(job.is_load and job.generation == self.generation for job in self.jobs.values())
+
+    def _role_wake_at(self) -> float:
+        return self._patience_at if self.phase is Phase.READY else NEVER
+
+    def _role_tick(self, now: float) -> None:
+        if now < self._patience_at:
+            return
+        oldest = min((job.sent_at for job in self.jobs.values() if job.generation == self.generation), default=NEVER)
+        due = oldest + self.options.job_patience_s
+        if due <= now:
+            self._replay(now)
+            due = now + self.options.job_patience_s
+        self._patience_at = due
+
+    def _acknowledged(self) -> int:
+        self._unacknowledged = 0
+        return self._sequence
+
+    def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None:
+        if reply.sequence > self._sequence:
+            self._replay(now)
