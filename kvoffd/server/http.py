@@ -20,6 +20,7 @@ from kvoffd_proto.messages import HealthReply
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8192
+MAX_DISCARDED_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 64
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TEXT = "text/plain; charset=utf-8"
@@ -37,7 +38,7 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 
 
 class HttpServer:
-    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time.
+    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time; as many more are told to try later.
 
     Args:
         address: ``host:port``; port 0 takes a free one.
@@ -95,19 +96,18 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        full = len(self._connections) >= MAX_CONNECTIONS
+        busy = len(self._connections)
         self._connections.add(task)
         try:
-            if full:
-                answer: _Answer | None = _sentence(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections; try again later."
-                )
+            if busy >= 2 * MAX_CONNECTIONS:
+                return writer.transport.abort()
+            if busy >= MAX_CONNECTIONS:
+                answer: _Answer | None = _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections; try later.")
             else:
                 answer = await self._read_and_answer(reader)
             if answer is not None:
                 writer.write(_encode(answer))
-                async with asyncio.timeout(self._deadline_s):
-                    await writer.drain()
+                await self._finish(reader, writer)
         except (OSError, TimeoutError):
             # The peer went away or does not read: there is nobody to tell.
             writer.transport.abort()
@@ -117,6 +117,15 @@ class HttpServer:
         finally:
             self._connections.discard(task)
             writer.close()
+
+    async def _finish(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Get the answer to the peer: closing with bytes of the request unread would reset the connection and lose it."""
+        async with asyncio.timeout(self._deadline_s):
+            await writer.drain()
+            writer.write_eof()
+            for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
+                if not await reader.read(MAX_REQUEST_BYTES):
+                    break
 
     async def _read_and_answer(self, reader: asyncio.StreamReader) -> _Answer | None:
         """The answer to the connection's request; None when the peer closed without one."""

@@ -1,0 +1,111 @@
+"""The Prometheus page: every number of the statistics, named, described and correct."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvoffd.observe
+from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
+from kvoffd_proto.messages import DirectionStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
+
+PAGE = Path(kvoffd.observe.__file__).parent / "METRICS.md"
+
+
+def numbers(struct: type, start: int, **given: object) -> object:
+    """A ``struct`` whose numbers are all different, so that one put in another's place is seen."""
+    fields = msgspec.structs.fields(struct)
+    return struct(**{field.name: given.get(field.name, start + i) for i, field in enumerate(fields)})
+
+
+def some_stats() -> StatsReply:
+    spaces = [
+        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny"),
+        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\'),
+    ]
+    stats = numbers(
+        StatsReply,
+        100,
+        daemon_version="1.2.3",
+        policy="lru",
+        pool=numbers(PoolStats, 200),
+        store=numbers(DirectionStats, 300),
+        load=numbers(DirectionStats, 400),
+        lookup_latency=numbers(LatencyStats, 500),
+        errors={"bad_token": 801, "malformed": 802},
+        namespaces=spaces,
+    )
+    assert isinstance(stats, StatsReply)
+    return stats
+
+
+def samples(stats: StatsReply) -> dict[tuple[str, frozenset[str]], float]:
+    """By name and label values, which are all different here."""
+    families = text_string_to_metric_families(render_metrics(stats).decode())
+    return {(s.name, frozenset(s.labels.values())): s.value for family in families for s in family.samples}
+
+
+def test_every_number_of_the_statistics_is_on_the_page() -> None:
+    stats = some_stats()
+    shown = set(samples(stats).values())
+
+    def check(part: object, path: str) -> None:
+        if isinstance(part, msgspec.Struct):
+            for name in part.__struct_fields__:
+                # These say who asked and who answered, not how the daemon is.
+                if path or name not in ("request_id", "epoch", "pid"):
+                    check(getattr(part, name), f"{path}.{name}")
+        elif isinstance(part, (list, dict)):
+            for item in part.values() if isinstance(part, dict) else part:
+                check(item, path)
+        elif isinstance(part, (int, float)):
+            assert part in shown, f"StatsReply{path} is not on the page"
+
+    check(stats, "")
+
+
+def test_samples_carry_their_labels_and_values() -> None:
+    stats = some_stats()
+    found = samples(stats)
+    assert found["kvoffd_build_info", frozenset({"1.2.3", "lru"})] == 1
+    assert found["kvoffd_pool_bytes", frozenset({"writing"})] == stats.pool.writing_bytes
+    assert found["kvoffd_jobs_total", frozenset({"load"})] == stats.load.jobs
+    assert found["kvoffd_errors_total", frozenset({"malformed"})] == 802
+    assert found["kvoffd_lookup_seconds", frozenset({"0.99"})] == stats.lookup_latency.p99
+    odd = frozenset({"bb" * 32, 'odd "label"\n\\'})
+    assert found["kvoffd_namespace_keys_ready_total", odd] == stats.namespaces[1].keys_ready
+
+
+def test_a_daemon_without_namespaces_or_errors_has_a_page() -> None:
+    page = render_metrics(msgspec.structs.replace(some_stats(), namespaces=[], errors={}))
+    assert b"kvoffd_namespace_lookups_total{" not in page
+    assert b"# HELP kvoffd_errors_total" in page
+
+
+@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
+def test_every_metric_has_a_conventional_name_and_a_description(spec: MetricSpec) -> None:
+    assert re.fullmatch("kvoffd_[a-z_]+", spec.name)
+    assert spec.name.endswith("_total") == (spec.kind == "counter")
+    assert spec.description.endswith(".")
+    unit = {"second": "_seconds", "byte": "_bytes"}
+    for word, ending in unit.items():
+        if spec.description.lower().startswith(word):
+            assert ending in spec.name
+
+
+def test_no_metric_is_there_twice() -> None:
+    assert len({spec.name for spec in METRICS}) == len(METRICS)
+
+
+def test_the_reference_page_is_current() -> None:
+    assert PAGE.read_text() == metrics_reference(), "run: python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md"
+
+
+def test_a_metric_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        METRICS[0].name = "other"  # type: ignore[misc]

@@ -1,0 +1,92 @@
+"""Rates are means over the last seconds, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffd.observe.rates import RateMeter
+
+
+class Clock:
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nothing_added_is_no_rate() -> None:
+    clock = Clock()
+    meter = RateMeter(clock=clock)
+    assert meter.per_second() == 0.0
+    clock.now += 100
+    assert meter.per_second() == 0.0
+
+
+def test_a_steady_rate_is_shown_as_it_is() -> None:
+    clock = Clock()
+    meter = RateMeter(window_s=10.0, clock=clock)
+    for _ in range(3000):
+        clock.now += 0.01
+        meter.add(5.0)
+    assert meter.per_second() == pytest.approx(500.0, rel=0.01)
+
+
+def test_a_young_meter_divides_by_its_age() -> None:
+    clock = Clock()
+    meter = RateMeter(window_s=10.0, clock=clock)
+    clock.now += 2
+    meter.add(100)
+    assert meter.per_second() == pytest.approx(50.0)
+
+
+def test_what_is_older_than_the_window_is_forgotten() -> None:
+    clock = Clock()
+    meter = RateMeter(window_s=10.0, clock=clock)
+    meter.add(1000)
+    clock.now += 9
+    assert meter.per_second() > 100
+    clock.now += 1.5
+    assert meter.per_second() == 0.0
+
+
+def test_a_burst_after_a_long_silence_counts_alone() -> None:
+    clock = Clock()
+    meter = RateMeter(window_s=10.0, clock=clock)
+    meter.add(7)
+    clock.now += 1e6
+    meter.add(20)
+    assert meter.per_second() == pytest.approx(2.0, rel=0.06)
+
+
+def test_a_clock_that_was_set_back_does_no_harm() -> None:
+    clock = Clock()
+    meter = RateMeter(clock=clock)
+    clock.now += 5
+    meter.add(10)
+    clock.now -= 100
+    meter.add(10)
+    assert meter.per_second() >= 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 100)), max_size=60))
+def test_the_rate_lies_between_the_rates_of_a_slightly_shorter_and_the_whole_window(
+    steps: list[tuple[float, int]],
+) -> None:
+    clock = Clock()
+    meter, start = RateMeter(window_s=10.0, clock=clock), clock.now
+    happened: list[tuple[float, int]] = []
+    for wait, amount in steps:
+        clock.now += wait
+        meter.add(amount)
+        happened.append((clock.now, amount))
+    age = clock.now - start
+    least = sum(amount for when, amount in happened if clock.now - when < 9.4) / max(min(age, 10.0), 0.5)
+    most = sum(amount for when, amount in happened if clock.now - when <= 10.1) / max(min(age, 9.4), 0.5)
+    assert least * 0.999 <= meter.per_second() <= most * 1.001
+
+
+def test_a_window_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="window"):
+        RateMeter(window_s=0.0)

@@ -1,0 +1,246 @@
+"""The HTTP server answers scrapers and probes, and survives everybody else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvoffd.errors import KvoffdError
+from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer
+from kvoffd_proto.messages import HealthReply
+
+DEADLINE_S = 10.0
+
+
+async def good() -> HealthReply:
+    return HealthReply(1, 1, healthy=True, ready=True, problems=[])
+
+
+def on_server(
+    scenario: Callable[[HttpServer], Coroutine[None, None, None]],
+    *,
+    metrics: Callable[[], Awaitable[bytes] | bytes] = lambda: b"kvoffd_sessions 3\n",
+    health: Callable[[], Awaitable[HealthReply]] = good,
+    deadline_s: float = 5.0,
+) -> None:
+    async def run() -> None:
+        server = HttpServer("127.0.0.1:0", metrics, health, deadline_s)
+        await server.start()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await scenario(server)
+        finally:
+            await server.close()
+
+    asyncio.run(run())
+
+
+async def exchange(server: HttpServer, request: bytes, *, end: bool = False) -> bytes:
+    """Send ``request`` and return all that comes back until the server closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(request)
+    if end:
+        writer.write_eof()
+    try:
+        return await reader.read()
+    finally:
+        await leave(writer)
+
+
+async def leave(writer: asyncio.StreamWriter) -> None:
+    """Close and wait for it: whatever is left open is an error of the test."""
+    writer.close()
+    try:
+        await writer.wait_closed()
+    except ConnectionError:
+        pass  # the server was faster
+
+
+async def get(server: HttpServer, path: str) -> tuple[int, dict[str, str], str]:
+    answer = await exchange(server, f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    head, body = answer.decode().split("\r\n\r\n", 1)
+    status, *lines = head.split("\r\n")
+    return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+
+def test_metrics_are_served_as_prometheus_wants_them() -> None:
+    async def scenario(server: HttpServer) -> None:
+        status, head, body = await get(server, "/metrics?all=1")
+        assert (status, body) == (200, "kvoffd_sessions 3\n")
+        assert head["content-type"].startswith("text/plain; version=0.0.4")
+        assert head["content-length"] == str(len(body))
+        assert head["connection"] == "close"
+
+    on_server(scenario)
+
+
+def test_metrics_may_be_awaited() -> None:
+    async def page() -> bytes:
+        return b"later 1\n"
+
+    async def scenario(server: HttpServer) -> None:
+        assert (await get(server, "/metrics"))[2] == "later 1\n"
+
+    on_server(scenario, metrics=page)
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+@pytest.mark.parametrize("ready", [True, False])
+def test_probes_say_what_the_daemon_says(healthy: bool, ready: bool) -> None:
+    async def health() -> HealthReply:
+        return HealthReply(1, 1, healthy, ready, ["The disk is full."])
+
+    async def scenario(server: HttpServer) -> None:
+        status, _, body = await get(server, "/healthz")
+        assert status == (200 if healthy else 503)
+        assert "The disk is full." in body
+        assert (await get(server, "/readyz"))[0] == (200 if ready else 503)
+
+    on_server(scenario, health=health)
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])
+def test_a_callback_that_fails_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    broken = True
+
+    async def health() -> HealthReply:
+        if broken:
+            raise RuntimeError("secret detail")
+        return await good()
+
+    async def page() -> bytes:
+        return repr(await health()).encode()
+
+    async def scenario(server: HttpServer) -> None:
+        nonlocal broken
+        status, _, body = await get(server, path)
+        assert status == 503
+        assert "secret" not in body
+        broken = False
+        assert (await get(server, path))[0] == 200
+
+    on_server(scenario, health=health, metrics=page)
+    assert "secret detail" in caplog.text
+
+
+def test_a_daemon_that_does_not_answer_in_time_is_503() -> None:
+    async def health() -> HealthReply:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def scenario(server: HttpServer) -> None:
+        status, _, body = await get(server, "/healthz")
+        assert (status, "in time" in body) == (503, True)
+
+    on_server(scenario, health=health, deadline_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics/ HTTP/1.1\r\n\r\n", 404),
+        (b"GET /../etc/passwd HTTP/1.1\r\n\r\n", 404),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"DELETE /healthz HTTP/1.0\r\n\r\n", 405),
+        (b"hello\r\n\r\n", 400),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"GET metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * (2 * MAX_REQUEST_BYTES) + b"\r\n\r\n", 431),
+    ],
+)
+def test_other_requests_are_refused_with_their_status(request_bytes: bytes, status: int) -> None:
+    async def scenario(server: HttpServer) -> None:
+        answer = await exchange(server, request_bytes)
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+        assert (b"\r\nAllow: GET\r\n" in answer) == (status == 405)
+        assert (await get(server, "/healthz"))[0] == 200
+
+    on_server(scenario)
+
+
+def test_a_request_that_does_not_arrive_in_time_is_408() -> None:
+    async def scenario(server: HttpServer) -> None:
+        assert (await exchange(server, b"GET /metr")).startswith(b"HTTP/1.1 408 ")
+
+    on_server(scenario, deadline_s=0.05)
+
+
+def test_a_peer_that_leaves_without_a_request_gets_nothing_and_harms_nobody() -> None:
+    async def scenario(server: HttpServer) -> None:
+        assert await exchange(server, b"GET /metr", end=True) == b""
+        assert (await get(server, "/healthz"))[0] == 200
+
+    on_server(scenario)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.binary(max_size=200), max_size=8))
+def test_garbage_gets_an_http_answer_or_none(requests: list[bytes]) -> None:
+    async def scenario(server: HttpServer) -> None:
+        for request in requests:
+            answer = await exchange(server, request, end=True)
+            assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        assert (await get(server, "/healthz"))[0] == 200
+
+    on_server(scenario)
+
+
+def test_connections_beyond_the_bound_are_refused_and_the_others_are_served() -> None:
+    async def scenario(server: HttpServer) -> None:
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MAX_CONNECTIONS)]
+        while (refused := await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200"):
+            pass  # until the server has accepted all that are open
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        reader, writer = idle[0]
+        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        for _, other in idle:
+            await leave(other)
+
+    on_server(scenario)
+
+
+async def ended(reader: asyncio.StreamReader) -> bool:
+    try:
+        return await reader.read() == b""
+    except ConnectionError:
+        return True
+
+
+def test_closing_drops_idle_connections_and_frees_the_port() -> None:
+    async def run() -> None:
+        server = HttpServer("127.0.0.1:0", lambda: b"", good)
+        await server.start()
+        port = server.port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            await server.close()
+            assert await ended(reader)
+            await leave(writer)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", port)
+        await server.close()
+
+    asyncio.run(run())
+
+
+def test_an_address_in_use_is_refused_with_what_to_do() -> None:
+    async def run() -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(KvoffdError, match=rf"127\.0\.0\.1:{port} .*--http-address"):
+                await HttpServer(f"127.0.0.1:{port}", lambda: b"", good).start()
+
+    asyncio.run(run())
