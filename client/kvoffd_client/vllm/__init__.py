@@ -1,0 +1,25 @@
+"""The vLLM connector: the only place that imports vLLM. This module itself does not, until vLLM calls register()."""
+
+from __future__ import annotations
+
+import logging
+
+CONNECTOR_NAME = "KvoffdConnector"
+CONNECTOR_MODULE = "kvoffd_client.vllm.connector"
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Make ``{"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}`` known to vLLM.
+
+    vLLM calls this in each of its processes (entry point group ``vllm.general_plugins``). It may be called again,
+    imports no connector code, and never raises: an engine that does not use kvoffd must not notice it.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        if CONNECTOR_NAME not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
+    except Exception as error:
+        _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)

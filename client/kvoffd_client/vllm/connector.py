@@ -1,0 +1,267 @@
+# ruff: noqa: E402 - an unsupported vLLM must be refused before anything of its insides is imported
+"""KvoffdConnector: vLLM's OffloadingConnector with a daemon behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import vllm
+
+from kvoffd_client.vllm.version import require_supported
+
+require_supported(vllm.__version__)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+from kvoffd_client.vllm.facts import gather_facts, label_of, shard_bytes_of
+from kvoffd_client.vllm.fingerprint import namespace_of
+from kvoffd_client.vllm.log import RefusalFilter, logger
+from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.options import ConnectorOptions, parse_options
+from kvoffd_client.vllm.spec import SETUP, EngineSetup, KvoffdSpec
+from kvoffd_client.vllm.specs import FailedJob, KvoffdWorkerMetadata
+from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker
+
+SPEC_NAME = "KvoffdSpec"
+STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
+
+
+class KvoffdConnectorWorker(OffloadingConnectorWorker):
+    """vLLM's worker half, for which a failed transfer is a fact and not an assertion error.
+
+    Attributes:
+        failed_recving: requests whose load failed since the last report.
+    """
+
+    def __init__(self, spec: KvoffdSpec, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._connector_worker_meta = KvoffdWorkerMetadata()
+        self.failed_recving: set[str] = set()
+        self._told: tuple[int | None, bool] = (None, True)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """Requests whose stores (never) and loads ended, the failed ones among them."""
+        received: set[str] = set()
+        for result in self._kvoffd_worker.get_finished():
+            assert isinstance(result, KvoffdTransferResult)
+            meta = self._connector_worker_meta
+            is_load = result.job_id in self._load_jobs
+            if result.transfer_time is not None and result.transfer_size is not None:
+                direction = meta.transfer_stats.load if is_load else meta.transfer_stats.store
+                direction.record(result.transfer_size, result.transfer_time)
+            meta.mark_completed(result.job_id)
+            if result.failed is not None:
+                meta.failed_jobs[result.job_id] = result.failed
+            request_id = self._load_jobs.pop(result.job_id, None)
+            if request_id is not None:
+                received.add(request_id)
+                if not result.success:
+                    self.failed_recving.add(request_id)
+        return set(), received
+
+    def build_connector_worker_meta(self) -> KvoffdWorkerMetadata | None:
+        """What the scheduler half must hear, None when there is nothing."""
+        worker = self._kvoffd_worker
+        news = (worker.credit_bytes, worker.usable)
+        if not self._connector_worker_meta.completed_jobs and news == self._told:
+            return None
+        meta, self._connector_worker_meta = self._connector_worker_meta, KvoffdWorkerMetadata()
+        meta.credit_bytes, meta.usable = self._told = news
+        return meta
+
+    def shutdown(self) -> None:
+        """End the connection to the daemon."""
+        super().shutdown()
+        self._connector_worker_meta = KvoffdWorkerMetadata()
+
+    @property
+    def _kvoffd_worker(self) -> KvoffdWorker:
+        assert isinstance(self.worker, KvoffdWorker)
+        return self.worker
+
+
+class KvoffdConnector(OffloadingConnector):
+    """Offloads KV blocks to the kvoffd daemon of this machine. A daemon that is away, slow or dying is a cache miss.
+
+    Args:
+        vllm_config, role, kv_cache_config: as vLLM's KVConnectorFactory passes them.
+
+    Raises:
+        ValueError: an option in kv_connector_extra_config is wrong, or the engine uses what kvoffd cannot follow.
+    """
+
+    connector_scheduler: Any
+    connector_worker: Any
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ValueError("KvoffdConnector cannot follow vLLM's sleep mode yet; start the engine without it.")
+        transfer_config = vllm_config.kv_transfer_config
+        options, unknown = parse_options(transfer_config.kv_connector_extra_config)
+        if unknown and role == KVConnectorRole.SCHEDULER:
+            logger.warning(
+                "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
+            )
+        _name_spec(transfer_config)
+        self._setup = _setup_of(vllm_config, kv_cache_config, options)
+        token = SETUP.set(self._setup)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        finally:
+            SETUP.reset(token)
+        if role == KVConnectorRole.WORKER:
+            self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
+        else:
+            _settle_load_failures(transfer_config, options)
+            RefusalFilter.install(STORE_LOGGER)
+            logger.info(
+                "kvoffd: namespace %s (%s), daemon in %s.",
+                self._setup.namespace.fingerprint.hex()[:16],
+                self._setup.namespace.label,
+                options.socket_directory,
+            )
+        self._reset_jobs: dict[int, int] = {}
+
+    # --- worker ---
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """On CPU: has the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
+        return self._setup.memory if current_platform.is_cpu() else None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As get_finished(), with the requests whose load failed."""
+        worker = self._worker_half
+        sent, received = worker.get_finished(finished_req_ids)
+        failed, worker.failed_recving = worker.failed_recving, set()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    # --- scheduler ---
+
+    def on_new_request(self, request: Any) -> None:
+        """Look all keys of the request up now, so that the answer is there when it is scheduled."""
+        super().on_new_request(request)
+        self._begin(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's, over an answer that is checked for age and completeness first."""
+        self._begin(request)
+        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return matched
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens == 0:
+            self._manager.runs_without_load(request.request_id)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take the workers' reports in: failures first, so that nothing that failed is believed again."""
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvoffdWorkerMetadata):
+            self._manager.workers_report(meta.credit_bytes, meta.usable)
+            for job_id, failed in meta.failed_jobs.items():
+                self._job_failed(job_id, failed)
+            for job_id in self._reset_jobs.keys() & meta.completed_jobs.keys():
+                self._reset_report(job_id, meta.completed_jobs[job_id])
+        super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        """Drop the whole namespace in the daemon, for all engines that share it: its blocks are of other weights now.
+
+        Until that is confirmed every lookup is a miss. Jobs that still run are waited for first, since stores among
+        them bring blocks of before.
+        """
+        due = {job_id: job.pending_count for job_id, job in self.connector_scheduler._jobs.items()}
+        self._reset_jobs.update(due)
+        self._manager.begin_reset(sum(due.values()))
+        done: bool | None = super().reset_cache()
+        return done
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Asked by 0.33. Sleep unmaps the memory the daemon copies from and to."""
+        return False
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, which looks for the spec by name in a process where no connector was built."""
+        _name_spec(vllm_config.kv_transfer_config)
+        return super().build_prom_metrics(vllm_config, *args, **kwargs)
+
+    def _begin(self, request: Any) -> None:
+        status = self.connector_scheduler._req_status.get(request.request_id)
+        if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
+            return
+        status.update_offload_keys()
+        groups: Sequence[Sequence[bytes]] = [state.offload_keys for state in status.group_states]
+        self._manager.begin(request.request_id, groups)
+
+    def _job_failed(self, job_id: int, failed: FailedJob) -> None:
+        job = self.connector_scheduler._jobs.get(job_id)
+        if job is None:  # from before a reset
+            return
+        if job.is_store:
+            self._manager.store_failed(failed)
+        else:
+            self._manager.load_failed(job.req_id, job.keys, failed)
+
+    def _reset_report(self, job_id: int, count: int) -> None:
+        self._manager.reset_report(count)
+        self._reset_jobs[job_id] -= count
+        if self._reset_jobs[job_id] <= 0:
+            del self._reset_jobs[job_id]
+
+    @property
+    def _manager(self) -> KvoffdManager:
+        manager = self.connector_scheduler.manager
+        assert isinstance(manager, KvoffdManager)
+        return manager
+
+    @property
+    def _worker_half(self) -> KvoffdConnectorWorker:
+        assert isinstance(self.connector_worker, KvoffdConnectorWorker)
+        return self.connector_worker
+
+
+def _name_spec(kv_transfer_config: Any) -> None:
+    """Have vLLM find our spec, so that users need not name it."""
+    if SPEC_NAME not in OffloadingSpecFactory._registry:
+        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvoffd_client.vllm.spec", SPEC_NAME)
+    kv_transfer_config.kv_connector_extra_config["spec_name"] = SPEC_NAME
+
+
+def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineSetup:
+    facts = gather_facts(vllm_config, kv_cache_config, options)
+    group_ids = tuple(group.group_id for group in facts.groups)
+    return EngineSetup(
+        options=options,
+        namespace=namespace_of(facts, label_of(vllm_config)),
+        group_ids=group_ids,
+        shard_bytes=shard_bytes_of(kv_cache_config, group_ids, facts.blocks_per_chunk),
+    )
+
+
+def _settle_load_failures(kv_transfer_config: Any, options: ConnectorOptions) -> None:
+    """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this."""
+    policy = kv_transfer_config.kv_load_failure_policy
+    if policy == "recompute":
+        return
+    if options.respect_load_failure_policy:
+        logger.warning(
+            "kvoffd: kv_load_failure_policy is %r: requests whose blocks could not be loaded, as when the daemon dies, "
+            "will end with an error.",
+            policy,
+        )
+        return
+    kv_transfer_config.kv_load_failure_policy = "recompute"
+    logger.info(
+        "kvoffd: kv_load_failure_policy was %r and is now 'recompute': a failed load costs time, not the request. "
+        'Set "respect_load_failure_policy": true in kv_connector_extra_config to keep the engine\'s.',
+        policy,
+    )

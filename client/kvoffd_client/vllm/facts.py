@@ -1,0 +1,209 @@
+"""Reads from vLLM's configuration what the fingerprint is made of.
+
+The scheduler and every worker do this on their own and must come to the same result, although a worker's KV cache
+config names its own layers and may hold per-layer specs where the scheduler's holds one of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
+from vllm.v1.kv_cache_interface import (
+    UniformTypeKVCacheSpecs,
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+
+from kvoffd_client.vllm.fingerprint import EngineFacts, GroupFacts, digest
+from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.version import release_of
+from kvoffd_client.vllm.weights import weights_identity
+
+PROBE_TOKENS = tuple(range(1, 17))
+
+# Where a configuration came from, not what it says.
+VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
+
+
+def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineFacts:
+    """Return the facts of one engine, equal in its scheduler and all its workers.
+
+    ``vllm_config`` is a vllm.config.VllmConfig and ``kv_cache_config`` a KVCacheConfig, the scheduler's or a worker's.
+    """
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    local_weights = weights_identity(model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None)
+    return EngineFacts(
+        vllm_release=".".join(map(str, release_of(vllm.__version__) or ())),
+        model="" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
+        revision=model.revision or "",
+        weights=local_weights or commit or "",
+        model_config=_config_digest(model),
+        weights_dtype=str(model.dtype),
+        quantization=str(model.quantization or ""),
+        kv_cache_dtype=offloading.model.dtype,
+        dummy_weights=str(vllm_config.load_config.load_format) == "dummy",
+        tokens_per_hash=offloading.cache.tokens_per_hash,
+        blocks_per_chunk=offloading.cache.blocks_per_chunk,
+        hash_algorithm=algorithm,
+        hash_probe=hash_probe(algorithm).hex(),
+        hash_lookahead_tokens=int(getattr(vllm_config, "num_hash_lookahead_tokens", 0)),
+        private=_private_id(vllm_config, algorithm),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        world_size=parallel.world_size,
+        kv_layout=str(kv_cache_config.kv_cache_layout or offloading.kv_cache_layout or ""),
+        canonical_layout=offloading.canonical_layout,
+        device_type=str(current_platform.device_type),
+        device_name=_device_name(),
+        attention_backend=_attention_backend(vllm_config),
+        model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        speculative=_speculative(vllm_config),
+        salt=options.salt,
+        groups=tuple(
+            _group_facts(kv_cache_config.kv_cache_groups[group.group_id], group, parallel.pipeline_parallel_size)
+            for group in offloading.groups
+        ),
+    )
+
+
+def label_of(vllm_config: Any) -> str:
+    """Name for operators: the served name, else the model's, shortened to the directory's name where it is a path."""
+    served = vllm_config.model_config.served_model_name
+    name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
+    return Path(name).name if Path(name).is_dir() else name
+
+
+def shard_bytes_of(kv_cache_config: Any, group_ids: tuple[int, ...], blocks_per_chunk: int) -> tuple[int, ...]:
+    """Per offloaded group, about the bytes of one worker's shard of one block; for credits, so near is enough."""
+    sizes = []
+    for group_id in group_ids:
+        group = kv_cache_config.kv_cache_groups[group_id]
+        spec = group.kv_cache_spec
+        whole = isinstance(spec, UniformTypeKVCacheSpecs)
+        sizes.append(blocks_per_chunk * spec.page_size_bytes * (1 if whole else max(1, len(group.layer_names))))
+    return tuple(sizes)
+
+
+def hash_probe(algorithm: str) -> bytes:
+    """Block hash of a fixed token list with the engine's hash and seed; a random seed is left out (see private)."""
+    function = get_hash_fn_by_name(algorithm)
+    seed = "random" if _seed_is_random(algorithm) else resolve_none_hash_seed(function)
+    return bytes(hash_block_tokens(function, function(seed), PROBE_TOKENS, None))
+
+
+def _seed_is_random(algorithm: str) -> bool:
+    function = get_hash_fn_by_name(algorithm)
+    # vLLM draws a new seed at each call exactly where it draws one for each process.
+    return bool(resolve_none_hash_seed(function) != resolve_none_hash_seed(function))
+
+
+def _private_id(vllm_config: Any, algorithm: str) -> str:
+    engine_id = str(vllm_config.kv_transfer_config.engine_id)
+    if algorithm.startswith("xxhash"):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s is not collision resistant: two prompts may share a block hash and read each other's KV. "
+            "Use --prefix-caching-hash-algo sha256_cbor, above all where tenants share the daemon.",
+            algorithm,
+        )
+    if _seed_is_random(algorithm):
+        logger.warning_once(  # type: ignore[attr-defined]
+            "kvoffd: %s without PYTHONHASHSEED has a random seed in each process, so this engine's blocks can be used "
+            "by no other engine and not after its restart. Set PYTHONHASHSEED, or use sha256_cbor.",
+            algorithm,
+        )
+        return engine_id
+    # Scales found at run time differ from engine to engine and are not stored with the blocks.
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        return engine_id
+    return ""
+
+
+def _config_digest(model: Any) -> str:
+    content = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE_CONFIG_KEYS}
+    return digest(_plain({"config": content, "max_model_len_cap": bool(model.disable_sliding_window)}))
+
+
+def _speculative(vllm_config: Any) -> str:
+    speculative = vllm_config.speculative_config
+    if speculative is None:
+        return ""
+    draft = speculative.draft_model_config
+    facts: dict[str, object] = {"method": str(speculative.method), "tokens": speculative.num_speculative_tokens}
+    if draft is not None:
+        facts["model"] = weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}"
+        facts["config"] = _config_digest(draft)
+    return digest(facts)
+
+
+def _attention_backend(vllm_config: Any) -> str:
+    attention = vllm_config.attention_config
+    named = {
+        str(kind): _name(backend) for kind, backend in (getattr(attention, "backend_per_kind", None) or {}).items()
+    }
+    return digest(named) if named else _name(attention.backend)
+
+
+def _name(backend: Any) -> str:
+    return "" if backend is None else str(getattr(backend, "name", backend))
+
+
+def _device_name() -> str:
+    if current_platform.is_cpu():
+        return ""  # the daemon serves one machine, and reading the name of a CPU is slow
+    try:
+        return str(current_platform.get_device_name())
+    except Exception:  # any driver's error; the type alone must do then
+        logger.warning("kvoffd: the name of the device is unknown; it is left out of the namespace.")
+        return ""
+
+
+def _group_facts(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupFacts:
+    spec = group.kv_cache_spec
+    mixed = isinstance(spec, UniformTypeKVCacheSpecs)
+    if mixed:
+        # The scheduler keeps the first layer's spec only.
+        spec = next(iter(spec.kv_cache_specs.values()))
+    # With pipeline stages each worker has other layers, and of a mixed group perhaps another first spec.
+    staged = pipeline_parallel > 1
+    return GroupFacts(
+        group_id=offloaded.group_id,
+        kind=str(get_kv_cache_spec_kind(spec).value),
+        tokens_per_block=offloaded.tokens_per_block,
+        window_tokens=int(get_kv_cache_spec_sliding_window(spec) or 0),
+        page_bytes=0 if staged and mixed else int(spec.page_size_bytes),
+        layers=0 if staged else len(offloaded.layer_names),
+        layout="" if staged and mixed else digest(_plain(_spec_fields(spec))),
+    )
+
+
+def _spec_fields(spec: Any) -> dict[str, object]:
+    return {"type": type(spec).__name__} | {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
+
+
+def _plain(value: object) -> object:
+    """JSON values of anything found in configurations, the same in every process."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(item) for item in value)
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    # An object without a text of its own would print its address.
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text

@@ -1,0 +1,140 @@
+"""What must be equal before two engines may read each other's KV bytes, and the namespace made of it. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_proto.messages import GroupSpec
+
+FORMAT = 1
+"""Raised when the meaning of a field, or of the bytes in a slot, changes."""
+
+MAX_DESCRIPTION_BYTES = 65_536
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One offloaded KV cache group.
+
+    Attributes:
+        group_id: its index among all groups of the engine; the position in EngineFacts.groups is the index on the wire.
+        kind: attention kind as vLLM names it.
+        tokens_per_block: tokens of one engine block over all workers.
+        window_tokens: sliding window, 0 for none.
+        page_bytes: bytes of one layer's page of one block on one worker; 0 where workers differ.
+        layers: layers of the group on one worker; 0 where workers differ.
+        layout: every field of vLLM's spec of the group (heads, head size, dtype, quantization, padding, state shapes).
+    """
+
+    group_id: int
+    kind: str
+    tokens_per_block: int
+    window_tokens: int
+    page_bytes: int
+    layers: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Everything that decides which bytes an engine puts into a block of a given hash. All fields are fingerprinted.
+
+    Attributes:
+        vllm_release: major and minor version of vLLM.
+        model: name of a hub's model; empty for a local one, which ``weights`` identifies.
+        revision: the revision asked for.
+        weights: digest of a local model's files, or the hub's commit (see weights.py).
+        model_config: digest of the model's configuration after overrides (rope scaling among it).
+        weights_dtype: dtype the weights are held in.
+        quantization: weight quantization method, empty for none.
+        kv_cache_dtype: dtype of the KV cache, resolved.
+        dummy_weights: the engine runs with made-up weights (load_format dummy).
+        tokens_per_hash: tokens that one block hash covers.
+        blocks_per_chunk: engine blocks under one key.
+        hash_algorithm: prefix caching's hash.
+        hash_probe: hash of a fixed token list, in hex: algorithm, seed and scheme in one value.
+        hash_lookahead_tokens: tokens after a block that its hash covers too (0.33, speculative decoding).
+        private: empty; or the engine's id, when nobody else can share its blocks (random hash seed, scales of its own).
+        tensor_parallel, pipeline_parallel, prefill_context_parallel, decode_context_parallel: sizes.
+        world_size: workers, hence shards of a block.
+        kv_layout: vLLM's KV cache layout.
+        canonical_layout: vLLM's option of that name.
+        device_type: cpu, cuda, ...
+        device_name: the device model, since kernels of another one may lay out pages differently.
+        attention_backend: the backend asked for, empty for vLLM's choice.
+        model_runner: v1 or v2.
+        speculative: digest of what speculative decoding adds (draft layers have KV), empty for none.
+        salt: the operator's word.
+        groups: KV cache groups, by index on the wire.
+    """
+
+    vllm_release: str
+    model: str
+    revision: str
+    weights: str
+    model_config: str
+    weights_dtype: str
+    quantization: str
+    kv_cache_dtype: str
+    dummy_weights: bool
+    tokens_per_hash: int
+    blocks_per_chunk: int
+    hash_algorithm: str
+    hash_probe: str
+    hash_lookahead_tokens: int
+    private: str
+    tensor_parallel: int
+    pipeline_parallel: int
+    prefill_context_parallel: int
+    decode_context_parallel: int
+    world_size: int
+    kv_layout: str
+    canonical_layout: bool
+    device_type: str
+    device_name: str
+    attention_backend: str
+    model_runner: str
+    speculative: str
+    salt: str
+    groups: tuple[GroupFacts, ...]
+
+    @property
+    def key_bytes(self) -> int:
+        """Length of a block hash in bytes."""
+        return len(self.hash_probe) // 2
+
+
+def canonical_json(value: object) -> str:
+    """JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def digest(value: object) -> str:
+    """SHA-256 of the canonical JSON, in hex."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def namespace_of(facts: EngineFacts, label: str) -> NamespaceSpec:
+    """Return the namespace of these facts; ``label`` is for display and part of nothing."""
+    canonical = canonical_json({"format": FORMAT, **asdict(facts)})
+    fingerprint = hashlib.sha256(canonical.encode()).digest()
+    return NamespaceSpec(
+        fingerprint=fingerprint,
+        label=label[:256],
+        world_size=facts.world_size,
+        key_bytes=facts.key_bytes,
+        groups=tuple(
+            GroupSpec(
+                kind=group.kind[:64],
+                tokens_per_block=group.tokens_per_block * facts.blocks_per_chunk,
+                window_tokens=group.window_tokens,
+            )
+            for group in facts.groups
+        ),
+        description=canonical
+        if len(canonical) <= MAX_DESCRIPTION_BYTES
+        else canonical_json({"digest": digest(canonical)}),
+    )

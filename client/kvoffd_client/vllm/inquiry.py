@@ -1,0 +1,228 @@
+"""One request's lookups: what was asked, what is known, which lease holds it. No I/O but the client's calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_proto.messages import READY, GroupKeys
+
+GROUP_ID_BYTES = 4
+MAX_KEYS_PER_LOOKUP = 60_000
+"""Keys of one lookup; the daemon's default limit is 65,536. Keys beyond it count as absent."""
+
+Key = bytes
+"""vLLM's OffloadKey: block hash, then four bytes of group id."""
+
+
+class Asker(Protocol):
+    """The part of SchedulerClient that inquiries use."""
+
+    @property
+    def connected(self) -> bool: ...
+
+    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket: ...
+
+    def release(self, lease_id: int) -> None: ...
+
+
+class Verdict(Enum):
+    """What is known about one key."""
+
+    HIT = auto()
+    MISS = auto()
+    LATER = auto()
+    TOO_LATE = auto()
+    """A miss only because the answer did not come before the deadline."""
+
+
+class Question:
+    """One lookup: the keys in the order asked, and the ticket."""
+
+    __slots__ = ("_places", "_states", "asked_at", "ticket")
+
+    def __init__(self, ticket: LookupTicket, keys: Iterable[Key], asked_at: float) -> None:
+        self.ticket = ticket
+        self.asked_at = asked_at
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._states: bytes | None = None
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    def ready(self, key: Key) -> bool | None:
+        """Whether the key was ready; None where it was not asked. Only for answered questions."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        if self._states is None:
+            self._states = b"".join(self.ticket.states)
+        return place < len(self._states) and self._states[place] == READY
+
+    @property
+    def complete(self) -> bool:
+        """Every key asked was ready."""
+        return self.ticket.pinned >= len(self._places)
+
+    @property
+    def usable(self) -> bool:
+        """The answer still holds: its pins live, or there never were any."""
+        return self.ticket.alive or self.ticket.pinned == 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all inquiries of an engine have in common.
+
+    Attributes:
+        asker: the scheduler's client.
+        positions: from a key's last four bytes to its group's index on the wire.
+        deadline_s: an unanswered question counts as a miss after this many seconds.
+        refresh_s: age at which an answer with misses is asked for again, and pause after a failed question, in seconds.
+        clock: what time is measured with, as time.monotonic().
+    """
+
+    asker: Asker
+    positions: Mapping[bytes, int]
+    deadline_s: float
+    refresh_s: float
+    clock: Callable[[], float]
+
+    def release(self, question: Question | None) -> None:
+        """End a question's lease, if there is one."""
+        if question is not None and question.ticket.lease_id:
+            self.asker.release(question.ticket.lease_id)
+
+
+@dataclass
+class Inquiry:
+    """The lookups of one request.
+
+    Attributes:
+        setting: shared by all requests.
+        answer: the answer in force; its lease holds what it says is ready.
+        pending: a question that is not answered yet. The answer in force is kept until it is replaced.
+        seen: the last answer, also after its lease was let go; tells what need not be stored.
+        barred: a load of this request failed; it is recomputed and never looked up again.
+        extra: keys vLLM asked for beside its chunks' (partial tails), and since when.
+        late: the question was counted as too late.
+        failed_at: when a question failed last; none is asked for a while then, lest the request is put off for ever.
+    """
+
+    setting: Setting
+    answer: Question | None = None
+    pending: Question | None = None
+    seen: Question | None = None
+    barred: bool = False
+    extra: dict[Key, float] = field(default_factory=dict)
+    failed_at: float = float("-inf")
+    late: bool = False
+
+    def begin(self, groups: Sequence[Sequence[Key]]) -> bool:
+        """Take in what came, and ask if the answer is missing, outdated or does not cover ``groups``.
+
+        Called before each scan of the keys, never within one, so that a scan sees one answer. True when it asked.
+        """
+        self._settle()
+        if self.barred or self.pending is not None or self._failed_lately or not self.setting.asker.connected:
+            return False
+        count = sum(len(keys) for keys in groups)
+        if count == 0 or not self._outdated(count):
+            return False
+        self._ask(groups)
+        return True
+
+    def verdict(self, key: Key) -> Verdict:
+        """What is known about a key now."""
+        if self.barred:
+            return Verdict.MISS
+        if self.answer is not None:
+            ready = self.answer.ready(key)
+            if ready:
+                return Verdict.HIT
+            if ready is False and self.pending is None:
+                return Verdict.MISS
+        if self.pending is not None and key in self.pending:
+            if self.pending.ticket.done:
+                return Verdict.MISS if self.pending.ticket.failed else Verdict.LATER
+            return self._later(self.pending.asked_at)
+        if self._failed_lately or not self.setting.asker.connected:
+            return Verdict.MISS
+        return self._later(self.extra.setdefault(key, self.setting.clock()))
+
+    def note_late(self) -> bool:
+        """True at the first call for a question that came too late."""
+        first, self.late = not self.late, True
+        return first
+
+    def take(self) -> Question | None:
+        """Hand the answer in force, with its lease, to a load. Neither is used again here."""
+        taken, self.answer = self.answer, None
+        self.let_go()
+        return taken
+
+    def let_go(self) -> None:
+        """Release all leases: the request runs without a load, or is gone."""
+        self.setting.release(self.answer)
+        self.setting.release(self.pending)
+        self.answer = self.pending = None
+        self.extra.clear()
+
+    def bar(self) -> None:
+        """A load failed: nothing of this request is looked up or believed any more."""
+        self.let_go()
+        self.barred = True
+        self.seen = None
+
+    def is_stored(self, key: Key) -> bool:
+        """Whether the last answer said that the block is in the pool."""
+        return self.seen is not None and bool(self.seen.ready(key))
+
+    @property
+    def _failed_lately(self) -> bool:
+        return self.setting.clock() - self.failed_at < self.setting.refresh_s
+
+    def _settle(self) -> None:
+        pending = self.pending
+        if pending is not None and pending.ticket.done:
+            self.pending = None
+            if pending.ticket.failed or not pending.usable:
+                self.setting.release(pending)
+                self.failed_at = self.setting.clock()
+            else:
+                # The new lease pins what the old one did, so nothing is unpinned in between.
+                self.setting.release(self.answer)
+                self.answer = self.seen = pending
+        if self.answer is not None and not self.answer.usable:
+            self.answer = None
+
+    def _outdated(self, count: int) -> bool:
+        answer = self.answer
+        if answer is None or count > len(answer) or any(key not in answer for key in self.extra):
+            return True
+        return not answer.complete and self.setting.clock() - answer.ticket.answered_at > self.setting.refresh_s
+
+    def _ask(self, groups: Sequence[Sequence[Key]]) -> None:
+        room = MAX_KEYS_PER_LOOKUP // max(1, len(groups))
+        wanted = [list(keys[:room]) for keys in groups]
+        beyond = [key for keys in groups for key in keys[room:]]
+        for key in self.extra:
+            wanted[self.setting.positions[key[-GROUP_ID_BYTES:]]].append(key)
+        message = [
+            GroupKeys(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]))
+            for index, keys in enumerate(wanted)
+            if keys
+        ]
+        self.late = False
+        ticket = self.setting.asker.lookup(message)
+        # Keys beyond the limit get places behind the last state, which reads as absent.
+        self.pending = Question(ticket, [key for keys in wanted for key in keys] + beyond, self.setting.clock())
+
+    def _later(self, since: float) -> Verdict:
+        return Verdict.LATER if self.setting.clock() - since < self.setting.deadline_s else Verdict.TOO_LATE

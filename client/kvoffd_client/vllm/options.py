@@ -1,0 +1,96 @@
+"""What a user may write into ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from kvoffd_proto.sockets import default_directory
+
+# Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
+VLLM_KEYS = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "canonical_layout",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_module_path",
+        "spec_name",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """The connector's own options, checked.
+
+    Attributes:
+        directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
+        salt: operator's word in the namespace's fingerprint; engines with different salts share nothing.
+        lookup_deadline_ms: a lookup that has no answer by then is a miss. 100 ms are some hundred round trips, so only
+            a stalled daemon reaches it, and are still less than a user notices in a time to first token.
+        lookup_refresh_ms: an answer with misses that is older than this when the request is scheduled is asked for
+            again.
+        store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
+            store is abandoned, in a way that the daemon never commits it.
+        respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
+            a request whose load failed must fail.
+    """
+
+    directory: str = ""
+    salt: str = ""
+    lookup_deadline_ms: float = 100.0
+    lookup_refresh_ms: float = 1000.0
+    store_fence_timeout_s: float = 2.0
+    respect_load_failure_policy: bool = False
+
+    @property
+    def socket_directory(self) -> str:
+        """The directory in force."""
+        return self.directory or str(default_directory())
+
+
+OWN_KEYS = tuple(item.name for item in fields(ConnectorOptions))
+
+
+def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions, list[str]]:
+    """Return the options and the keys that neither kvoffd nor vLLM's offloading connector knows.
+
+    Raises:
+        ValueError: a key that is nearly one of ours, a value of the wrong type or range, or a vLLM option that
+            cannot work with a daemon. The sentence names the key.
+    """
+    unknown = []
+    for key in extra_config:
+        if key in OWN_KEYS or key in VLLM_KEYS:
+            continue
+        if key == "sync_load_budget_bytes":
+            if extra_config[key]:
+                raise ValueError(
+                    "kv_connector_extra_config: sync_load_budget_bytes cannot be used with KvoffdConnector, since a "
+                    "load that fails inside a step cannot be recomputed; leave it out."
+                )
+            continue
+        near = difflib.get_close_matches(key, OWN_KEYS, n=1, cutoff=0.75)
+        if near or key.startswith("kvoffd"):
+            wanted = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(OWN_KEYS)}."
+            raise ValueError(f"kv_connector_extra_config: {key!r} is no option of KvoffdConnector; {wanted}")
+        unknown.append(key)
+    values = {key: _checked(key, extra_config[key]) for key in OWN_KEYS if key in extra_config}
+    return ConnectorOptions(**values), unknown  # type: ignore[arg-type]
+
+
+def _checked(key: str, value: object) -> str | float | bool:
+    if key in ("directory", "salt"):
+        if not isinstance(value, str):
+            raise ValueError(f"kv_connector_extra_config: {key!r} must be a string; it is {value!r}.")
+        return value
+    if key == "respect_load_failure_policy":
+        if not isinstance(value, bool):
+            raise ValueError(f"kv_connector_extra_config: {key!r} must be true or false; it is {value!r}.")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3_600_000:
+        raise ValueError(f"kv_connector_extra_config: {key!r} must be a positive number; it is {value!r}.")
+    return float(value)

@@ -1,0 +1,146 @@
+"""Builds the manager and the worker from one engine's facts."""
+
+from __future__ import annotations
+
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import vllm
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.vllm.events import EventFold
+from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Setting
+from kvoffd_client.vllm.log import ConnectionWatch
+from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
+from kvoffd_client.vllm.memory import SharedKvMemory
+from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.stats import DEFINITIONS
+from kvoffd_client.vllm.stores import StoreWindow
+from kvoffd_client.vllm.worker import KvoffdWorker, connect_worker
+from kvoffd_client.worker import WorkerClient
+
+
+@dataclass
+class EngineSetup:
+    """What the connector knows and vLLM's spec interface has no place for.
+
+    Attributes:
+        options: the user's.
+        namespace: of this engine. Group ``i`` on the wire is the ``i``-th of vLLM's offloaded groups.
+        group_ids: vLLM's ids of those groups.
+        shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
+        memory: where a worker's KV cache is allocated.
+    """
+
+    options: ConnectorOptions
+    namespace: NamespaceSpec
+    group_ids: tuple[int, ...]
+    shard_bytes: tuple[int, ...]
+    memory: SharedKvMemory = field(default_factory=SharedKvMemory)
+
+
+SETUP: ContextVar[EngineSetup] = ContextVar("kvoffd_engine_setup")
+"""Set by the connector while vLLM builds the spec."""
+
+
+class KvoffdSpec(OffloadingSpec):
+    """vLLM's OffloadingSpec for the daemon. Only KvoffdConnector can build it.
+
+    Raises:
+        RuntimeError: built by another connector.
+    """
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        """Every metric the manager may emit."""
+        return dict(DEFINITIONS)
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        setup = SETUP.get(None)
+        if setup is None:
+            raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
+        self.setup = setup
+        self._manager: KvoffdManager | None = None
+        self._worker: KvoffdWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's half, connecting in the background."""
+        if self._manager is None:
+            self._manager = KvoffdManager(self._parts())
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """This worker's half, registering in the background."""
+        if self._worker is None:
+            setup = self.setup
+            rank = self.config.parallel.rank
+            self._worker = KvoffdWorker(
+                connect_worker(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client),
+                blocks_per_chunk=self.blocks_per_chunk,
+                key_bytes=setup.namespace.key_bytes,
+                fence_timeout_s=setup.options.store_fence_timeout_s,
+                watch=ConnectionWatch(f"worker {rank}", setup.options.socket_directory),
+            )
+        return self._worker
+
+    def _parts(self) -> ManagerParts:
+        setup = self.setup
+        options = setup.options
+        publishes = self.kv_events_config.enable_kv_cache_events
+        suffixes = [group_id.to_bytes(GROUP_ID_BYTES, "big") for group_id in setup.group_ids]
+        client = SchedulerClient(
+            options.socket_directory,
+            setup.namespace,
+            name=self._name("scheduler"),
+            software=_software(),
+            subscribe_events=publishes,
+        )
+        return ManagerParts(
+            client=client,
+            setting=Setting(
+                asker=client,
+                positions={suffix: index for index, suffix in enumerate(suffixes)},
+                deadline_s=options.lookup_deadline_ms / 1000,
+                refresh_s=options.lookup_refresh_ms / 1000,
+                clock=time.monotonic,
+            ),
+            window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
+            watch=ConnectionWatch("scheduler", options.socket_directory),
+            fold=EventFold(setup.group_ids) if publishes else None,
+        )
+
+    def _worker_client(self, registration: Registration) -> WorkerClient:
+        return WorkerClient(
+            self.setup.options.socket_directory,
+            self.setup.namespace,
+            registration,
+            name=self._name(f"worker {registration.rank}"),
+            software=_software(),
+        )
+
+    def _name(self, role: str) -> str:
+        replica = self.config.parallel.data_parallel_index if self.config.parallel.data_parallel_size > 1 else None
+        middle = "" if replica is None else f" replica {replica}"
+        return f"vllm:{self.setup.namespace.label[:90]}{middle} {role}"
+
+
+def _software() -> str:
+    try:
+        own = version("kvoffd")
+    except PackageNotFoundError:
+        own = "unknown"
+    return f"kvoffd {own}, vllm {vllm.__version__}"[:128]

@@ -1,0 +1,121 @@
+"""What travels from the connector's scheduler half to its workers and back, and how block lists become wire jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
+
+from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Key
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupTransfer
+
+NO_LEASE = 0
+
+
+class KeyedSpec(LoadStoreSpec):
+    """The daemon's end of a transfer: blocks by key, not by place.
+
+    Attributes:
+        groups: per group on the wire its block hashes, end to end.
+        lease_id: the lease a load reads under; NO_LEASE for stores.
+    """
+
+    def __init__(self, groups: tuple[bytes, ...], lease_id: int = NO_LEASE) -> None:
+        self.groups = groups
+        self.lease_id = lease_id
+
+    @classmethod
+    def of(cls, keys: Collection[Key], positions: Mapping[bytes, int], lease_id: int = NO_LEASE) -> KeyedSpec:
+        """Sort vLLM's keys into groups, keeping their order."""
+        groups: list[list[bytes]] = [[] for _ in positions]
+        for key in keys:
+            groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
+        return cls(tuple(b"".join(group) for group in groups), lease_id)
+
+    def __repr__(self) -> str:
+        return f"KeyedSpec({[len(group) for group in self.groups]} bytes of keys, lease {self.lease_id})"
+
+
+class TransferMismatch(Exception):
+    """The block list and the keys do not fit each other, so nothing may be copied."""
+
+
+def group_transfers(
+    blocks: GPULoadStoreSpec, keyed: KeyedSpec, blocks_per_chunk: int, key_bytes: int, *, is_store: bool
+) -> list[GroupTransfer]:
+    """Turn vLLM's block list and our keys into the groups of a job.
+
+    vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
+    before that one are left out.
+
+    Raises:
+        TransferMismatch: a group's blocks do not end where its keys end (a store), or not inside the last key (a load).
+    """
+    if len(blocks.group_sizes) != len(keyed.groups):
+        raise TransferMismatch(f"{len(blocks.group_sizes)} groups of blocks for {len(keyed.groups)} groups of keys.")
+    transfers = []
+    start = 0
+    for index, (size, first_index, keys) in enumerate(
+        zip(blocks.group_sizes, blocks.block_indices, keyed.groups, strict=True)
+    ):
+        ids = blocks.block_ids[start : start + size]
+        start += size
+        count = len(keys) // key_bytes
+        if size == 0 and count == 0:
+            continue
+        first_block = first_index % blocks_per_chunk
+        covered = first_block + size
+        fits = covered == count * blocks_per_chunk if is_store else -(-covered // blocks_per_chunk) == count
+        if not fits or size == 0:
+            raise TransferMismatch(
+                f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
+                f"of {blocks_per_chunk} blocks."
+            )
+        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block))
+    return transfers
+
+
+@dataclass(frozen=True)
+class FailedJob:
+    """A job that did not do all it should.
+
+    Attributes:
+        error: why, None when the daemon did not say.
+        keys: per group on the wire, hashes (end to end) that failed; empty where the daemon named none.
+    """
+
+    error: ErrorCode | None
+    keys: tuple[tuple[int, bytes], ...] = ()
+
+
+@dataclass
+class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
+    """Worker to scheduler: what ended, what failed, and how much more may be stored.
+
+    Attributes:
+        failed_jobs: by job id; the first rank's report stands.
+        credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
+        usable: False where a worker's memory cannot be shared with the daemon, so that kvoffd must stay out of the way.
+    """
+
+    failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
+    credit_bytes: int | None = None
+    usable: bool = True
+
+    def aggregate(self, other: Any) -> KvoffdWorkerMetadata:
+        """Merge the reports of two ranks."""
+        merged = super().aggregate(other)
+        if not isinstance(other, KvoffdWorkerMetadata):
+            other = KvoffdWorkerMetadata()
+        credits: Sequence[int] = [item for item in (self.credit_bytes, other.credit_bytes) if item is not None]
+        return KvoffdWorkerMetadata(
+            completed_jobs=merged.completed_jobs,
+            transfer_stats=merged.transfer_stats,
+            failed_jobs={**other.failed_jobs, **self.failed_jobs},
+            credit_bytes=min(credits) if credits else None,
+            usable=self.usable and other.usable,
+        )

@@ -1,0 +1,51 @@
+"""The connector's own metrics in vLLM's Prometheus page. The daemon has more in its own."""
+
+from __future__ import annotations
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
+
+CONNECTED = "vllm:kvoffd_connected"
+LOOKUPS = "vllm:kvoffd_lookups"
+LATE_LOOKUPS = "vllm:kvoffd_late_lookups"
+FAILED_LOADS = "vllm:kvoffd_failed_loads"
+FAILED_STORES = "vllm:kvoffd_failed_stores"
+DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
+
+DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
+    CONNECTED: OffloadingGaugeMetadata(
+        documentation="1 while the scheduler is connected to the kvoffd daemon, else 0."
+    ),
+    LOOKUPS: OffloadingCounterMetadata(documentation="Lookups sent to the kvoffd daemon."),
+    LATE_LOOKUPS: OffloadingCounterMetadata(
+        documentation="Lookups that counted as misses since no answer came before lookup_deadline_ms."
+    ),
+    FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
+    FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
+    DEFERRED_STORES: OffloadingCounterMetadata(
+        documentation="Stores put off since the kvoffd daemon's credit was used up."
+    ),
+}
+
+
+class Counters:
+    """Counts since the last call of take()."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._connected: bool | None = None
+
+    def count(self, name: str) -> None:
+        """One more of a counter in DEFINITIONS."""
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def take(self, connected: bool) -> OffloadingConnectorStats | None:
+        """What happened since the last call; None when nothing did."""
+        if not self._counts and connected == self._connected:
+            return None
+        stats = OffloadingConnectorStats()
+        for name, count in self._counts.items():
+            stats.increase_counter(name, count)
+        stats.set_gauge(CONNECTED, int(connected))
+        self._counts, self._connected = {}, connected
+        return stats
