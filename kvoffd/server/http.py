@@ -119,7 +119,7 @@ class HttpServer:
             writer.close()
 
     async def _finish(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Get the answer to the peer: closing with bytes of the request unread would reset the connection and lose it."""
+        """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
         async with asyncio.timeout(self._deadline_s):
             await writer.drain()
             writer.write_eof()
