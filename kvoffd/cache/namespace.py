@@ -76,8 +76,8 @@ class Namespace:
         if (world_size, key_bytes, tuple(groups)) != (self.world_size, self.key_bytes, self.groups):
             raise NamespaceMismatch(
                 f"The namespace {self.label!r} is open with world size {self.world_size}, {self.key_bytes}-byte keys "
-                f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys and "
-                f"{len(groups)} groups, or groups of another kind; give engines that differ different fingerprints."
+                f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
+                f"and {len(groups)} groups, or groups of another kind; give engines that differ different fingerprints."
             )
 
     def check_group(self, group: int) -> None:

@@ -1,0 +1,155 @@
+"""What every eviction policy must do, whichever it is."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_rig import Rig
+
+from kvoffd.cache import POLICY_NAMES, Block, EvictionPolicy, make_policy
+from kvoffd.cache.policies import ArcPolicy
+
+
+def blocks_of(count: int, first: int = 0) -> list[Block]:
+    namespace = NAMESPACE
+    return [Block(namespace, 0, number.to_bytes(8, "big")) for number in range(first, first + count)]
+
+
+NAMESPACE = Rig().open()
+
+
+@pytest.fixture(params=POLICY_NAMES)
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    return make_policy(request.param)
+
+
+def fill(policy: EvictionPolicy, blocks: list[Block]) -> None:
+    for block in blocks:
+        policy.insert(block)
+
+
+def test_candidates_are_exactly_the_inserted_blocks(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(10)
+    fill(policy, blocks)
+    policy.touch(blocks[3:6])
+    candidates = list(policy.candidates())
+    assert len(candidates) == len(policy) == 10
+    assert set(candidates) == set(blocks)
+
+
+def test_untouched_blocks_go_in_the_order_they_came(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(5)
+    fill(policy, blocks)
+    assert list(policy.candidates()) == blocks
+
+
+def test_a_touched_block_goes_after_the_untouched(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(5)
+    fill(policy, blocks)
+    policy.touch([blocks[0]])
+    assert list(policy.candidates()) == [*blocks[1:], blocks[0]]
+
+
+def test_a_touched_chain_goes_tail_first(policy: EvictionPolicy) -> None:
+    chain = blocks_of(4)
+    fill(policy, chain)
+    policy.touch(chain)
+    assert list(policy.candidates()) == chain[::-1]
+    policy.touch(chain[:2])
+    assert list(policy.candidates()) == [chain[3], chain[2], chain[1], chain[0]]
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_removed_block_is_no_candidate(policy: EvictionPolicy, evicted: bool) -> None:
+    blocks = blocks_of(4)
+    fill(policy, blocks)
+    policy.touch(blocks[2:])
+    policy.remove(blocks[0], evicted)
+    policy.remove(blocks[3], evicted)
+    assert list(policy.candidates()) == blocks[1:3]
+    assert len(policy) == 2
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_key_that_went_may_come_again(policy: EvictionPolicy, evicted: bool) -> None:
+    first, again = blocks_of(1)[0], blocks_of(1)[0]
+    policy.insert(first)
+    policy.remove(first, evicted)
+    policy.insert(again)
+    assert list(policy.candidates()) == [again]
+
+
+def test_inserting_a_block_twice_is_caught(policy: EvictionPolicy) -> None:
+    block = blocks_of(1)[0]
+    policy.insert(block)
+    with pytest.raises(AssertionError):
+        policy.insert(block)
+
+
+def test_an_empty_policy_has_no_candidates(policy: EvictionPolicy) -> None:
+    assert list(policy.candidates()) == []
+    assert len(policy) == 0
+
+
+def test_touching_nothing_changes_nothing(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(3)
+    fill(policy, blocks)
+    policy.touch([])
+    assert list(policy.candidates()) == blocks
+
+
+def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match="lru, arc"):
+        make_policy("fifo")
+
+
+def evict_oldest(policy: EvictionPolicy) -> Block:
+    victim = next(policy.candidates())
+    policy.remove(victim, evicted=True)
+    return victim
+
+
+def test_arc_keeps_reused_blocks_through_a_scan() -> None:
+    policy = ArcPolicy()
+    reused = blocks_of(5)
+    fill(policy, reused)
+    policy.touch(reused)
+    fill(policy, blocks_of(5, first=100))
+    for scanned in blocks_of(200, first=200):
+        evict_oldest(policy)
+        policy.insert(scanned)
+    assert set(reused) <= set(policy.candidates())
+
+
+def test_arc_gives_once_seen_blocks_more_room_when_their_ghosts_come_back() -> None:
+    policy = ArcPolicy()
+    reused = blocks_of(4)
+    fill(policy, reused)
+    policy.touch(reused)
+    fill(policy, blocks_of(4, first=100))
+    # Twice the victim comes back at once: it should not have gone, so next a reused block has to give.
+    for number in range(2):
+        came_back = blocks_of(1, first=100 + number)[0]
+        assert evict_oldest(policy).key == came_back.key
+        policy.insert(came_back)
+    assert evict_oldest(policy) in reused
+
+
+def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
+    policy = ArcPolicy()
+    fill(policy, blocks_of(50))
+    for number, block in enumerate(blocks_of(2000, first=100)):
+        evict_oldest(policy)
+        policy.insert(block)
+        if number % 3 == 0:
+            policy.touch([block])
+    assert 0 < policy.ghosts <= 100
+    assert len(policy) == 50
+
+
+def test_arc_forgets_blocks_that_were_dropped_and_not_evicted() -> None:
+    policy = ArcPolicy()
+    blocks = blocks_of(10)
+    fill(policy, blocks)
+    for block in blocks[:5]:
+        policy.remove(block, evicted=False)
+    assert policy.ghosts == 0

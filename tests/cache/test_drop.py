@@ -1,0 +1,131 @@
+"""Dropping: invalidate, reset, clear, while leases, loads and stores hold what is dropped."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_rig import SLOT_UNIT, Rig, keys_of
+
+from kvoffd.cache import BlockState
+from kvoffd.errors import BadKeys, UnknownLease
+
+A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
+
+
+def test_a_dropped_block_that_nobody_holds_is_gone_at_once() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    assert rig.cache.invalidate(namespace, [(0, keys_of(1, 1, 7))]) == 1
+    assert rig.states(namespace, keys_of(1, 2)) == [A, R]
+    assert rig.cache.balance().ready_bytes == SLOT_UNIT
+    assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
+    assert namespace.counters.invalidated_blocks == 1
+    rig.cache.check()
+
+
+def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    assert rig.states(namespace, keys_of(1)) == [A]
+    balance = rig.cache.balance()
+    assert (balance.ready_bytes, balance.leaving_bytes, balance.pinned_bytes) == (0, SLOT_UNIT, SLOT_UNIT)
+    rig.cache.check()
+    # The lease was a promise: it still serves.
+    ticket = rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
+    rig.cache.release(1, [5])
+    assert rig.cache.balance().leaving_bytes == SLOT_UNIT
+    rig.cache.end_load([ticket], ok=True)
+    assert rig.cache.balance().free_bytes == rig.slots.pool_bytes
+    rig.cache.check()
+
+
+def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    old = rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    rig.put(namespace, keys_of(1))
+    rig.cache.check()
+    rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
+    new = rig.cache.begin_load(namespace, 0, 6, 0, keys_of(1))
+    assert new.offsets != old.offsets
+    rig.cache.end_load([old], ok=True)
+    assert rig.states(namespace, keys_of(1)) == [R]
+    assert rig.cache.balance().ready_bytes == SLOT_UNIT
+    rig.cache.check()
+
+
+@pytest.mark.parametrize("commit", [True, False])
+def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -> None:
+    rig = Rig()
+    namespace = rig.open(world_size=2)
+    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    running = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    rig.cache.reset(namespace)
+    balance = rig.cache.balance()
+    assert (balance.writing_bytes, balance.leaving_bytes) == (0, SLOT_UNIT)
+    rig.cache.check()
+    # The same key begins anew while the old write still runs into its own slot.
+    anew = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    assert anew.copy == [0]
+    assert anew.offsets != running.offsets
+    if commit:
+        assert rig.cache.commit_store(running) == 0
+    else:
+        rig.cache.abort_store(running)
+    assert rig.cache.balance().leaving_bytes == 0
+    assert rig.states(namespace, keys_of(1)) == [W]
+    rig.cache.commit_store(anew)
+    rig.cache.check()
+
+
+def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
+    rig = Rig()
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(1, 2))
+    rig.put(other, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    rig.cache.lookup(other, 6, 1, [(0, keys_of(1))])
+    assert rig.cache.reset(namespace) == 2
+    with pytest.raises(UnknownLease):
+        rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
+    rig.cache.begin_load(other, 0, 6, 0, keys_of(1))
+    assert rig.events.index == {(other.fingerprint, 0, keys_of(1))}
+    rig.cache.check()
+
+
+def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> None:
+    rig = Rig()
+    one, two = rig.open("a"), rig.open("b")
+    rig.put(one, keys_of(1))
+    rig.put(two, keys_of(1, 2))
+    rig.cache.lookup(two, 5, 1, [(0, keys_of(1))])
+    assert rig.cache.clear(one) == 1
+    assert rig.states(two, keys_of(1, 2)) == [R, R]
+    assert rig.cache.clear() == 2
+    assert rig.cache.balance().leaving_bytes == SLOT_UNIT
+    assert rig.events.index == set()
+    rig.cache.check()
+    rig.cache.begin_load(two, 0, 5, 0, keys_of(1))
+
+
+def test_a_bad_invalidate_is_refused_whole() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    with pytest.raises(BadKeys):
+        rig.cache.invalidate(namespace, [(0, keys_of(1)), (0, b"x")])
+    assert rig.states(namespace, keys_of(1)) == [R]
+
+
+def test_no_event_is_told_of_a_block_that_never_was_readable() -> None:
+    rig = Rig()
+    namespace = rig.open(world_size=2)
+    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    assert rig.cache.invalidate(namespace, [(0, keys_of(1))]) == 1
+    assert rig.events.log == []

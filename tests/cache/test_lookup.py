@@ -1,0 +1,193 @@
+"""Look-ups and leases: what is told, what is pinned, for how long."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_rig import SLOT_UNIT, Rig, keys_of
+
+from kvoffd.cache import BlockState
+from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
+
+A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
+
+
+def test_a_lookup_tells_the_state_of_every_key_of_every_group() -> None:
+    rig = Rig()
+    namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
+    rig.put(namespace, keys_of(1, 3))
+    rig.put(namespace, keys_of(2), group=1)
+    rig.cache.begin_store(namespace, 0, 1, keys_of(4))
+    answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3)), (1, keys_of(2, 4)), (0, b"")])
+    assert answer.states == [bytes([R, A, R]), bytes([R, W]), b""]
+    assert answer.pinned == 3
+    rig.cache.check()
+
+
+def test_equal_keys_of_two_groups_or_namespaces_are_different_blocks() -> None:
+    rig = Rig()
+    one, two = rig.open("a", shard_bytes=(SLOT_UNIT, SLOT_UNIT)), rig.open("b")
+    rig.put(one, keys_of(1))
+    assert rig.states(one, keys_of(1), group=1) == [A]
+    assert rig.states(two, keys_of(1)) == [A]
+
+
+def test_a_lookup_that_finds_nothing_makes_no_lease() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))]).pinned == 0
+    assert len(rig.cache.leases) == 0
+    assert rig.cache.renew(1, [5]) == [5]
+
+
+def test_asking_twice_pins_once_and_counts_once() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    first = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
+    assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))]) == first
+    rig.cache.check()
+    assert namespace.counters.lookups == 1
+    assert rig.cache.release(1, [5]) == 1
+    assert rig.cache.pinned_blocks == 0
+
+
+def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
+    rig = Rig()
+    namespace = rig.open(world_size=2)
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
+    rig.put(namespace, keys_of(2))
+    rig.cache.begin_store(namespace, 0, 0, keys_of(3))
+    answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
+    assert answer.states == [bytes([R, A, W])]
+    with pytest.raises(NotReady):
+        rig.cache.begin_load(namespace, 0, 5, 0, keys_of(2))
+    rig.cache.check()
+
+
+def test_a_key_twice_in_a_lookup_is_harmless() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 1)), (0, keys_of(2, 3))])
+    assert answer.states == [bytes([R, R, R]), bytes([R, A])]
+    assert answer.pinned == 2
+    rig.cache.check()
+    rig.cache.release(1, [5])
+    rig.cache.check()
+
+
+def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
+    rig = Rig()
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    with pytest.raises(UnknownLease):
+        rig.cache.lookup(namespace, 5, 2, [(0, keys_of(1))])
+    with pytest.raises(UnknownLease):
+        rig.cache.lookup(other, 5, 1, [(0, keys_of(1))])
+    assert rig.cache.release(2, [5]) == 0
+    assert rig.cache.renew(2, [5]) == [5]
+    assert rig.cache.pinned_blocks == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "error"), [([(0, keys_of(1)), (0, b"short")], BadKeys), ([(0, keys_of(1)), (1, b"")], BadGeometry)]
+)
+def test_a_bad_lookup_is_refused_whole(groups: list[tuple[int, bytes]], error: type[Exception]) -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    with pytest.raises(error):
+        rig.cache.lookup(namespace, 5, 1, groups)
+    assert rig.cache.pinned_blocks == 0
+    assert namespace.counters.lookups == 0
+    rig.cache.check()
+
+
+def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    rig.clock.now += 29.9
+    assert rig.cache.expire() == 0
+    rig.clock.now += 0.1
+    assert rig.cache.expire() == 1
+    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.renew(1, [5]) == [5]
+    with pytest.raises(UnknownLease):
+        rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
+
+
+def test_a_renewed_lease_lives_on_while_others_end() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    for lease_id in (5, 6, 7):
+        rig.cache.lookup(namespace, lease_id, 1, [(0, keys_of(1))])
+    rig.clock.now += 20
+    assert rig.cache.renew(1, [5, 8]) == [8]
+    rig.clock.now += 15
+    assert rig.cache.expire() == 2
+    assert [lease.lease_id for lease in rig.cache.leases] == [5]
+    rig.cache.check()
+
+
+def test_releasing_is_once_and_twice_is_no_error() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
+    rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
+    assert rig.cache.release(1, [5, 5, 77]) == 1
+    assert rig.cache.release(1, [5]) == 0
+    assert rig.cache.pinned_blocks == 1
+
+
+def test_the_pins_of_an_owner_that_died_go_and_no_others() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
+    rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
+    rig.cache.lookup(namespace, 7, 2, [(0, keys_of(2))])
+    assert rig.cache.leases.count_of(1) == 2
+    assert rig.cache.end_owner(1) == 2
+    assert rig.cache.end_owner(1) == 0
+    assert rig.cache.leases.count_of(1) == 0
+    assert rig.cache.pinned_blocks == 1
+    rig.cache.check()
+
+
+def test_lookups_are_counted_by_key_and_by_unbroken_run() -> None:
+    rig = Rig()
+    namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
+    rig.put(namespace, keys_of(1, 2, 4))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3, 4)), (1, keys_of(1))])
+    counters = namespace.counters
+    assert (counters.lookups, counters.keys_asked, counters.keys_ready, counters.prefix_keys_ready) == (1, 5, 3, 2)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_touching_a_lease_makes_leaves_go_before_roots(policy: str) -> None:
+    rig = Rig(policy=policy)
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2, 3))
+    rig.put(namespace, keys_of(9))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
+    rig.cache.touch(5)
+    order = [block.key for block in rig.cache.policy.candidates()]
+    assert order == [keys_of(9), keys_of(3), keys_of(2), keys_of(1)]
+
+
+def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
+    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    rig.cache.touch(5)
+    rig.cache.release(1, [5])
+    rig.cache.touch(5)
+    rig.cache.check()

@@ -1,0 +1,365 @@
+"""The cache against a model of dicts: any order of stores, loads, leases, drops and deaths, both policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from support.cache_rig import SLOT_UNIT, Rig, keys_of
+
+from kvoffd.cache import BlockState, LoadTicket, Namespace, StoreTicket
+from kvoffd.errors import BadKeys, NotReady, UnknownLease
+
+Name = tuple[int, int, int]
+"""Namespace, group, key."""
+
+NAMESPACES = [(1, (SLOT_UNIT,)), (2, (2 * SLOT_UNIT, SLOT_UNIT)), (1, (3 * SLOT_UNIT,))]
+"""World size and shard bytes by group."""
+
+spaces = st.integers(0, len(NAMESPACES) - 1)
+ranks = st.integers(0, 1)
+groups = st.integers(0, 1)
+owners = st.integers(1, 3)
+chains = st.lists(st.integers(0, 11), max_size=7)
+distinct_chains = st.lists(st.integers(0, 11), max_size=7, unique=True)
+first_blocks = st.sampled_from([0, 0, 0, 1, 2])
+
+
+@dataclass(eq=False)
+class Model:
+    """One life of a block as the model sees it."""
+
+    name: Name
+    world_size: int
+    first_block: dict[int, int] = field(default_factory=dict)
+    """By rank, what its shard's written range begins with."""
+    writing: set[int] = field(default_factory=set)
+    """Ranks that are writing now."""
+    idle_since: float = 0.0
+    pins: int = 0
+    ready: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.first_block) == self.world_size and not self.writing
+
+
+@dataclass(eq=False)
+class ModelLease:
+    owner: int
+    space: int
+    deadline: float
+    blocks: dict[Name, Model]
+    loaded: set[int] = field(default_factory=set)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    policy = "lru"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(regions=5, region_bytes=6 * SLOT_UNIT, policy=self.policy)
+        self.cache = self.rig.cache
+        self.spaces: list[Namespace] = [
+            self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
+        ]
+        self.index: dict[Name, Model] = {}
+        self.leases: dict[int, ModelLease] = {}
+        self.stores: list[tuple[StoreTicket, dict[Model, int]]] = []
+        self.loads: list[tuple[LoadTicket, list[Model], dict[int, object]]] = []
+        self.next_lease = 1
+
+    def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
+        world_size, sizes = NAMESPACES[space]
+        return self.spaces[space], rank % world_size, group % len(sizes)
+
+    # --- stores ----------------------------------------------------------------------------------
+
+    @rule(space=spaces, rank=ranks, group=groups, chain=distinct_chains, first_block=first_blocks)
+    def begin_store(self, space: int, rank: int, group: int, chain: list[int], first_block: int) -> None:
+        namespace, rank, group = self.geometry(space, rank, group)
+        ticket = self.cache.begin_store(namespace, rank, group, keys_of(*chain), first_block)
+        self.notice_evictions({(space, group, key) for key in chain})
+        expected: list[int] = []
+        for number, key in enumerate(chain):
+            begin = 0 if number else first_block
+            model = self.index.get((space, group, key))
+            if model is None or (rank not in model.first_block and rank not in model.writing):
+                expected.append(number)
+            elif rank not in model.writing and model.first_block[rank] > begin and not model.pins:
+                expected.append(number)
+                assert number not in ticket.dropped
+        assert sorted(ticket.copy + ticket.dropped) == expected
+        if ticket.dropped:
+            self.assert_there_was_no_room(namespace.slot_bytes(rank, group), {(space, group, key) for key in chain})
+        starts: dict[Model, int] = {}
+        for number in ticket.copy:
+            name = (space, group, chain[number])
+            model = self.index.setdefault(name, Model(name, namespace.world_size))
+            model.first_block.pop(rank, None)
+            model.ready = False
+            model.writing.add(rank)
+            starts[model] = 0 if number else first_block
+        self.stores.append((ticket, starts))
+
+    def notice_evictions(self, job: set[Name]) -> None:
+        for name, model in list(self.index.items()):
+            space, group, key = name
+            if model.ready and self.real_state(name) is not BlockState.READY and name not in job:
+                assert not model.pins, "a pinned block was evicted"
+                del self.index[name]
+            elif name in job:
+                assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
+
+    def assert_there_was_no_room(self, slot_bytes: int, job: set[Name]) -> None:
+        assert all(self.rig.slots.size_of), "keys were dropped beside an empty region"
+        for space, namespace in enumerate(self.spaces):
+            for group, index in enumerate(namespace.index):
+                for key, block in index.items():
+                    if (
+                        (space, group, int.from_bytes(key, "big")) in job
+                        or block.pins
+                        or block.state is BlockState.WRITING
+                    ):
+                        continue
+                    sizes = {shard.slot_bytes for shard in block.shards.values()}
+                    assert slot_bytes not in sizes, "keys were dropped beside a block that could go"
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def commit_store(self, data: st.DataObject) -> None:
+        ticket, starts = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        became_ready = 0
+        for model, first_block in starts.items():
+            model.writing.remove(ticket.rank)
+            model.first_block[ticket.rank] = first_block
+            model.idle_since = self.rig.clock.now
+            if model.complete and self.index.get(model.name) is model:
+                model.ready = True
+                became_ready += 1
+        assert self.cache.commit_store(ticket) == became_ready
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def abort_store(self, data: st.DataObject) -> None:
+        ticket, starts = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        self.cache.abort_store(ticket)
+        for model in starts:
+            model.writing.remove(ticket.rank)
+            model.idle_since = self.rig.clock.now
+            if not model.writing and not model.first_block and self.index.get(model.name) is model:
+                del self.index[model.name]
+
+    # --- look-ups and loads ----------------------------------------------------------------------
+
+    @rule(space=spaces, group=groups, owner=owners, chain=chains, more=chains, touch=st.booleans())
+    def lookup(self, space: int, group: int, owner: int, chain: list[int], more: list[int], touch: bool) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
+        request = [(group, keys_of(*chain)), (0, keys_of(*more))]
+        answer = self.cache.lookup(namespace, lease_id, owner, request)
+        names = [[(space, group, key) for key in chain], [(space, 0, key) for key in more]]
+        assert answer.states == [bytes(self.model_state(name) for name in part) for part in names]
+        found = {name: self.index[name] for name in names[0] + names[1] if self.model_state(name) is BlockState.READY}
+        assert answer.pinned == len(found)
+        for model in found.values():
+            model.pins += 1
+        if found:
+            self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found)
+        if touch:
+            self.cache.touch(lease_id)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), owner=owners, chain=chains)
+    def look_up_again(self, data: st.DataObject, owner: int, chain: list[int]) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = self.leases[lease_id]
+        request = [(0, keys_of(*chain))]
+        if owner != lease.owner:
+            with pytest.raises(UnknownLease):
+                self.cache.lookup(self.spaces[lease.space], lease_id, owner, request)
+            return
+        answer = self.cache.lookup(self.spaces[lease.space], lease_id, owner, request)
+        for key, state in zip(chain, answer.states[0], strict=True):
+            name = (lease.space, 0, key)
+            assert (state == BlockState.READY) == (name in lease.blocks)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), rank=ranks, group=groups, chain=chains, first_block=first_blocks, leased=st.booleans())
+    def begin_load(
+        self, data: st.DataObject, rank: int, group: int, chain: list[int], first_block: int, leased: bool
+    ) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.leases)))
+        lease = self.leases[lease_id]
+        namespace, rank, group = self.geometry(lease.space, rank, group)
+        if leased:
+            chain = [key for space, held_group, key in lease.blocks if held_group == group]
+        found = [lease.blocks.get((lease.space, group, key)) for key in chain]
+        missing = [
+            number
+            for number, model in enumerate(found)
+            if model is None or model.first_block[rank] > (0 if number else first_block)
+        ]
+        if missing:
+            with pytest.raises(NotReady) as caught:
+                self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
+            assert caught.value.missing == missing
+            return
+        ticket = self.cache.begin_load(namespace, rank, lease_id, group, keys_of(*chain), first_block)
+        models = [model for model in found if model is not None]
+        for model in models:
+            model.pins += 1
+        records: dict[int, object] = {offset: self.rig.slots.records[offset] for offset in ticket.offsets}
+        self.loads.append((ticket, models, records))
+
+    @precondition(lambda self: self.loads)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_load(self, data: st.DataObject, ok: bool) -> None:
+        ticket, models, _ = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+        self.cache.end_load([ticket], ok)
+        for model in models:
+            model.pins -= 1
+        lease = self.leases.get(ticket.lease_id)
+        if ok and lease is not None:
+            lease.loaded.add(ticket.rank)
+            if len(lease.loaded) == NAMESPACES[lease.space][0]:
+                self.end_leases([ticket.lease_id])
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    @rule(owner=owners, data=st.data())
+    def release(self, owner: int, data: st.DataObject) -> None:
+        asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
+        own = [number for number in set(asked) if number in self.leases and self.leases[number].owner == owner]
+        assert self.cache.release(owner, asked) == len(own)
+        self.end_leases(own)
+
+    @rule(owner=owners, data=st.data())
+    def renew(self, owner: int, data: st.DataObject) -> None:
+        asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
+        own = [number for number in asked if number in self.leases and self.leases[number].owner == owner]
+        assert self.cache.renew(owner, asked) == [number for number in asked if number not in own]
+        for number in own:
+            self.leases[number].deadline = self.rig.clock.now + 30.0
+
+    @rule(owner=owners)
+    def owner_dies(self, owner: int) -> None:
+        own = [number for number, lease in self.leases.items() if lease.owner == owner]
+        assert self.cache.end_owner(owner) == len(own)
+        self.end_leases(own)
+
+    @rule(seconds=st.sampled_from([0.0, 10.0, 29.0, 45.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+        now = self.rig.clock.now
+        overdue = [number for number, lease in self.leases.items() if lease.deadline <= now]
+        half = [model for model in self.index.values() if not model.ready and not model.writing]
+        stale = [model.name for model in half if model.idle_since + 60.0 <= now]
+        assert self.cache.expire() == len(overdue) + len(stale)
+        self.end_leases(overdue)
+        for name in stale:
+            del self.index[name]
+
+    @rule(space=spaces, group=groups, chain=chains)
+    def invalidate(self, space: int, group: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        there = {(space, group, key) for key in chain} & set(self.index)
+        assert self.cache.invalidate(namespace, [(group, keys_of(*chain))]) == len(there)
+        for name in there:
+            del self.index[name]
+
+    @rule(space=spaces, weights_changed=st.booleans())
+    def clear(self, space: int, weights_changed: bool) -> None:
+        if weights_changed:
+            self.cache.reset(self.spaces[space])
+            self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
+        else:
+            self.cache.clear(self.spaces[space])
+        self.index = {name: model for name, model in self.index.items() if name[0] != space}
+
+    @rule(space=spaces, chain=chains)
+    def send_bad_keys(self, space: int, chain: list[int]) -> None:
+        before = self.cache.balance()
+        with pytest.raises(BadKeys):
+            self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain) + b"x")
+        with pytest.raises(BadKeys):
+            self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain, 1, 1))
+        with pytest.raises(BadKeys):
+            self.cache.lookup(self.spaces[space], self.next_lease, 1, [(0, keys_of(*chain)), (0, b"x")])
+        assert self.cache.balance() == before
+
+    def end_leases(self, lease_ids: list[int]) -> None:
+        for lease_id in lease_ids:
+            for model in self.leases.pop(lease_id).blocks.values():
+                model.pins -= 1
+
+    # --- what always holds -----------------------------------------------------------------------
+
+    def model_state(self, name: Name) -> BlockState:
+        model = self.index.get(name)
+        if model is None:
+            return BlockState.ABSENT
+        return BlockState.READY if model.ready else BlockState.WRITING
+
+    def real_state(self, name: Name) -> BlockState:
+        space, group, key = name
+        block = self.spaces[space].index[group].get(keys_of(key))
+        return BlockState.ABSENT if block is None else block.state
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.cache.check()
+
+    @invariant()
+    def the_index_is_the_model_s(self) -> None:
+        real = {
+            (space, group, int.from_bytes(key, "big")): block.state
+            for space, namespace in enumerate(self.spaces)
+            for group, index in enumerate(namespace.index)
+            for key, block in index.items()
+        }
+        assert real == {name: self.model_state(name) for name in self.index}
+
+    @invariant()
+    def folding_the_events_gives_the_index(self) -> None:
+        ready = {name for name in self.index if self.index[name].ready}
+        folded = {(self.spaces[space].fingerprint, group, keys_of(key)) for space, group, key in ready}
+        assert self.rig.events.index == folded
+
+    @invariant()
+    def slots_under_a_load_keep_what_they_held(self) -> None:
+        for _, _, records in self.loads:
+            for offset, record in records.items():
+                assert self.rig.slots.records[offset] == record
+
+    @invariant()
+    def leases_are_the_model_s(self) -> None:
+        assert {lease.lease_id for lease in self.cache.leases} == set(self.leases)
+
+    def teardown(self) -> None:
+        for ticket, _ in self.stores:
+            self.cache.abort_store(ticket)
+        for load, _, _ in self.loads:
+            self.cache.end_load([load], ok=False)
+        for owner in (1, 2, 3):
+            self.cache.end_owner(owner)
+        assert self.cache.pinned_blocks == 0
+        self.cache.clear()
+        assert self.cache.balance().free_bytes == self.rig.slots.pool_bytes
+        self.cache.check()
+
+
+class ArcCacheMachine(CacheMachine):
+    policy = "arc"
+
+
+_settings = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLruCache = CacheMachine.TestCase
+TestLruCache.settings = _settings
+TestArcCache = ArcCacheMachine.TestCase
+TestArcCache.settings = _settings
