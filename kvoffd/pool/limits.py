@@ -1,0 +1,122 @@
+"""How much memory the pool may have: the least of what the machine and its cgroups can give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvoffd.errors import PoolTooLarge
+
+# cgroup v1 has no word for "no limit": it is the largest page count, in bytes.
+_NO_LIMIT = 2**62
+
+
+class MemoryLimit(NamedTuple):
+    """``bytes`` can be had; ``source`` says in words what bounds them."""
+
+    bytes: int
+    source: str
+
+
+_ReadLimit = Callable[[Path], MemoryLimit | None]
+
+
+def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> MemoryLimit:
+    """The least of MemAvailable and, for every memory cgroup (v1 or v2) this process is in, its limit less its use.
+
+    File cache that the kernel would drop counts as unused. Files that are missing or unreadable bound nothing.
+    """
+    limits = [_machine_limit(proc)]
+    for controller, path in _cgroups(proc):
+        if controller == "memory":
+            limits.extend(_walk(cgroup_root / "memory", path, _version_1_limit))
+        elif controller == "":
+            # The unified tree is mounted below the others where v1 and v2 are mixed.
+            for root in (cgroup_root, cgroup_root / "unified"):
+                limits.extend(_walk(root, path, _version_2_limit))
+    return min(limits, key=lambda limit: limit.bytes)
+
+
+def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
+    """Raises PoolTooLarge when ``wanted_bytes`` are more than the limit."""
+    if wanted_bytes > limit.bytes:
+        raise PoolTooLarge(
+            f"The pool and its table want {wanted_bytes} bytes ({_gib(wanted_bytes)}), but only {limit.bytes} bytes "
+            f"({_gib(limit.bytes)}) can be had: {limit.source}. Choose a smaller pool or give the daemon more memory."
+        )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _machine_limit(proc: Path) -> MemoryLimit:
+    for name, value in _pairs(proc / "meminfo"):
+        if name == "MemAvailable:":
+            return MemoryLimit(value * 1024, "memory available on this machine (MemAvailable in /proc/meminfo)")
+    return MemoryLimit(2**63 - 1, "the address space; /proc/meminfo does not say what is available")
+
+
+def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
+    """(controller, path) of each cgroup of this process; the controller of v2 is the empty string."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        fields = line.split(":", 2)
+        if len(fields) == 3:
+            for controller in fields[1].split(","):
+                yield controller, fields[2]
+
+
+def _walk(root: Path, path: str, read: _ReadLimit) -> Iterator[MemoryLimit]:
+    """Limits of the cgroup and of all above it: each binds.
+
+    In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.
+    """
+    directory = root / path.lstrip("/")
+    while directory != root and root in directory.parents:
+        if ".." not in directory.parts and (limit := read(directory)) is not None:
+            yield limit
+        directory = directory.parent
+    if (limit := read(root)) is not None:
+        yield limit
+
+
+def _version_1_limit(directory: Path) -> MemoryLimit | None:
+    limit = _number(directory / "memory.limit_in_bytes")
+    used = _number(directory / "memory.usage_in_bytes")
+    return _less_use(directory, limit, used, "total_inactive_file")
+
+
+def _version_2_limit(directory: Path) -> MemoryLimit | None:
+    # Above memory.high the kernel throttles until nothing moves: a limit in all but name.
+    limits = [_number(directory / name) for name in ("memory.max", "memory.high")]
+    limit = min((value for value in limits if value is not None), default=None)
+    return _less_use(directory, limit, _number(directory / "memory.current"), "inactive_file")
+
+
+def _less_use(directory: Path, limit: int | None, used: int | None, reclaimable_name: str) -> MemoryLimit | None:
+    if limit is None or used is None or limit >= _NO_LIMIT:
+        return None
+    reclaimable = dict(_pairs(directory / "memory.stat")).get(reclaimable_name, 0)
+    needed = max(0, used - reclaimable)
+    source = f"the memory cgroup {directory} is limited to {_gib(limit)}, of which {_gib(needed)} are in use"
+    return MemoryLimit(max(0, limit - needed), source)
+
+
+def _pairs(path: Path) -> Iterator[tuple[str, int]]:
+    for line in _text(path).splitlines():
+        fields = line.split()
+        if len(fields) >= 2 and fields[1].isdecimal():
+            yield fields[0], int(fields[1])
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,140 @@
+"""Memory that only the daemon can let go of: a sealed memfd, mapped and touched."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kvoffd.errors import PoolTooLarge
+from kvoffd.transfer.segments import MappedSegment, map_memfd
+
+# Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
+TOUCH_CHUNK_BYTES = 32 << 20
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_madvise = _libc.madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_madvise.restype = ctypes.c_int
+
+
+class PoolMemory:
+    """A memfd of ``size_bytes``, sealed against any change of its size, mapped shared at ``address``."""
+
+    def __init__(self, fd: int, segment: MappedSegment) -> None:
+        self.fd = fd
+        self.size_bytes = segment.size_bytes
+        self._segment = segment
+
+    @classmethod
+    def create(cls, size_bytes: int, name: str) -> PoolMemory:
+        """Makes the memory; no page of it is touched yet. ``name`` is shown by /proc/self/maps.
+
+        Raises:
+            PoolTooLarge: the kernel refuses a file or a mapping of that size.
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, map_memfd(fd, size_bytes))
+        except OSError as error:
+            os.close(fd)
+            raise PoolTooLarge(
+                f"The kernel refuses {size_bytes} bytes of shared memory ({error.strerror}); choose a smaller pool."
+            ) from error
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def address(self) -> int:
+        """First address of the mapping; ValueError once it is closed."""
+        return self._segment.address
+
+    def touch(
+        self,
+        threads: int,
+        on_progress: Callable[[int], None],
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Makes every page resident, in parallel, keeping what is in it; returns the bytes touched.
+
+        Args:
+            threads: how many to use; 0 for one per CPU this process may run on, at most 16.
+            on_progress: called with the bytes touched so far, never falling, one call at a time, from the touching
+                threads. An exception from it ends the touching and is raised here.
+            should_stop: asked by the threads between chunks; touching ends early once it says True.
+
+        Raises:
+            PoolTooLarge: the memory is not there.
+        """
+        threads = threads or min(16, len(os.sched_getaffinity(0)))
+        progress = _Progress(on_progress)
+
+        def touch_chunk(offset: int) -> None:
+            if progress.failed or should_stop():
+                return
+            length = min(TOUCH_CHUNK_BYTES, self.size_bytes - offset)
+            try:
+                _populate(self.address + offset, length)
+                progress.add(length)
+            except BaseException:
+                progress.failed = True
+                raise
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="kvoffd-touch") as executor:
+            for _ in executor.map(touch_chunk, range(0, self.size_bytes, TOUCH_CHUNK_BYTES)):
+                pass
+        return progress.touched_bytes
+
+    def close(self) -> None:
+        """Unmaps and closes; a second call does nothing. No copy may be using the memory."""
+        self._segment.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class _Progress:
+    """Adds up what the threads touched."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self.touched_bytes = 0
+        self.failed = False
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.touched_bytes += nbytes
+            self._tell(self.touched_bytes)
+
+
+def _populate(address: int, length: int) -> None:
+    """Makes the pages of [address, address + length) resident and writable."""
+    while _madvise(address, length, _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EINTR, errno.EAGAIN):
+            continue
+        if code == errno.EINVAL:
+            _populate_by_writing(address, length)
+            return
+        raise PoolTooLarge(
+            f"The machine ran out of memory while the pool was touched ({os.strerror(code)}); "
+            "choose a smaller pool or give the daemon more memory."
+        )
+
+
+def _populate_by_writing(address: int, length: int) -> None:
+    """For kernels before 5.14: writes one byte of every page back to where it came from."""
+    pages = np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)), dtype=np.uint8)[:: mmap.PAGESIZE]
+    np.bitwise_or(pages, 0, out=pages)

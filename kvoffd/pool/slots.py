@@ -1,0 +1,150 @@
+"""Which bytes of the pool belong to which slot. Pure."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.pool.runs import RunIndex
+
+PAGE_BYTES = 4096
+MIN_SLOT_BYTES = 8192
+_REGIONS = 64
+_MIN_REGION_BYTES = 4 << 20
+
+
+class SlotAllocator:
+    """Cuts the pool into regions and these into slots; offsets and sizes are in bytes.
+
+    All slots of a region have one size, until the last of them is given back and the region is nobody's again. So
+    namespaces with different slot sizes share the pool, and what one leaves the other can use. A region's tail that
+    holds no slot counts as free, as does the pool's tail.
+
+    Args:
+        pool_bytes: at least 8192.
+        region_bytes: a multiple of 4096; about a 64th of the pool, but at least 4 MiB, when None. The last region may
+            be shorter.
+    """
+
+    def __init__(self, pool_bytes: int, region_bytes: int | None = None) -> None:
+        if pool_bytes < MIN_SLOT_BYTES:
+            raise BadGeometry(f"A pool of {pool_bytes} bytes holds no slot; it needs at least {MIN_SLOT_BYTES} bytes.")
+        if region_bytes is None:
+            region_bytes = _round_up(min(pool_bytes, max(_MIN_REGION_BYTES, pool_bytes // _REGIONS)), PAGE_BYTES)
+            region_bytes = min(region_bytes, pool_bytes // PAGE_BYTES * PAGE_BYTES)
+        if region_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= region_bytes <= pool_bytes:
+            raise BadGeometry(
+                f"Regions of {region_bytes} bytes do not fit a pool of {pool_bytes} bytes; they must be a multiple of "
+                f"{PAGE_BYTES}, at least {MIN_SLOT_BYTES} and at most the pool."
+            )
+        self.pool_bytes = pool_bytes
+        self.region_bytes = region_bytes
+        self.used_bytes = 0
+        self._regions = [
+            _Region(base, min(region_bytes, (pool_bytes - base) // PAGE_BYTES * PAGE_BYTES))
+            for base in range(0, pool_bytes, region_bytes)
+            if pool_bytes - base >= MIN_SLOT_BYTES
+        ]
+        self._free_regions = list(range(len(self._regions)))  # a heap
+        self._runs: dict[int, RunIndex] = {}  # by slot size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no slot that is handed out."""
+        return self.pool_bytes - self.used_bytes
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Size of the slot that holds a shard of ``nbytes``: the next multiple of 4096, at least 8192.
+
+        Raises:
+            ShardTooLarge: no region could hold it.
+        """
+        slot_bytes = max(MIN_SLOT_BYTES, _round_up(nbytes, PAGE_BYTES))
+        if slot_bytes > self.region_bytes:
+            raise ShardTooLarge(
+                f"A shard of {nbytes} bytes is larger than the pool's regions of {self.region_bytes} bytes; make the "
+                f"pool at least {_REGIONS * slot_bytes} bytes large, or blocks smaller."
+            )
+        return slot_bytes
+
+    def take(self, slot_bytes: int, count: int) -> list[int]:
+        """Hands out up to ``count`` slots: ascending offsets, fewer than asked for where there is no room.
+
+        Slots come in runs where possible. Regions of that size come first: a run that holds all and is not much longer,
+        else their longest runs. Then come free regions, from the lowest on.
+        """
+        if slot_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= slot_bytes <= self.region_bytes:
+            raise ValueError(f"{slot_bytes} bytes are no slot size; ask slot_bytes() for one.")
+        runs = self._runs.setdefault(slot_bytes, RunIndex())
+        taken: list[int] = []
+        while len(taken) < count:
+            wanted = count - len(taken)
+            start = runs.best(wanted)
+            if start is None:
+                if not self._open_region(slot_bytes, runs):
+                    break
+                continue
+            length = min(runs.take_front(start, wanted, slot_bytes), wanted)
+            offsets = range(start, start + length * slot_bytes, slot_bytes)
+            self._regions[start // self.region_bytes].in_use.update(offsets)
+            taken.extend(offsets)
+        if not runs:
+            del self._runs[slot_bytes]
+        self.used_bytes += len(taken) * slot_bytes
+        taken.sort()
+        return taken
+
+    def give_back(self, offset: int) -> None:
+        """Takes a slot back. One that is not handed out is a bug of the caller's and raises ValueError."""
+        region = self._region_of(offset)
+        if offset not in region.in_use:
+            raise ValueError(f"Offset {offset} is no slot in use.")
+        region.in_use.remove(offset)
+        slot_bytes = region.slot_bytes
+        self.used_bytes -= slot_bytes
+        runs = self._runs.setdefault(slot_bytes, RunIndex())
+        slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
+        runs.add(offset, 1, slot_bytes, region.base, slots_end)
+        if not region.in_use:
+            runs.remove(region.base, slot_bytes)
+            if not runs:
+                del self._runs[slot_bytes]
+            region.slot_bytes = 0
+            heappush(self._free_regions, region.base // self.region_bytes)
+
+    def neighbours(self, offset: int) -> list[int]:
+        """Offsets of all slots in use in the region of this one, ascending, itself among them if it is in use."""
+        return sorted(self._region_of(offset).in_use)
+
+    def _region_of(self, offset: int) -> _Region:
+        index = offset // self.region_bytes
+        if not 0 <= index < len(self._regions):
+            raise ValueError(f"Offset {offset} lies outside the pool of {self.pool_bytes} bytes.")
+        return self._regions[index]
+
+    def _open_region(self, slot_bytes: int, runs: RunIndex) -> bool:
+        """Gives the lowest free region to this slot size; False where there is none."""
+        # Only the last region can be too short, and being the highest it comes up only when it is the only one left.
+        if not self._free_regions or self._regions[self._free_regions[0]].nbytes < slot_bytes:
+            return False
+        region = self._regions[heappop(self._free_regions)]
+        region.slot_bytes = slot_bytes
+        slots = region.nbytes // slot_bytes
+        runs.add(region.base, slots, slot_bytes, region.base, region.base + slots * slot_bytes)
+        return True
+
+
+class _Region:
+    """A stretch of the pool whose slots have one size; 0 while it is nobody's."""
+
+    __slots__ = ("base", "in_use", "nbytes", "slot_bytes")
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self.base = base
+        self.nbytes = nbytes
+        self.slot_bytes = 0
+        self.in_use: set[int] = set()
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

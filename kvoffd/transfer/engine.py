@@ -1,0 +1,93 @@
+"""The interface of everything that executes plans: host memory now, GPUs later."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from kvoffd.transfer.plan import Direction, Plan
+
+__all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
+
+
+class Outcome(Enum):
+    """How a transfer ended."""
+
+    DONE = "done"
+    """Every byte is in place."""
+    CANCELLED = "cancelled"
+    """It never started; nothing was written."""
+    DEADLINE = "deadline"
+    """Its time was over; the destination may be half written."""
+    FAILED = "failed"
+    """The copy failed or was abandoned; the destination may be half written."""
+
+
+class Transfer:
+    """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
+
+    Args:
+        deadline: on the engine's clock, in seconds; looked at before the transfer starts and between its steps.
+        on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying.
+            It must be quick and must not raise.
+    """
+
+    __slots__ = ("abandoned", "deadline", "direction", "on_done", "plan")
+
+    def __init__(self, direction: Direction, plan: Plan, deadline: float, on_done: OnDone) -> None:
+        self.direction = direction
+        self.plan = plan
+        self.deadline = deadline
+        self.on_done = on_done
+        self.abandoned = False
+
+
+OnDone = Callable[[Transfer, Outcome, float], None]
+
+
+class DirectionLoad(NamedTuple):
+    """What one direction of an engine has to do and has done."""
+
+    queued: int
+    """Transfers that wait."""
+    running: int
+    """Transfers being copied."""
+    busy_seconds: float
+    """Time that its threads spent copying."""
+    bytes: int
+    """Bytes copied, those of transfers that ended half-way included."""
+
+
+class TransferEngine(ABC):
+    """Executes transfers. Its methods may be called from any thread and never wait for a copy, but for ``close``."""
+
+    @abstractmethod
+    def submit(self, transfer: Transfer) -> None:
+        """Queues the transfer, first in first out per direction. After ``close`` it is CANCELLED at once.
+
+        The queue itself has no bound: the server bounds the jobs in flight.
+        """
+
+    @abstractmethod
+    def cancel(self, transfer: Transfer) -> bool:
+        """Takes a transfer back that has not started and calls its ``on_done`` with CANCELLED.
+
+        Returns False, and changes nothing, when it runs or has ended.
+        """
+
+    @abstractmethod
+    def abandon(self, transfer: Transfer) -> None:
+        """Ends the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
+
+    @abstractmethod
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        """Counters of one direction."""
+
+    @abstractmethod
+    def close(self, timeout_s: float) -> bool:
+        """Cancels what waits, abandons what runs, ends the threads.
+
+        Returns False when a thread still copies after ``timeout_s``: the memory it uses must then stay mapped.
+        """

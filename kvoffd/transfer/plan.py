@@ -1,0 +1,118 @@
+"""What a job copies: three arrays, planned once, executed by any engine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.transfer.layout import GroupLayout
+
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class Direction(Enum):
+    """Which way bytes move."""
+
+    STORE = "store"
+    """Engine to pool."""
+    LOAD = "load"
+    """Pool to engine."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces]."""
+
+    destination: UInt64Array
+    source: UInt64Array
+    size: UInt64Array
+    nbytes: int
+
+    @property
+    def pieces(self) -> int:
+        """Number of copies, after merging."""
+        return int(self.size.size)
+
+
+def plan_copy(
+    layout: GroupLayout,
+    direction: Direction,
+    block_ids: npt.NDArray[np.int32],
+    first_block: int,
+    slot_address: UInt64Array,
+    chosen: npt.NDArray[np.bool_] | None = None,
+) -> Plan:
+    """Plans one group's part of a job that ``check_blocks`` has passed.
+
+    Args:
+        block_ids: [m] engine blocks, beginning ``first_block`` blocks into key 0.
+        slot_address: [keys] address of each key's slot; ignored where the key is not chosen.
+        chosen: [keys] which keys to copy; all when None.
+
+    Neighbours that touch on both sides become one piece. Pieces are ordered key, sub-block, layer: the layers of an
+    engine block are then one arithmetic series wherever tensors are evenly spaced, which HostEngine copies in one call.
+    """
+    per_key = layout.blocks_per_key
+    layers = layout.page_bytes.size
+    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
+    key, sub = position // per_key, position % per_key
+    ids = block_ids.astype(np.uint64)
+    if chosen is not None:
+        kept = chosen[key]
+        key, sub, ids = key[kept], sub[kept], ids[kept]
+    if ids.size == 0:
+        empty = np.empty(0, dtype=np.uint64)
+        return Plan(empty, empty, empty, 0)
+    # [m, L]: one row per engine block, one column per layer.
+    engine = layout.tensor_address + ids[:, None] * layout.stride
+    pool = slot_address[key][:, None] + layout.slot_page_offset + sub.astype(np.uint64)[:, None] * layout.page_bytes
+    size = np.broadcast_to(layout.page_bytes, engine.shape)
+    row = np.broadcast_to(np.arange(ids.size)[:, None], engine.shape)
+    if per_key > 1:
+        # Memory order of the slots, key, layer, sub-block, so that mergeable pieces are neighbours.
+        order = _slot_order(key, ids.size, layers)
+        engine, pool, size, row = (a.reshape(-1)[order] for a in (engine, pool, size, row))
+    else:
+        engine, pool, size, row = (a.reshape(-1) for a in (engine, pool, size, row))
+    heads = _merge_heads(engine, pool, size)
+    if heads.size < size.size:
+        size = np.add.reduceat(size, heads)
+        engine, pool, row = engine[heads], pool[heads], row[heads]
+    if per_key > 1:
+        back = np.argsort(row, kind="stable")
+        engine, pool, size = engine[back], pool[back], size[back]
+    nbytes = int(ids.size) * int(layout.page_bytes.sum())
+    size = np.ascontiguousarray(size)
+    return Plan(pool, engine, size, nbytes) if direction is Direction.STORE else Plan(engine, pool, size, nbytes)
+
+
+def concatenate(plans: Sequence[Plan]) -> Plan:
+    """One plan that does all of ``plans``."""
+    if len(plans) == 1:
+        return plans[0]
+    if not plans:
+        empty = np.empty(0, dtype=np.uint64)
+        return Plan(empty, empty, empty, 0)
+    return Plan(
+        np.concatenate([plan.destination for plan in plans]),
+        np.concatenate([plan.source for plan in plans]),
+        np.concatenate([plan.size for plan in plans]),
+        sum(plan.nbytes for plan in plans),
+    )
+
+
+def _slot_order(key: npt.NDArray[np.int64], rows: int, layers: int) -> npt.NDArray[np.int64]:
+    """Indices that put the flattened [rows, layers] pieces in the order key, layer, sub-block."""
+    keys = np.repeat(key, layers)
+    layer = np.tile(np.arange(layers, dtype=np.int64), rows)
+    return np.argsort(keys * layers + layer, kind="stable")
+
+
+def _merge_heads(engine: UInt64Array, pool: UInt64Array, size: UInt64Array) -> npt.NDArray[np.int64]:
+    """Indices of the pieces that do not continue the one before them on both sides."""
+    continues = (engine[:-1] + size[:-1] == engine[1:]) & (pool[:-1] + size[:-1] == pool[1:])
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(~continues) + 1))

@@ -1,0 +1,104 @@
+"""Shared memory of other processes, mapped so that nothing they do to it can kill the daemon."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+
+from kvoffd.errors import UnsafeSegment
+
+# linux/magic.h. Sealable files on hugetlbfs are refused: a fault that finds no huge page left is a SIGBUS.
+_TMPFS_MAGIC = 0x01021994
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_munmap.restype = ctypes.c_int
+_fstatfs = _libc.fstatfs
+_fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_fstatfs.restype = ctypes.c_int
+
+
+class MappedSegment:
+    """A shared read-write mapping of ``size_bytes`` at ``address``. It outlives the descriptor it was made from."""
+
+    __slots__ = ("_address", "size_bytes")
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self._address = address
+        self.size_bytes = size_bytes
+
+    @property
+    def address(self) -> int:
+        """First address of the mapping. Asking after ``close`` is a bug and raises ValueError."""
+        if self._address == 0:
+            raise ValueError("The segment is unmapped; nothing may use its addresses any more.")
+        return self._address
+
+    @property
+    def closed(self) -> bool:
+        """True once it is unmapped."""
+        return self._address == 0
+
+    def close(self) -> None:
+        """Unmaps the memory; a second call does nothing. No copy may be using it: that would be a crash."""
+        address, self._address = self._address, 0
+        if address and _munmap(address, self.size_bytes) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def map_memfd(fd: int, size_bytes: int) -> MappedSegment:
+    """Maps the first ``size_bytes`` of a memfd, shared, for reading and writing.
+
+    The mapping needs no descriptor: ``fd`` is neither kept, duplicated nor closed, and stays the caller's.
+
+    Raises:
+        UnsafeSegment: it is no memfd, is not sealed against shrinking, is smaller than ``size_bytes``, may not be
+            written, or the kernel refuses the mapping.
+    """
+    _check_memfd(fd, size_bytes)
+    address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise UnsafeSegment(
+            f"The memory segment of {size_bytes} bytes cannot be mapped for reading and writing ({reason}); "
+            "send a descriptor opened for both, without a seal against writing."
+        )
+    return MappedSegment(address, size_bytes)
+
+
+def _check_memfd(fd: int, size_bytes: int) -> None:
+    if size_bytes < 1:
+        raise UnsafeSegment(f"A memory segment of {size_bytes} bytes cannot be mapped; send at least one byte.")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise UnsafeSegment(
+            f"The descriptor is not a memfd ({error.strerror}); make the memory by memfd_create with MFD_ALLOW_SEALING."
+        ) from error
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise UnsafeSegment(
+            "The memfd is not sealed against shrinking, and a shrunk file would kill the daemon; add F_SEAL_SHRINK."
+        )
+    # The order matters: only behind the seal can the size no longer fall.
+    size = os.fstat(fd).st_size
+    if size < size_bytes:
+        raise UnsafeSegment(f"The memfd has {size} bytes but was said to have {size_bytes}; size it before it is sent.")
+    if _filesystem_magic(fd) != _TMPFS_MAGIC:
+        raise UnsafeSegment(
+            "The memfd uses huge pages, which can run out under the daemon; create it without MFD_HUGETLB."
+        )
+
+
+def _filesystem_magic(fd: int) -> int:
+    """``f_type`` of the descriptor's file system (first word of struct statfs on all 64-bit Linux)."""
+    buffer = (ctypes.c_long * 32)()
+    if _fstatfs(fd, buffer) != 0:
+        return 0
+    return int(buffer[0])
