@@ -7,8 +7,8 @@ import msgspec
 from kvoffd_proto.messages import AnyReply, AnyRequest, Completions
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(AnyRequest)
-_replies = msgspec.msgpack.Decoder(AnyReply)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 _completions = msgspec.msgpack.Decoder(Completions)
 _heads = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _ids = msgspec.msgpack.Decoder(int)

@@ -47,7 +47,9 @@ _SENTENCES: dict[ErrorCode, str] = {
     ErrorCode.MALFORMED: "The frame is not a message of this protocol; it was dropped and nothing changed.",
     ErrorCode.TOO_LARGE: "The frame is larger than the limit told in Welcome; send it in parts.",
     ErrorCode.BAD_VERSION: "The two ends speak different protocol versions; install the same kvoffd release on both.",
-    ErrorCode.BAD_TOKEN: "The session token is unknown or its lifeline has ended; open a new lifeline and say Hello again.",
+    ErrorCode.BAD_TOKEN: (
+        "The session token is unknown or its lifeline has ended; open a new lifeline and say Hello again."
+    ),
     ErrorCode.FORBIDDEN: "This user may not use the daemon; add the uid or gid to its allowed users or groups.",
     ErrorCode.NO_HELLO: "The session has not said Hello yet; Hello must be its first message.",
     ErrorCode.WRONG_ROLE: "The session's role may not send this message.",
@@ -56,10 +58,14 @@ _SENTENCES: dict[ErrorCode, str] = {
     ErrorCode.BAD_GEOMETRY: "The registration's tensors or groups do not fit the namespace or the pool.",
     ErrorCode.UNKNOWN_REGISTRATION: "The session holds no registration with this id; register again.",
     ErrorCode.UNKNOWN_SEGMENT: "No memory segment with this id came over the session's lifeline.",
-    ErrorCode.UNSAFE_SEGMENT: "The memory segment is not a memfd sealed against shrinking, or is smaller than it was said to be.",
+    ErrorCode.UNSAFE_SEGMENT: (
+        "The memory segment is not a memfd sealed against shrinking, or is smaller than it was said to be."
+    ),
     ErrorCode.OUT_OF_BOUNDS: "A tensor reaches outside its memory segment.",
     ErrorCode.BAD_KEYS: "The keys are not a whole number of keys of the namespace's length, or a key is there twice.",
-    ErrorCode.BAD_BLOCK_IDS: "A block id lies outside the registered tensors, or the number of block ids does not fit the keys.",
+    ErrorCode.BAD_BLOCK_IDS: (
+        "A block id lies outside the registered tensors, or the number of block ids does not fit the keys."
+    ),
     ErrorCode.DUPLICATE_JOB: "The session has a job with this id already.",
     ErrorCode.UNKNOWN_LEASE: "The lease is unknown, has ended or belongs to another namespace; look the keys up again.",
     ErrorCode.TOO_MANY: "The session reached a limit told in Welcome; wait for completions and try again.",

@@ -6,9 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-SegmentId = Annotated[
-    int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, unique in its session.")
-]
+SegmentId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, unique in its session.")]
 Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -18,7 +16,9 @@ class MemfdHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     segment_id: Annotated[
         int, Meta(ge=0, le=2**63 - 1, description="The id the descriptor was attached under on the lifeline.")
     ]
-    size_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Bytes to map; the file must be at least as large.")]
+    size_bytes: Annotated[
+        int, Meta(ge=1, le=2**63 - 1, description="Bytes to map; the file must be at least as large.")
+    ]
 
 
 class CudaIpcHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="cuda_ipc"):
@@ -37,7 +37,8 @@ class CudaVmmHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """GPU memory of the virtual memory API: one descriptor per chunk, sent over the lifeline."""
 
     segment_ids: Annotated[
-        list[SegmentId], Meta(min_length=1, max_length=65536, description="One attached descriptor per chunk, in address order.")
+        list[SegmentId],
+        Meta(min_length=1, max_length=65536, description="One attached descriptor per chunk, in address order."),
     ]
     chunk_bytes: Annotated[
         list[Bytes], Meta(min_length=1, max_length=65536, description="Size of each chunk in bytes.")
@@ -55,7 +56,9 @@ class TensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
     segment: Annotated[int, Meta(ge=0, lt=65536, description="Index into the registration's segments.")]
     offset_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Offset of block 0 in the segment, in bytes.")]
-    stride_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Distance between neighbouring blocks, in bytes.")]
+    stride_bytes: Annotated[
+        int, Meta(ge=1, le=2**63 - 1, description="Distance between neighbouring blocks, in bytes.")
+    ]
     num_blocks: Annotated[int, Meta(ge=1, lt=2**31, description="Number of engine blocks in the tensor.")]
 
 

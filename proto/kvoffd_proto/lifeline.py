@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import SegmentId
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096
@@ -22,7 +21,9 @@ class Greeting(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
     """Daemon to client, first frame: the connection was accepted and this is its session."""
 
     protocol_version: Annotated[int, Meta(ge=0, description="The daemon's protocol version.")]
-    epoch: Annotated[int, Meta(ge=0, le=2**63 - 1, description="This life of the daemon; a random number, new at each start.")]
+    epoch: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="This life of the daemon; a random number, new at each start.")
+    ]
     session_id: Annotated[int, Meta(ge=1, lt=2**31, description="The session this lifeline belongs to.")]
     token: Annotated[bytes, Meta(min_length=16, max_length=16, description="Secret that every request must carry.")]
 
@@ -58,7 +59,7 @@ FromDaemon = Greeting | Refused | Attached | AttachRefused
 FromClient = Attach
 
 _encoder = msgspec.msgpack.Encoder()
-_from_daemon = msgspec.msgpack.Decoder(FromDaemon)
+_from_daemon: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
 _from_client = msgspec.msgpack.Decoder(FromClient)
 
 

@@ -22,17 +22,27 @@ BLOCK_ID_BYTES = 4
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, echoed in the reply.")]
 Token = Annotated[
     bytes,
-    Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES, description="The session's secret, from the lifeline's Greeting."),
+    Meta(
+        min_length=TOKEN_BYTES,
+        max_length=TOKEN_BYTES,
+        description="The session's secret, from the lifeline's Greeting.",
+    ),
 ]
 Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1, description="The daemon's life that answers.")]
 SessionId = Annotated[int, Meta(ge=1, lt=2**31, description="The session.")]
 Fingerprint = Annotated[
     bytes,
-    Meta(min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="The namespace's fingerprint, 32 bytes."),
+    Meta(
+        min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="The namespace's fingerprint, 32 bytes."
+    ),
 ]
 LeaseId = Annotated[
     int,
-    Meta(ge=2**32, le=2**63 - 1, description="``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice."),
+    Meta(
+        ge=2**32,
+        le=2**63 - 1,
+        description="``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice.",
+    ),
 ]
 JobId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Unique among the session's unfinished jobs.")]
 RegistrationId = Annotated[
@@ -53,7 +63,6 @@ class Role(StrEnum):
     ADMIN = "admin"
 
 
-
 ABSENT = 0
 WRITING = 1
 READY = 2
@@ -63,18 +72,18 @@ class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of parts of messages: encoded as arrays, unknown trailing fields refused."""
 
 
-class Message(Wire, tag=lambda name: name.lower()):
+class Message(Wire, frozen=True, tag=lambda name: name.lower()):
     """Base of messages: arrays that begin with the lower-case name."""
 
 
-class Request(Message):
+class Request(Message, frozen=True):
     """Base of requests."""
 
     request_id: RequestId
     token: Token
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     """Base of replies."""
 
     request_id: RequestId
@@ -84,7 +93,7 @@ class Reply(Message):
 # --- parts ---------------------------------------------------------------------------------------
 
 
-class Limits(Wire):
+class Limits(Wire, frozen=True):
     """Bounds of one session, told in Welcome. What is beyond them is refused."""
 
     max_frame_bytes: Annotated[int, Meta(ge=1, description="Largest request frame in bytes.")]
@@ -95,7 +104,7 @@ class Limits(Wire):
     max_segments: Annotated[int, Meta(ge=1, description="Attached memory segments of the session.")]
 
 
-class GroupSpec(Wire):
+class GroupSpec(Wire, frozen=True):
     """One KV cache group of a namespace."""
 
     kind: Annotated[str, Meta(max_length=64, description="Attention kind as the engine names it, for display.")]
@@ -103,18 +112,19 @@ class GroupSpec(Wire):
     window_tokens: Annotated[int, Meta(ge=0, lt=2**31, description="Sliding window in tokens; 0 for none.")] = 0
 
 
-class GroupKeys(Wire):
+class GroupKeys(Wire, frozen=True):
     """Keys of one group."""
 
     group: GroupIndex
     keys: Annotated[bytes, Meta(description="Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 
 
-class GroupTransfer(Wire):
+class GroupTransfer(Wire, frozen=True):
     """The part of a job that concerns one group.
 
     Key ``i`` covers the engine blocks ``[i * blocks_per_key, (i + 1) * blocks_per_key)`` counted from the start of
-    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside it.
+    key 0; ``block_ids`` begin ``first_block`` blocks into key 0. A store ends with its last key; a load may end inside
+    it.
     """
 
     group: GroupIndex
@@ -125,11 +135,13 @@ class GroupTransfer(Wire):
     ] = 0
 
 
-class JobResult(Wire):
+class JobResult(Wire, frozen=True):
     """How one job ended."""
 
     job_id: JobId
-    ok: Annotated[bool, Meta(description="Load: all bytes are in place. Store: every key was stored or was there already.")]
+    ok: Annotated[
+        bool, Meta(description="Load: all bytes are in place. Store: every key was stored or was there already.")
+    ]
     bytes: Annotated[ByteCount, Meta(description="Bytes that were copied.")]
     seconds: Annotated[Seconds, Meta(description="From the daemon's acceptance of the job to its end, in seconds.")]
     error: Annotated[ErrorCode | None, Meta(description="Why not ok.")] = None
@@ -139,7 +151,7 @@ class JobResult(Wire):
 # --- session -------------------------------------------------------------------------------------
 
 
-class Hello(Request):
+class Hello(Request, frozen=True):
     """First message of a session, with the token from the lifeline."""
 
     protocol_version: Annotated[int, Meta(ge=0, description="The client's protocol version.")]
@@ -148,7 +160,7 @@ class Hello(Request):
     software: Annotated[str, Meta(max_length=128, description="Client and engine versions, for display.")]
 
 
-class Welcome(Reply):
+class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
     session_id: SessionId
@@ -157,55 +169,69 @@ class Welcome(Reply):
     limits: Annotated[Limits, Meta(description="Bounds of this session.")]
     credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding.")]
     lease_ttl_ms: Annotated[int, Meta(ge=1, description="Life of a lease without renewal, in milliseconds.")]
-    heartbeat_interval_ms: Annotated[int, Meta(ge=1, description="How often the client should send Heartbeat, in milliseconds.")]
-    job_deadline_ms: Annotated[int, Meta(ge=1, description="A job that has not ended by then is failed, in milliseconds.")]
+    heartbeat_interval_ms: Annotated[
+        int, Meta(ge=1, description="How often the client should send Heartbeat, in milliseconds.")
+    ]
+    job_deadline_ms: Annotated[
+        int, Meta(ge=1, description="A job that has not ended by then is failed, in milliseconds.")
+    ]
 
 
-class Heartbeat(Request):
+class Heartbeat(Request, frozen=True):
     """Acknowledges completions, renews leases, asks what the last completion was."""
 
-    acknowledged: Annotated[int, Meta(ge=0, le=2**63 - 1, description="All completions up to this sequence number have arrived.")]
+    acknowledged: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="All completions up to this sequence number have arrived.")
+    ]
     renew: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases still wanted.")]
 
 
-class HeartbeatReply(Reply):
+class HeartbeatReply(Reply, frozen=True):
     """Answer to Heartbeat."""
 
-    sequence: Annotated[int, Meta(ge=0, description="Sequence number of the session's last completions; 0 before the first.")]
+    sequence: Annotated[
+        int, Meta(ge=0, description="Sequence number of the session's last completions; 0 before the first.")
+    ]
     credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding.")]
     ended: Annotated[list[LeaseId], Meta(description="Leases among ``renew`` that are not alive.")]
 
 
-class Replay(Request):
+class Replay(Request, frozen=True):
     """Asks for completions that PUB may have dropped."""
 
-    after: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Last sequence number that arrived; also acknowledges up to it.")]
+    after: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="Last sequence number that arrived; also acknowledges up to it.")
+    ]
 
 
-class Completions(Message):
+class Completions(Message, frozen=True):
     """Jobs of one session that ended; published on the session's topic and kept until acknowledged."""
 
     epoch: Epoch
     session_id: SessionId
     sequence: Annotated[int, Meta(ge=1, description="Counts from 1 in each session, without gaps.")]
-    credit_bytes: Annotated[ByteCount, Meta(description="Bytes of stores the session may have outstanding from now on.")]
+    credit_bytes: Annotated[
+        ByteCount, Meta(description="Bytes of stores the session may have outstanding from now on.")
+    ]
     results: Annotated[list[JobResult], Meta(description="In the order in which they ended.")]
 
 
-class ReplayReply(Reply):
+class ReplayReply(Reply, frozen=True):
     """Answer to Replay."""
 
     batches: Annotated[list[Completions], Meta(description="Unacknowledged completions, oldest first.")]
-    unfinished: Annotated[list[JobId], Meta(description="Accepted jobs that have not ended. Any other job is unknown to the daemon.")]
+    unfinished: Annotated[
+        list[JobId], Meta(description="Accepted jobs that have not ended. Any other job is unknown to the daemon.")
+    ]
 
 
-class Done(Reply):
+class Done(Reply, frozen=True):
     """Answer of requests that have nothing to tell but a count."""
 
     count: Annotated[Count, Meta(description="What the request did this many times.")] = 0
 
 
-class Error(Reply):
+class Error(Reply, frozen=True):
     """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
 
     code: Annotated[ErrorCode, Meta(description="Why.")]
@@ -215,7 +241,7 @@ class Error(Reply):
 # --- namespaces and memory -----------------------------------------------------------------------
 
 
-class OpenNamespace(Request):
+class OpenNamespace(Request, frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
 
     namespace: Fingerprint
@@ -223,35 +249,42 @@ class OpenNamespace(Request):
     world_size: Annotated[int, Meta(ge=1, le=4096, description="Shards that make a block.")]
     key_bytes: Annotated[int, Meta(ge=8, le=64, description="Length of a block hash in bytes.")]
     groups: Annotated[list[GroupSpec], Meta(min_length=1, max_length=1024, description="KV cache groups, by index.")]
-    description: Annotated[str, Meta(max_length=65536, description="What the fingerprint was made of, as JSON, for display.")]
+    description: Annotated[
+        str, Meta(max_length=65536, description="What the fingerprint was made of, as JSON, for display.")
+    ]
 
 
-class NamespaceOpened(Reply):
+class NamespaceOpened(Reply, frozen=True):
     """Answer to OpenNamespace."""
 
     created: Annotated[bool, Meta(description="False when it was open already.")]
 
 
-class Register(Request):
+class Register(Request, frozen=True):
     """Makes a worker's KV tensors known. The segments' descriptors have come over the lifeline before."""
 
     namespace: Fingerprint
     registration_id: RegistrationId
     rank: Rank
     blocks_per_key: Annotated[int, Meta(ge=1, lt=65536, description="Engine blocks that one key covers.")]
-    segments: Annotated[list[Handle], Meta(min_length=1, max_length=65536, description="Memory that holds the tensors.")]
+    segments: Annotated[
+        list[Handle], Meta(min_length=1, max_length=65536, description="Memory that holds the tensors.")
+    ]
     tensors: Annotated[list[TensorLayout], Meta(min_length=1, max_length=65536, description="KV tensors.")]
-    groups: Annotated[list[list[PageRef]], Meta(min_length=1, max_length=1024, description="Per group, its layers' pages in slot order.")]
+    groups: Annotated[
+        list[list[PageRef]],
+        Meta(min_length=1, max_length=1024, description="Per group, its layers' pages in slot order."),
+    ]
 
 
-class Registered(Reply):
+class Registered(Reply, frozen=True):
     """Answer to Register."""
 
     registration_id: RegistrationId
     shard_bytes: Annotated[list[ByteCount], Meta(description="Per group, bytes of this rank's shard of a block.")]
 
 
-class Unregister(Request):
+class Unregister(Request, frozen=True):
     """Gives a registration up. After the reply the daemon touches its memory no more."""
 
     registration_id: RegistrationId
@@ -260,7 +293,7 @@ class Unregister(Request):
 # --- scheduler -----------------------------------------------------------------------------------
 
 
-class Lookup(Request):
+class Lookup(Request, frozen=True):
     """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing."""
 
     namespace: Fingerprint
@@ -268,29 +301,31 @@ class Lookup(Request):
     groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys, root of the prefix first.")]
 
 
-class LookupReply(Reply):
+class LookupReply(Reply, frozen=True):
     """Answer to Lookup."""
 
     lease_id: LeaseId
-    states: Annotated[list[bytes], Meta(description="Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready.")]
+    states: Annotated[
+        list[bytes], Meta(description="Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready.")
+    ]
     pinned: Annotated[Count, Meta(description="Blocks pinned; where it is 0 there is no lease.")]
     ttl_ms: Annotated[int, Meta(ge=0, description="Life of the lease without renewal, in milliseconds.")]
 
 
-class Release(Request):
+class Release(Request, frozen=True):
     """Ends leases before their time. Leases that are gone already are no error."""
 
     lease_ids: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases of this session.")]
 
 
-class Invalidate(Request):
-    """Drops blocks that proved unusable. Blocks under another session's lease leave the index at once, their bytes later."""
+class Invalidate(Request, frozen=True):
+    """Drops blocks that proved unusable. Those under another session's lease leave the index at once, their bytes later."""
 
     namespace: Fingerprint
     groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys to forget.")]
 
 
-class Reset(Request):
+class Reset(Request, frozen=True):
     """Drops every block of a namespace, as after a change of the model's weights."""
 
     namespace: Fingerprint
@@ -299,7 +334,7 @@ class Reset(Request):
 # --- worker --------------------------------------------------------------------------------------
 
 
-class Store(Request):
+class Store(Request, frozen=True):
     """Copies engine blocks into the pool. Answered by a completion, or by Error if it is refused whole."""
 
     registration_id: RegistrationId
@@ -307,7 +342,7 @@ class Store(Request):
     groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
 
 
-class Load(Request):
+class Load(Request, frozen=True):
     """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole."""
 
     registration_id: RegistrationId
@@ -316,13 +351,13 @@ class Load(Request):
     groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
 
 
-class Cancel(Request):
+class Cancel(Request, frozen=True):
     """Fails stores and loads that have not started; they get completions as all jobs do."""
 
     job_ids: Annotated[list[JobId], Meta(max_length=65536, description="Jobs of this session.")]
 
 
-class CancelReply(Reply):
+class CancelReply(Reply, frozen=True):
     """Answer to Cancel."""
 
     cancelled: Annotated[list[JobId], Meta(description="Jobs that will not run.")]
@@ -332,11 +367,11 @@ class CancelReply(Reply):
 # --- administration ------------------------------------------------------------------------------
 
 
-class Stats(Request):
+class Stats(Request, frozen=True):
     """Asks for all counters."""
 
 
-class NamespaceStats(Wire):
+class NamespaceStats(Wire, frozen=True):
     """Counters of one namespace since the daemon's start."""
 
     namespace: Fingerprint
@@ -347,7 +382,9 @@ class NamespaceStats(Wire):
     lookups: Annotated[Count, Meta(description="Lookup messages.")]
     keys_asked: Annotated[Count, Meta(description="Keys in them.")]
     keys_ready: Annotated[Count, Meta(description="Keys that were ready.")]
-    prefix_keys_ready: Annotated[Count, Meta(description="Keys in the unbroken run of ready keys at each group's start.")]
+    prefix_keys_ready: Annotated[
+        Count, Meta(description="Keys in the unbroken run of ready keys at each group's start.")
+    ]
     stored_blocks: Annotated[Count, Meta(description="Blocks that became ready.")]
     stored_bytes: Annotated[ByteCount, Meta(description="Bytes copied from engines.")]
     loaded_bytes: Annotated[ByteCount, Meta(description="Bytes copied to engines.")]
@@ -356,7 +393,7 @@ class NamespaceStats(Wire):
     dropped_keys: Annotated[Count, Meta(description="Keys of stores that found no room.")]
 
 
-class DirectionStats(Wire):
+class DirectionStats(Wire, frozen=True):
     """Counters of one direction of copying."""
 
     jobs: Annotated[Count, Meta(description="Jobs that ended.")]
@@ -368,7 +405,7 @@ class DirectionStats(Wire):
     bytes_per_second: Annotated[float, Meta(ge=0, description="Bytes copied per second over the last ten seconds.")]
 
 
-class PoolStats(Wire):
+class PoolStats(Wire, frozen=True):
     """State of the pool, in bytes. free + writing + ready + leaving = pool."""
 
     pool_bytes: Annotated[ByteCount, Meta(description="Size of the pool.")]
@@ -378,10 +415,12 @@ class PoolStats(Wire):
     writing_bytes: Annotated[ByteCount, Meta(description="Bytes in slots of blocks that are being written.")]
     ready_bytes: Annotated[ByteCount, Meta(description="Bytes in slots of readable blocks.")]
     leaving_bytes: Annotated[ByteCount, Meta(description="Bytes of dropped blocks that a lease or a copy still holds.")]
-    pinned_bytes: Annotated[ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease or a copy.")]
+    pinned_bytes: Annotated[
+        ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease or a copy.")
+    ]
 
 
-class LatencyStats(Wire):
+class LatencyStats(Wire, frozen=True):
     """Distribution of a duration, in seconds, over the last minutes."""
 
     count: Annotated[Count, Meta(description="Observations since the daemon's start.")]
@@ -390,7 +429,7 @@ class LatencyStats(Wire):
     maximum: Annotated[Seconds, Meta(description="Largest of the recent ones.")]
 
 
-class StatsReply(Reply):
+class StatsReply(Reply, frozen=True):
     """Answer to Stats."""
 
     daemon_version: Annotated[str, Meta(description="Release of the daemon.")]
@@ -413,11 +452,11 @@ class StatsReply(Reply):
     namespaces: Annotated[list[NamespaceStats], Meta(description="Open namespaces.")]
 
 
-class Health(Request):
+class Health(Request, frozen=True):
     """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
 
 
-class HealthReply(Reply):
+class HealthReply(Reply, frozen=True):
     """Answer to Health."""
 
     healthy: Annotated[bool, Meta(description="False when something in ``problems`` needs an operator.")]
@@ -425,18 +464,20 @@ class HealthReply(Reply):
     problems: Annotated[list[str], Meta(description="A sentence each.")]
 
 
-class Sessions(Request):
+class Sessions(Request, frozen=True):
     """Asks for the open sessions."""
 
 
-class SessionInfo(Wire):
+class SessionInfo(Wire, frozen=True):
     """One open session."""
 
     session_id: SessionId
     role: Annotated[str, Meta(description="Role, or ``new`` before Hello.")]
     name: Annotated[str, Meta(description="Name given in Hello.")]
     software: Annotated[str, Meta(description="Versions given in Hello.")]
-    pid: Annotated[int, Meta(ge=0, description="Peer's pid as the kernel tells the daemon; 0 from another pid namespace.")]
+    pid: Annotated[
+        int, Meta(ge=0, description="Peer's pid as the kernel tells the daemon; 0 from another pid namespace.")
+    ]
     uid: Annotated[int, Meta(ge=0, description="Peer's uid.")]
     age_seconds: Annotated[Seconds, Meta(description="Since the lifeline was opened, in seconds.")]
     idle_seconds: Annotated[Seconds, Meta(description="Since the last request, in seconds.")]
@@ -447,17 +488,17 @@ class SessionInfo(Wire):
     unacknowledged: Annotated[Count, Meta(description="Completions kept for it.")]
 
 
-class SessionsReply(Reply):
+class SessionsReply(Reply, frozen=True):
     """Answer to Sessions."""
 
     sessions: Annotated[list[SessionInfo], Meta(description="Oldest first.")]
 
 
-class Namespaces(Request):
+class Namespaces(Request, frozen=True):
     """Asks for the open namespaces."""
 
 
-class NamespaceInfo(Wire):
+class NamespaceInfo(Wire, frozen=True):
     """One open namespace."""
 
     namespace: Fingerprint
@@ -465,7 +506,9 @@ class NamespaceInfo(Wire):
     world_size: Annotated[int, Meta(ge=1, description="Shards that make a block.")]
     key_bytes: Annotated[int, Meta(ge=1, description="Length of a block hash in bytes.")]
     groups: Annotated[list[GroupSpec], Meta(description="KV cache groups.")]
-    shard_bytes: Annotated[list[list[ByteCount]], Meta(description="Per group and rank, bytes of a shard; 0 where no worker registered.")]
+    shard_bytes: Annotated[
+        list[list[ByteCount]], Meta(description="Per group and rank, bytes of a shard; 0 where no worker registered.")
+    ]
     ready_blocks: Annotated[Count, Meta(description="Blocks that can be read.")]
     ready_bytes: Annotated[ByteCount, Meta(description="Pool bytes of those blocks.")]
     writing_blocks: Annotated[Count, Meta(description="Blocks that lack a shard.")]
@@ -473,13 +516,13 @@ class NamespaceInfo(Wire):
     description: Annotated[str, Meta(description="What the fingerprint was made of, as JSON.")]
 
 
-class NamespacesReply(Reply):
+class NamespacesReply(Reply, frozen=True):
     """Answer to Namespaces."""
 
     namespaces: Annotated[list[NamespaceInfo], Meta(description="In the order in which they were opened.")]
 
 
-class Clear(Request):
+class Clear(Request, frozen=True):
     """Drops every block of one namespace, or of all. Admin only."""
 
     namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None

@@ -37,8 +37,7 @@ class SocketPaths:
         longest = max((self.jobs, self.events, self.lifeline), key=lambda path: len(os.fsencode(path)))
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
             return (
-                f"The socket path {longest} is longer than {MAX_SOCKET_PATH_BYTES} bytes; "
-                "choose a shorter --directory."
+                f"The socket path {longest} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter --directory."
             )
         return None
 
