@@ -27,8 +27,8 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.engine ## measure lookups, copies and jobs against their floors
-	@$(BIN)/python tests/tools/bench.py $(BENCH_ARGS)
+bench: $(VENV)/.tools ## measure lookups, copies and jobs against their floors; BENCH_ARGS=--json
+	@tests/tools/bench.sh $(BIN) $(BENCH_ARGS)
 
 clean: ## remove .venv, the demo's files and all caches
 	rm -rf $(VENV) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,94 @@
+"""`make demo`: a real vLLM on CPU loses its own cache and gets its prompts back from kvoffd.
+
+Everything is written to .demo/ (model, logs, result.json); the sockets are in a directory of their own under the
+system's temporary one, since their paths must be short. All processes are gone at the end, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+from tests.demo.processes import DemoFailed, own_environment, script
+from tests.demo.scenario import Outcome, Scenario, loadable_tokens
+from tests.demo.screen import Screen
+from tests.support.models import make_demo_llama
+
+HOME = Path(".demo")
+INTERRUPTED = 130
+STATS_TIMEOUT_S = 30.0
+
+
+def play(screen: Screen, children: ExitStack) -> Outcome:
+    """Run the demo and show what came out. Closing ``children`` stops all that was started."""
+    logs = HOME / "logs"
+    shutil.rmtree(logs, ignore_errors=True)
+    (HOME / "result.json").unlink(missing_ok=True)
+    logs.mkdir(parents=True)
+    sockets = Path(tempfile.mkdtemp(prefix="kvoffd-demo-"))
+    children.callback(shutil.rmtree, sockets, ignore_errors=True)
+    with screen.step("writing a small Llama with random weights"):
+        model = make_demo_llama(HOME / "model")
+    scenario = Scenario(model.absolute(), sockets, logs, screen.step, children)
+    scenario.start_daemon()
+    outcome = scenario.run()
+    (HOME / "result.json").write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+    screen.show(outcome)
+    print("$ kvoffd-cli stats", flush=True)
+    command = [script("kvoffd-cli"), "stats", "--directory", str(sockets)]
+    subprocess.run(command, check=True, env=own_environment(), timeout=STATS_TIMEOUT_S)
+    scenario.stop_engines()
+    return outcome
+
+
+def judge(outcome: Outcome) -> str | None:
+    """A sentence when kvoffd did not do what the demo is to show."""
+    if not outcome.tokens_equal:
+        return "The tokens differ from those of the cold run; please report it, with the directory .demo/logs."
+    if outcome.loaded_tokens < loadable_tokens():
+        return (
+            f"Only {outcome.loaded_tokens:,} of {loadable_tokens():,} tokens came from kvoffd; "
+            "the logs in .demo/logs say why."
+        )
+    return None
+
+
+def main() -> int:
+    """Play, clean up, return the exit status: 0 when everything was as promised."""
+    screen = Screen()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    try:
+        with ExitStack() as children:
+            try:
+                outcome = play(screen, children)
+            finally:
+                # A second Ctrl-C must not interrupt the cleaning up, which ends in seconds.
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    signal.signal(number, signal.SIG_IGN)
+    except DemoFailed as failure:
+        print(f"\n{failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nInterrupted; everything that was started has been stopped.", file=sys.stderr)
+        return INTERRUPTED
+    if (complaint := judge(outcome)) is not None:
+        print(f"\n{complaint}", file=sys.stderr)
+        return 1
+    print(f"\nAll numbers are in {HOME / 'result.json'}; all processes have been stopped.")
+    return 0
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""What the demo does: the same long prompts cold, after a cache reset, after a restart, and in a second engine."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.messages import StatsReply
+from tests.demo.processes import Daemon, DemoFailed, Engine
+
+BLOCK_TOKENS = 32
+# None is a whole number of blocks: the tail of each is computed again, as in real life.
+PROMPT_LENGTHS = (6013, 5003, 4007)
+WARM_UP_TOKENS = 2500
+# Enough steps after the prompt's for vLLM to hand over all stores, and enough tokens to compare.
+ANSWER_TOKENS = 16
+POOL_SIZE = "512MiB"
+DAEMON_TIMEOUT_S = 60.0
+ENGINE_TIMEOUT_S = 300.0
+REQUEST_TIMEOUT_S = 300.0
+STORE_TIMEOUT_S = 60.0
+# Stores have ended when the daemon has nothing to do and holds the same bytes for this long.
+QUIET_S = 0.5
+POLL_S = 0.1
+
+Step = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt's outcome. ``loaded_tokens`` came from kvoffd, ``own_tokens`` from the engine's own prefix cache."""
+
+    ttft_ms: float
+    loaded_tokens: int
+    own_tokens: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts once, in one engine, one after the other."""
+
+    title: str
+    answers: tuple[Answer, ...]
+
+    @property
+    def ttft_ms(self) -> float:
+        """Mean time to first token over the prompts, in milliseconds."""
+        return sum(answer.ttft_ms for answer in self.answers) / len(self.answers)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Prompt tokens that came from kvoffd, over all prompts."""
+        return sum(answer.loaded_tokens for answer in self.answers)
+
+    def same_tokens(self, other: Pass) -> bool:
+        """Whether every prompt was answered with the same tokens."""
+        return [answer.tokens for answer in self.answers] == [answer.tokens for answer in other.answers]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The four passes."""
+
+    cold: Pass
+    warm: Pass
+    restarted: Pass
+    second_engine: Pass
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """In the order they were run."""
+        return (self.cold, self.warm, self.restarted, self.second_engine)
+
+    @property
+    def tokens_equal(self) -> bool:
+        """Whether kvoffd made no difference to any token."""
+        return all(later.same_tokens(self.cold) for later in self.passes)
+
+    @property
+    def loaded_tokens(self) -> int:
+        """Prompt tokens that came from kvoffd in each pass after the cold one; the least of them where they differ."""
+        return min(later.loaded_tokens for later in self.passes[1:])
+
+    def as_json(self) -> dict[str, object]:
+        """What .demo/result.json holds."""
+        return {
+            "cold_ttft_ms": round(self.cold.ttft_ms, 1),
+            "warm_ttft_ms": round(self.warm.ttft_ms, 1),
+            "restarted_ttft_ms": round(self.restarted.ttft_ms, 1),
+            "second_engine_ttft_ms": round(self.second_engine.ttft_ms, 1),
+            "tokens_equal": self.tokens_equal,
+            "loaded_tokens": self.loaded_tokens,
+            "prompt_tokens": sum(PROMPT_LENGTHS),
+        }
+
+
+def loadable_tokens() -> int:
+    """Tokens of all prompts that lie in whole blocks: what a warm pass loads."""
+    return sum(length // BLOCK_TOKENS * BLOCK_TOKENS for length in PROMPT_LENGTHS)
+
+
+class Scenario:
+    """Runs the passes. Closing ``children`` ends whatever runs still, at once."""
+
+    def __init__(self, model: Path, sockets: Path, logs: Path, step: Step, children: ExitStack) -> None:
+        self._model = model
+        self._sockets = sockets
+        self._logs = logs
+        self._step = step
+        self._children = children
+        self._engines: list[Engine] = []
+        prompts = random.Random(7)
+        self._prompts = [prompts.choices(range(3, 1000), k=length) for length in PROMPT_LENGTHS]
+        self._warm_up = prompts.choices(range(3, 1000), k=WARM_UP_TOKENS)
+
+    def run(self) -> Outcome:
+        """Everything but the start of the daemon."""
+        first = self._start_engine("The engine", "engine.log")
+        cold = self._send_all(first, "cold")
+        with self._step("waiting until the daemon has stored everything"):
+            self._wait_for_stores()
+        with self._step("clearing the engine's own prefix cache"):
+            first.ask({"op": "reset"}, REQUEST_TIMEOUT_S)
+        warm = self._send_all(first, "cache cleared")
+        self.stop_engines()
+        restarted_engine = self._start_engine("The restarted engine", "engine-restarted.log")
+        restarted = self._send_all(restarted_engine, "engine restarted")
+        second_engine = self._start_engine("The second engine", "engine-second.log")
+        restarted_engine.check_alive()
+        second = self._send_all(second_engine, "second engine")
+        return Outcome(cold, warm, restarted, second)
+
+    def start_daemon(self) -> None:
+        """Start the daemon and wait until it takes sessions."""
+        with self._step(f"starting kvoffd with a pool of {POOL_SIZE}"):
+            daemon = Daemon(self._sockets, POOL_SIZE, self._logs / "kvoffd.log")
+            self._children.callback(daemon.abort)
+            deadline = time.monotonic() + DAEMON_TIMEOUT_S
+            while not self._daemon_is_ready():
+                daemon.check_alive()
+                if time.monotonic() > deadline:
+                    raise daemon.failure(f"took no sessions within {DAEMON_TIMEOUT_S:.0f} s")
+                time.sleep(POLL_S)
+
+    def stop_engines(self) -> None:
+        """Stop every engine that runs, in good order."""
+        while self._engines:
+            with self._step("stopping an engine"):
+                self._engines.pop().stop()
+
+    def _daemon_is_ready(self) -> bool:
+        try:
+            with AdminClient(self._sockets) as admin:
+                return admin.health().ready
+        except KvoffdClientError:
+            return False
+
+    def _start_engine(self, name: str, log: str) -> Engine:
+        arguments = {
+            "model": str(self._model),
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "max_model_len": 8192,
+            "block_size": BLOCK_TOKENS,
+            "enforce_eager": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "kv_transfer_config": {
+                "kv_connector": "KvoffdConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"directory": str(self._sockets)},
+            },
+        }
+        with self._step(f"starting vLLM: {name.lower()} (its log: {self._logs / log})"):
+            engine = Engine(name, arguments, self._logs / log)
+            self._children.callback(engine.abort)
+            self._engines.append(engine)
+            engine.receive(ENGINE_TIMEOUT_S)
+            # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
+            self._send(engine, self._warm_up)
+        return engine
+
+    def _send_all(self, engine: Engine, title: str) -> Pass:
+        answers = []
+        for number, prompt in enumerate(self._prompts, 1):
+            with self._step(f"{title}: prompt {number} of {len(self._prompts)}, {len(prompt):,} tokens"):
+                answers.append(self._send(engine, prompt))
+        return Pass(title, tuple(answers))
+
+    def _send(self, engine: Engine, prompt: list[int]) -> Answer:
+        reply = engine.ask({"op": "generate", "prompt": prompt, "max_tokens": ANSWER_TOKENS}, REQUEST_TIMEOUT_S)
+        loaded = cast(int, reply["loaded_tokens"])
+        return Answer(
+            ttft_ms=cast(float, reply["ttft_ms"]),
+            loaded_tokens=loaded,
+            own_tokens=cast(int, reply["cached_tokens"]) - loaded,
+            tokens=tuple(cast(list[int], reply["tokens"])),
+        )
+
+    def _wait_for_stores(self) -> None:
+        deadline = time.monotonic() + STORE_TIMEOUT_S
+        quiet_since, held_bytes = time.monotonic(), -1
+        with AdminClient(self._sockets) as admin:
+            while time.monotonic() - quiet_since < QUIET_S:
+                if time.monotonic() > deadline:
+                    raise DemoFailed(f"The daemon was still busy storing after {STORE_TIMEOUT_S:.0f} s.")
+                stats = admin.stats()
+                if is_storing(stats) or stats.pool.ready_bytes != held_bytes:
+                    quiet_since, held_bytes = time.monotonic(), stats.pool.ready_bytes
+                time.sleep(POLL_S)
+
+
+def is_storing(stats: StatsReply) -> bool:
+    """Whether any store waits, runs or is half done."""
+    return stats.store.queued_jobs + stats.store.running_jobs > 0 or stats.pool.writing_bytes > 0
