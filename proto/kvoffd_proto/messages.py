@@ -319,7 +319,7 @@ class Release(Request, frozen=True):
 
 
 class Invalidate(Request, frozen=True):
-    """Drops blocks that proved unusable. Those that another session leased leave the index at once, their bytes later."""
+    """Drops blocks that proved unusable. Those that another session leased leave the index now, the bytes later."""
 
     namespace: Fingerprint
     groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys to forget.")]
