@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
+from kvoffd.server.requests.table import HANDLERS
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.reference import SECTIONS, documented, fields_of, reference
@@ -67,6 +68,11 @@ def test_every_error_code_has_a_sentence_of_its_own_on_the_page() -> None:
     assert len(sentences) == len(ErrorCode)
     for code in ErrorCode:
         assert f"| {code.value} | `{code.name}` | {code.sentence} |" in page
+
+
+def test_the_daemon_lets_the_roles_in_that_the_page_names() -> None:
+    on_page = {exchange.request: frozenset(exchange.roles) for _, group in SECTIONS for exchange in group}
+    assert {request: frozenset(roles) for request, (roles, _) in HANDLERS.items()} == on_page
 
 
 def test_links_lead_to_headings() -> None:
