@@ -12,7 +12,7 @@ from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.messages import StatsReply
 
 Render = Callable[..., str]
-WIDTHS = (60, 80, 120, 200)
+WIDTHS = (80, 100, 120, 200)
 
 
 def line_with(text: str, start: str) -> str:

@@ -94,9 +94,7 @@ def clear(directory: Path, wanted: str | None, *, yes: bool, as_json: bool) -> i
     if as_json:
         emit(to_json({"namespace": chosen.namespace if chosen else None, "cleared_blocks": dropped}))
     else:
-        emit(
-            f"{format_count(dropped)} {'block was' if dropped == 1 else 'blocks were'} dropped from {_called(chosen)}."
-        )
+        emit(f"{_blocks(dropped)} {'was' if dropped == 1 else 'were'} dropped from {_called(chosen)}.")
     return DONE
 
 
@@ -107,13 +105,13 @@ def _confirmed(open_ones: list[NamespaceInfo], chosen: NamespaceInfo | None) -> 
     touched = open_ones if chosen is None else [chosen]
     blocks = sum(namespace.ready_blocks for namespace in touched)
     size = format_size(sum(namespace.ready_bytes for namespace in touched))
-    print(
-        f"Drop {format_count(blocks)} blocks ({size}) from {_called(chosen)}? [y/N] ",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    question = f"Drop {_blocks(blocks)} ({size}) from {_called(chosen)}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _blocks(count: int) -> str:
+    return f"{format_count(count)} block{'' if count == 1 else 's'}"
 
 
 def _called(chosen: NamespaceInfo | None) -> str:

@@ -1,0 +1,194 @@
+"""The commands against a real daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+
+KEYS = [bytes([number]) * 32 for number in range(1, 9)]
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[FakeEngine]:
+    """An engine that has stored eight blocks of 64 KiB and found six of them and two that are not there."""
+    with FakeEngine(daemon.directory, "tiny") as running:
+        running.fill(range(8), seed=1)
+        assert running.store(KEYS, list(range(8))).ok
+        assert running.lookup([*KEYS[:6], b"x" * 32, b"y" * 32]) == 6
+        yield running
+
+
+@pytest.fixture
+def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+    """Runs a command; returns (status, stdout, stderr)."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = main([*arguments, "--directory", str(daemon.directory)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_stats_show_what_the_engine_did(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    status, out, err = cli("stats")
+    assert (status, err) == (0, "")
+    (line,) = (line for line in out.splitlines() if line.startswith("tiny"))
+    for expected in ("8", "512 KiB", "75.0 %"):
+        assert expected in line
+    assert "512 KiB of 64.0 MiB" in out
+    assert "pinned blocks 6" in out
+    assert "\x1b" not in out
+    assert not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_stats_json_has_named_fields(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    status, out, _ = cli("stats", "--json")
+    assert status == 0
+    found = json.loads(out)
+    (namespace,) = found["namespaces"]
+    assert (namespace["label"], namespace["ready_blocks"], namespace["stored_bytes"]) == ("tiny", 8, 8 * 4 * 16384)
+    assert (namespace["keys_asked"], namespace["keys_ready"], namespace["prefix_keys_ready"]) == (8, 6, 6)
+    assert len(bytes.fromhex(namespace["namespace"])) == 32
+    assert found["pool"]["pool_bytes"] == 64 * 2**20
+    assert found["store"]["bytes"] == 8 * 4 * 16384
+    assert (found["pinned_blocks"], found["leases"]) == (6, 1)
+
+
+def test_stats_of_a_fresh_daemon(cli) -> None:  # type: ignore[no-untyped-def]
+    status, out, err = cli("stats")
+    assert (status, err) == (0, "")
+    assert "none open" in out
+    assert "Errors     none" in out
+
+
+def test_health_is_told_and_in_the_status(cli) -> None:  # type: ignore[no-untyped-def]
+    assert cli("health") == (0, "healthy: the daemon takes sessions and jobs\n", "")
+    status, out, _ = cli("health", "--json")
+    assert status == 0
+    assert {"healthy": True, "ready": True, "problems": []}.items() <= json.loads(out).items()
+
+
+def test_sessions_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    _, out, _ = cli("sessions")
+    rows = [line.split() for line in out.splitlines()]
+    assert {"scheduler", "worker", "admin"} <= {row[1] for row in rows[1:]}
+    assert all(str(os.getpid()) in row for row in rows[1:])
+    _, out, _ = cli("sessions", "--json")
+    worker = next(item for item in json.loads(out)["sessions"] if item["role"] == "worker")
+    assert worker["registered_bytes"] == 512 * 4 * 16384
+
+
+def test_namespaces_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    _, out, _ = cli("namespaces")
+    assert out.splitlines()[1].startswith("tiny")
+    assert "64.0 KiB" in out
+    _, out, _ = cli("namespaces", "--json")
+    (found,) = json.loads(out)["namespaces"]
+    assert found["shard_bytes"] == [[4 * 16384]]
+
+
+def test_clear_drops_the_blocks(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    engine.release()
+    assert cli("clear", "--namespace", "tiny", "--yes")[0] == 0
+    assert engine.lookup(KEYS) == 0
+
+
+def test_clear_all_counts_the_blocks(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    engine.release()
+    status, out, _ = cli("clear", "--all", "--yes", "--json")
+    assert (status, json.loads(out)) == (0, {"namespace": None, "cleared_blocks": 8})
+
+
+def test_clear_by_fingerprint(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+    fingerprint = json.loads(cli("namespaces", "--json")[1])["namespaces"][0]["namespace"]
+    _, out, _ = cli("clear", "--namespace", fingerprint[:8], "--yes")
+    assert out == f"8 blocks were dropped from namespace tiny ({fingerprint[:8]}).\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "either --namespace"),
+        (("--all", "--namespace", "tiny"), "either --namespace"),
+        (("--namespace", "nobody", "--yes"), "kvoffd-cli namespaces"),
+        (("--all",), "add --yes"),
+    ],
+)
+def test_clear_refuses_what_is_not_clear(engine: FakeEngine, cli, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+    status, out, err = cli("clear", *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvoffd-cli: ")
+    assert words in err
+    assert err.count("\n") == 1
+    assert engine.lookup(KEYS) == 8
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("stats",),
+        ("stats", "--watch"),
+        ("health",),
+        ("sessions",),
+        ("namespaces", "--json"),
+        ("clear", "--all", "--yes"),
+        ("events",),
+        ("bench", "lookup"),
+        ("bench", "copy", "--json"),
+        ("bench", "jobs"),
+    ],
+)
+def test_without_a_daemon_one_sentence_names_the_directory(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--directory", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvoffd-cli: ")
+    assert err.count("\n") == 1
+    assert str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nonsense",),
+        ("stats", "--nonsense"),
+        ("stats", "--interval"),
+        ("stats", "--interval", "soon"),
+        ("stats", "--interval", "1ms"),
+        ("bench",),
+        ("bench", "nonsense"),
+        ("clear", "surplus"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvoffd-cli: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_the_directory_may_come_from_the_environment(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KVOFFD_DIRECTORY", str(daemon.directory))
+    assert main(["health"]) == 0
+
+
+def test_help_documents_every_key_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "namespaces[].prefix_keys_ready: " in out
+    assert "pool.free_bytes: " in out
