@@ -90,6 +90,7 @@ class Daemon:
         self._config = config
         self._notifier = Notifier(os.environ)
         self._stop = asyncio.Event()
+        self._copy_stuck = False
 
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
@@ -104,7 +105,8 @@ class Daemon:
                 if not self._stop.is_set():
                     await self._serve_pool(pool, directory)
             finally:
-                pool.close()
+                if not self._copy_stuck:
+                    pool.close()
         finally:
             directory.release()
         logger.info("Stopped.")
@@ -112,8 +114,8 @@ class Daemon:
     async def _make_pool(self) -> Pool:
         """Take the memory and touch every page of it, telling how far it is."""
         config = self._config
-        logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
         pool = Pool(config.pool_bytes)
+        logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
         reporter = _TouchProgress(config.pool_bytes, self._notifier)
         started = time.monotonic()
         try:
@@ -164,6 +166,7 @@ class Daemon:
                 await http.close()
             probe.close()
             if not engine.close(ENGINE_CLOSE_S):
+                self._copy_stuck = True
                 logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
             self._take_finished(inbox, service, transport)
             transport.flush()

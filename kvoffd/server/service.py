@@ -91,7 +91,7 @@ class Service:
     def open_session(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
         self.refuse_when_stopping()
-        if len(self.sessions) >= self.config.max_sessions and not internal:
+        if not internal and self._taken_sessions() >= self.config.max_sessions:
             raise KvoffdError(
                 f"All {self.config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
             )
@@ -109,6 +109,13 @@ class Service:
         self.sessions[session.id] = session
         self._by_token[session.token] = session
         return session
+
+    def _taken_sessions(self) -> int:
+        taken = sum(not session.internal for session in self.sessions.values())
+        if taken < self.config.max_sessions:
+            return taken
+        # The last ones may be dead already, their EOF just not read yet.
+        return sum(not session.internal and session.lifeline.alive() for session in self.sessions.values())
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
         """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""

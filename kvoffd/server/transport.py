@@ -60,12 +60,14 @@ class Transport:
 
     def schedule_turn(self) -> None:
         """Have a turn soon: something outside the socket changed what is to be sent."""
-        if not self._turn_due:
+        if not self._turn_due and not self._jobs.closed:
             self._turn_due = True
             self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         self._turn_due = False
+        if self._jobs.closed:
+            return
         try:
             read = self._read()
             sent = self.flush()

@@ -211,7 +211,8 @@ def test_unregister_ends_the_daemons_hold_on_the_memory(daemon, worker, memory):
 
 
 def test_leases_end_with_their_time_unless_renewed():
-    with DaemonProcess(lease_ttl="1s") as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
+    quick = DaemonProcess(lease_ttl="1s", heartbeat_interval="200ms")
+    with quick as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
             worker.open_namespace()
             scheduler.open_namespace()

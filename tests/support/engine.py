@@ -1,0 +1,232 @@
+"""A real vLLM on CPU in a process group of its own, for tests that need one. Starting one takes half a minute."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+MAIN = Path(__file__).parent / "engine_main.py"
+START_DEADLINE_S = 180.0
+ANSWER_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 20.0
+BLOCK_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt.
+
+    Attributes:
+        tokens: generated token ids.
+        logprobs: their log probabilities.
+        cached: prompt tokens that were not computed.
+        finish: why it ended, ``length`` when all went well.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    finish: str
+
+
+class EngineProcess:
+    """One engine. ``directory`` is the daemon's, None for an engine without a connector."""
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path | None,
+        *,
+        num_blocks: int = 400,
+        tensor_parallel: int = 1,
+        extra_config: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        events: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._own = Path(tempfile.mkdtemp(prefix="kvoffd-engine-", dir="/tmp"))
+        self.log_path = self._own / "engine.log"
+        self._settings = {
+            "model": str(model),
+            "dtype": "float32",
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 4096,
+            "num_gpu_blocks_override": num_blocks,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": False,
+            "seed": 0,
+            "tensor_parallel_size": tensor_parallel,
+            "kv_transfer_config": None,
+            "kv_events_config": events,
+            **settings,
+        }
+        if directory is not None:
+            self._settings["kv_transfer_config"] = {
+                "kv_connector": "KvoffdConnector",
+                "kv_role": "kv_both",
+                # A machine busy with other tests may answer late; a late answer is a miss and would fail a test.
+                "kv_connector_extra_config": {
+                    "directory": str(directory),
+                    "lookup_deadline_ms": 10_000,
+                    **(extra_config or {}),
+                },
+                **(transfer or {}),
+            }
+        self._environ = {
+            **os.environ,
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            # With a connector vLLM sets a core aside for it and, on two cores, ends up taking both.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"} if tensor_parallel > 1 else {}),
+            **(environ or {}),
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    @property
+    def pids(self) -> list[int]:
+        """All processes of the engine."""
+        assert self._process is not None
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                try:
+                    session = os.getsid(int(entry.name))
+                except ProcessLookupError:
+                    continue
+                if session == self._process.pid:
+                    found.append(int(entry.name))
+        return found
+
+    def start(self) -> Self:
+        """Start and wait until it serves."""
+        self.launch()
+        return self.wait_ready()
+
+    def launch(self) -> Self:
+        """Start without waiting, so that two engines may start at the same time."""
+        address = self._own / "socket"
+        self._listener = Listener(str(address), family="AF_UNIX")
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(MAIN), str(address)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environ,
+                start_new_session=True,
+            )
+        return self
+
+    def wait_ready(self) -> Self:
+        """Until it serves. Raises AssertionError with the end of its log when it does not."""
+        self._listener._listener._socket.settimeout(START_DEADLINE_S)  # type: ignore[attr-defined]
+        self._connection = self._listener.accept()
+        self._connection.send(self._settings)
+        assert self._receive(START_DEADLINE_S)[0] == "ready"
+        return self
+
+    def begin(self, command: str, **arguments: Any) -> None:
+        """Send a command and do not wait for its answer; ``finish`` does."""
+        assert self._connection is not None
+        self._connection.send((command, arguments))
+
+    def finish(self, deadline_s: float = ANSWER_DEADLINE_S) -> Any:
+        """The answer of the command begun last."""
+        kind, value = self._receive(deadline_s)
+        assert kind == "ok", f"{value}\n{self.log[-4000:]}"
+        return value
+
+    def call(self, command: str, **arguments: Any) -> Any:
+        self.begin(command, **arguments)
+        return self.finish()
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None) -> list[Completion]:
+        return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, salt=salt))
+
+    def forget(self) -> None:
+        """Clear the engine's own prefix cache, so that only the daemon has the blocks."""
+        deadline = time.monotonic() + 10.0
+        # It refuses while blocks are in use, as by stores under way.
+        while not self.call("reset"):
+            assert time.monotonic() < deadline, "the prefix cache could not be cleared"
+            time.sleep(0.05)
+
+    def metrics(self) -> dict[str, float]:
+        value: dict[str, float] = self.call("metrics")
+        return value
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine at once."""
+        assert self._process is not None
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait(STOP_DEADLINE_S)
+
+    def close(self) -> None:
+        """End it and remove what it left."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            try:
+                self._process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                pass  # killed below
+            self.kill()
+            self._listener.close()
+        shutil.rmtree(self._own, ignore_errors=True)
+
+    def _receive(self, deadline_s: float) -> tuple[str, Any]:
+        assert self._connection is not None
+        if not self._connection.poll(deadline_s):
+            raise AssertionError(f"the engine did not answer within {deadline_s} s:\n{self.log[-4000:]}")
+        try:
+            kind, value = self._connection.recv()
+        except EOFError:
+            raise AssertionError(f"the engine ended:\n{self.log[-6000:]}") from None
+        return kind, value
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def completions(answer: list[dict[str, Any]]) -> list[Completion]:
+    """The answer of ``generate`` as objects."""
+    return [Completion(**item) for item in answer]
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """A prompt of ``length`` tokens; different seeds differ from the first token on."""
+    return [(i * i * 7 + seed * 131 + (i * seed) % 11) % 1000 + 3 for i in range(length)]
+
+
+def full_blocks(length: int) -> int:
+    """Tokens in the full blocks of a prompt, but for the one that vLLM always computes."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,0 +1,76 @@
+"""The process behind ``support.engine``: one offline vLLM, driven over a socket. Usage: engine_main.py SOCKET"""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+
+def main(address: str) -> None:
+    """Build the engine from the first message, then answer ``(command, arguments)`` until the other end is closed."""
+    with Client(address, family="AF_UNIX") as connection:
+        settings = connection.recv()
+        try:
+            serve(connection, build(settings))
+        except EOFError:
+            return
+
+
+def build(settings: dict[str, Any]) -> Any:
+    """An ``LLM`` of these settings."""
+    from vllm import LLM
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    if transfer := settings.pop("kv_transfer_config", None):
+        settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+    if events := settings.pop("kv_events_config", None):
+        settings["kv_events_config"] = KVEventsConfig(**events)
+    return LLM(**settings)
+
+
+def serve(connection: Connection[Any, Any], llm: Any) -> None:
+    """Answer commands. An exception goes back as its text."""
+    connection.send(("ready", None))
+    while True:
+        command, arguments = connection.recv()
+        try:
+            connection.send(("ok", COMMANDS[command](llm, **arguments)))
+        except Exception as error:
+            connection.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def generate(llm: Any, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> list[dict[str, Any]]:
+    """Greedy tokens of every prompt, with their log probabilities."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, logprobs=1, ignore_eos=True)
+    inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+    results = []
+    for output in llm.generate(inputs, sampling, use_tqdm=False):
+        completion = output.outputs[0]
+        results.append(
+            {
+                "tokens": list(completion.token_ids),
+                "logprobs": [next(iter(step.values())).logprob for step in completion.logprobs],
+                "cached": output.num_cached_tokens,
+                "finish": completion.finish_reason,
+            }
+        )
+    return results
+
+
+def reset(llm: Any, connector: bool = False) -> bool:
+    """Clear the engine's own prefix cache, and the connector's when asked."""
+    return bool(llm.reset_prefix_cache(reset_connector=connector))
+
+
+def metrics(llm: Any) -> dict[str, float]:
+    """The engine's counters and gauges by name."""
+    return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+COMMANDS = {"generate": generate, "reset": reset, "metrics": metrics}
+
+if __name__ == "__main__":
+    main(sys.argv[1])

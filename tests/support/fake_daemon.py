@@ -1,0 +1,284 @@
+"""A daemon made of a script: speaks the wire, keeps no bytes, and misbehaves as a test tells it to."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+LIMITS = m.Limits(1 << 20, 65536, 1000, 1000, 4, 64)
+Answer = m.AnyReply | bytes | None
+"""A reply, raw bytes to send instead of one, or silence."""
+
+
+class Peer:
+    """One accepted lifeline and its session."""
+
+    def __init__(self, stream: socket.socket, session_id: int) -> None:
+        self.stream = stream
+        self.session_id = session_id
+        self.token = os.urandom(m.TOKEN_BYTES)
+        self.frames = lifeline.FrameBuffer()
+        self.identity = b""
+        self.role: m.Role | None = None
+        self.sequence = 0
+        self.batches: list[m.Completions] = []
+        self.jobs: dict[int, m.Store | m.Load] = {}
+
+
+class FakeDaemon:
+    """Everything runs in one thread; ``do`` runs a test's step there and waits for it.
+
+    Attributes:
+        requests: all requests that came, in order.
+        answers: per request type what to answer instead of the usual.
+        hold_jobs: jobs stay unfinished until finish() is called.
+        drop_publications: completions are numbered and kept, but not published.
+        greeting_version: protocol version in the Greeting.
+        close_on_eof: close our end of a lifeline whose client has closed its own.
+    """
+
+    def __init__(self) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvoffd-fake-", dir="/tmp"))
+        self.epoch = 1
+        self.requests: list[m.AnyRequest] = []
+        self.answers: dict[type, Callable[[m.AnyRequest, Peer], Answer]] = {}
+        self.peers: dict[bytes, Peer] = {}
+        self.kv_messages: list[tuple[int, tuple[bytes, bytes, bytes]]] = []
+        self.hold_jobs = False
+        self.drop_publications = False
+        self.greeting_version = PROTOCOL_VERSION
+        self.close_on_eof = True
+        self.frozen = threading.Event()
+        self._steps: list[tuple[Callable[[], None], threading.Event]] = []
+        self._session_ids = itertools.count(1)
+        self._stop = False
+        self._thread: threading.Thread | None = None
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        self._stop = False
+        self.frozen.clear()
+        paths = SocketPaths(self.directory)
+        self._context = zmq.Context()
+        self._jobs = self._context.socket(zmq.ROUTER)
+        self._events = self._context.socket(zmq.PUB)
+        for path, bound in ((paths.jobs, self._jobs), (paths.events, self._events)):
+            path.unlink(missing_ok=True)
+            bound.setsockopt(zmq.LINGER, 0)
+            bound.bind(f"ipc://{path}")
+        paths.lifeline.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(paths.lifeline))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run, name="fake-daemon")
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """As if it died: every socket closes at once."""
+        if self._thread is not None:
+            self._stop = True
+            self.frozen.clear()
+            self._thread.join()
+            self._thread = None
+
+    def restart(self) -> None:
+        self.stop()
+        self.epoch += 1
+        self.start()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def do(self, step: Callable[[], None]) -> None:
+        done = threading.Event()
+        self._steps.append((step, done))
+        assert done.wait(5), "the fake daemon did not get to a step"
+
+    # --- a test's steps --------------------------------------------------------------------------
+
+    def peer(self, role: m.Role) -> Peer:
+        return next(peer for peer in reversed(self.peers.values()) if peer.role is role)
+
+    def finish(self, job_id: int, ok: bool = True) -> None:
+        self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id, ok))
+
+    def end_session(self, role: m.Role) -> None:
+        self.do(lambda: self._end(self.peer(role)))
+
+    def send_raw(self, role: m.Role, *frames: bytes) -> None:
+        self.do(lambda: self._jobs.send_multipart([self.peer(role).identity, *frames]))
+
+    def send_lifeline(self, role: m.Role, data: bytes) -> None:
+        self.do(lambda: self.peer(role).stream.sendall(data))
+
+    def kv_event(
+        self, fingerprint: bytes, batch: list[events.KvEvent], *, publish: bool = True, keep: bool = True
+    ) -> None:
+        def step() -> None:
+            number = self.kv_messages[-1][0] + 1 if self.kv_messages else 0
+            payload = events.encode_event_batch(events.EventBatch(0.0, batch))
+            frames = (events.kv_topic(fingerprint), number.to_bytes(8, "big"), payload)
+            self.kv_messages.append((number, frames if keep else (b"", b"", b"")))
+            if publish:
+                self._events.send_multipart(frames)
+
+        self.do(step)
+
+    def seen(self, kind: type) -> list[m.AnyRequest]:
+        return [request for request in self.requests if type(request) is kind]
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._jobs, zmq.POLLIN)
+        while not self._stop:
+            if self.frozen.is_set():
+                time.sleep(0.005)  # a daemon that hangs; nothing is waited for here
+                continue
+            poller.poll(2)
+            while self._steps:
+                step, done = self._steps.pop(0)
+                step()
+                done.set()
+            self._accept()
+            for peer in list(self.peers.values()):
+                self._read(peer)
+            while self._jobs.poll(0):
+                self._handle(self._jobs.recv_multipart())
+        for peer in list(self.peers.values()):
+            peer.stream.close()
+        self.peers.clear()
+        self._listener.close()
+        self._jobs.close()
+        self._events.close()
+        self._context.term()
+
+    def _accept(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        stream.setblocking(False)
+        peer = Peer(stream, next(self._session_ids))
+        self.peers[peer.token] = peer
+        stream.send(
+            lifeline.encode_frame(lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token))
+        )
+
+    def _read(self, peer: Peer) -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(peer.stream, 4096, 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, fds = b"", []
+        for fd in fds:
+            os.close(fd)
+        if not data:
+            if self.close_on_eof:
+                self._end(peer)
+            return
+        for body in peer.frames.feed(data):
+            attach = lifeline.decode_from_client(body)
+            peer.stream.send(lifeline.encode_frame(lifeline.Attached(attach.segment_id)))
+
+    def _end(self, peer: Peer) -> None:
+        peer.stream.close()
+        self.peers.pop(peer.token, None)
+
+    def _handle(self, frames: list[bytes]) -> None:
+        if len(frames) == 3:
+            start = int.from_bytes(frames[2], "big")
+            for number, message in self.kv_messages:
+                if number >= start and message[0]:
+                    self._jobs.send_multipart([frames[0], b"", *message])
+            self._jobs.send_multipart([frames[0], b"", b"", events.END_OF_REPLAY, b""])
+            return
+        request = codec.decode_request(frames[1])
+        self.requests.append(request)
+        peer = self.peers.get(request.token)
+        if peer is None:
+            return
+        peer.identity = frames[0]
+        answer = self.answers.get(type(request), self._usual)(request, peer)
+        if answer is not None:
+            self._jobs.send_multipart([frames[0], answer if isinstance(answer, bytes) else codec.encode(answer)])
+
+    def _usual(self, request: m.AnyRequest, peer: Peer) -> Answer:
+        head = (request.request_id, self.epoch)
+        match request:
+            case m.Hello():
+                peer.role = request.role
+                return m.Welcome(
+                    *head, peer.session_id, "fake", ["memfd", "kv_events"], LIMITS, 1 << 20, 2000, 50, 30_000
+                )
+            case m.OpenNamespace():
+                return m.NamespaceOpened(*head, True)
+            case m.Register():
+                return m.Registered(*head, request.registration_id, [4096 for _ in request.groups])
+            case m.Lookup():
+                states = [bytes([m.READY]) * (len(group.keys) // 32) for group in request.groups]
+                return m.LookupReply(*head, request.lease_id, states, sum(map(len, states)), 2000)
+            case m.Heartbeat():
+                peer.batches = [batch for batch in peer.batches if batch.sequence > request.acknowledged]
+                return m.HeartbeatReply(*head, peer.sequence, 1 << 20, [])
+            case m.Replay():
+                return m.ReplayReply(
+                    *head, [batch for batch in peer.batches if batch.sequence > request.after], list(peer.jobs)
+                )
+            case m.Store() | m.Load():
+                peer.jobs[request.job_id] = request
+                if not self.hold_jobs:
+                    self._finish(peer, request.job_id, True)
+                return None
+            case m.Cancel():
+                return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])
+            case m.Health():
+                return m.HealthReply(*head, True, True, [])
+            case _:
+                return m.Done(*head, 1)
+
+    def _finish(self, peer: Peer, job_id: int, ok: bool) -> None:
+        job = peer.jobs.pop(job_id)
+        failed = [] if ok else [m.GroupKeys(group.group, group.keys) for group in job.groups]
+        result = m.JobResult(job_id, ok, 4096 if ok else 0, 0.001, None, failed)
+        peer.sequence += 1
+        batch = m.Completions(self.epoch, peer.session_id, peer.sequence, 1 << 20, [result])
+        peer.batches.append(batch)
+        if not self.drop_publications:
+            topic = events.session_topic(self.epoch, peer.session_id)
+            self._events.send_multipart([topic, peer.sequence.to_bytes(8, "big"), codec.encode(batch)])
+
+
+def eventually(promise: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait until ``promise()`` is true; fail when it is not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not promise():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.002)

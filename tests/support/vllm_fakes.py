@@ -1,0 +1,120 @@
+"""Stand-ins for the clients under the vLLM connector, driven by the test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_proto.events import KvEvent
+from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult
+
+KEY_BYTES = 32
+
+
+class Clock:
+    """A clock the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeSchedulerClient:
+    """Holds lookups until the test answers them."""
+
+    clock: Clock
+    connected: bool = True
+    credit_bytes: int = 1 << 20
+    problem: str | None = None
+    asked: list[tuple[LookupTicket, list[GroupKeys]]] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
+    invalidated: list[GroupKeys] = field(default_factory=list)
+    events: list[KvEvent] = field(default_factory=list)
+    resets: int = 0
+    reset_works: bool = True
+    closed: bool = False
+
+    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
+        ticket = LookupTicket((1 << 32) + len(self.asked) + 1)
+        self.asked.append((ticket, list(groups)))
+        if not self.connected:
+            ticket.failed = ticket.done = True
+        return ticket
+
+    def answer(self, ready: set[bytes], index: int = -1) -> LookupTicket:
+        """Answer a lookup: these block hashes are ready."""
+        ticket, groups = self.asked[index]
+        for group in groups:
+            hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
+            ticket.states.append(bytes(READY if block_hash in ready else 0 for block_hash in hashes))
+        ticket.pinned = sum(states.count(READY) for states in ticket.states)
+        ticket.alive = ticket.pinned > 0
+        ticket.answered_at = self.clock()
+        ticket.done = True
+        return ticket
+
+    def fail(self, index: int = -1) -> None:
+        """A lookup gets no answer."""
+        ticket = self.asked[index][0]
+        ticket.failed = ticket.done = True
+
+    def release(self, lease_id: int) -> None:
+        self.released.append(lease_id)
+
+    def invalidate(self, groups: Sequence[GroupKeys]) -> None:
+        self.invalidated.extend(groups)
+
+    def reset(self, timeout_s: float = 2.0) -> bool:
+        self.resets += 1
+        return self.reset_works
+
+    def take_events(self) -> list[KvEvent]:
+        taken, self.events = self.events, []
+        return taken
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class FakeWorkerClient:
+    """Collects jobs; the test puts results."""
+
+    ready: bool = True
+    credit_bytes: int = 1 << 20
+    problem: str | None = None
+    stores: dict[int, list[GroupTransfer]] = field(default_factory=dict)
+    loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)
+    results: list[JobResult] = field(default_factory=list)
+    fences: list[tuple[list[int], float]] = field(default_factory=list)
+    closed: bool = False
+
+    def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
+        self.stores[job_id] = list(groups)
+
+    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None:
+        self.loads[job_id] = (lease_id, list(groups))
+
+    def take_results(self) -> list[JobResult]:
+        taken, self.results = self.results, []
+        return taken
+
+    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
+        self.fences.append((list(job_ids), timeout_s))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def block_hash(number: int) -> bytes:
+    """A 32-byte block hash."""
+    return number.to_bytes(KEY_BYTES, "big")
+
+
+def key(number: int, group_id: int = 0) -> bytes:
+    """vLLM's key of that block hash in a group."""
+    return block_hash(number) + group_id.to_bytes(4, "big")
