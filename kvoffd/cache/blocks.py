@@ -42,11 +42,11 @@ class Blocks:
         offsets = self._slots.take(slot_bytes, count)
         while (lacking := count - len(offsets)) > 0:
             victims = choose_victims(self._policy, self._slots, self.tenants, slot_bytes, lacking, spared)
-            self._evict(victims)
-            gained = self._slots.take(slot_bytes, lacking) if victims else []
-            if not gained:
+            if not victims:
                 break
-            offsets.extend(gained)
+            self._evict(victims)
+            # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
+            offsets.extend(self._slots.take(slot_bytes, lacking))
         return sorted(offsets)
 
     def start_shard(
@@ -175,18 +175,24 @@ class Blocks:
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Keep the bytes of complete blocks where they are, once more for each time a block is named."""
+        fresh = fresh_bytes = 0
         for block in blocks:
             if not block.pins:
-                self.pinned_blocks += 1
-                self.pinned_bytes += block.slot_bytes
+                fresh += 1
+                fresh_bytes += block.slot_bytes
             block.pins += 1
+        self.pinned_blocks += fresh
+        self.pinned_bytes += fresh_bytes
 
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Undo one pin for each time a block is named. The last one lets a dropped block's slots go."""
+        loose = loose_bytes = 0
         for block in blocks:
             block.pins -= 1
             if not block.pins:
-                self.pinned_blocks -= 1
-                self.pinned_bytes -= block.slot_bytes
+                loose += 1
+                loose_bytes += block.slot_bytes
                 if block.state is LEAVING:
                     self._free_written(block)
+        self.pinned_blocks -= loose
+        self.pinned_bytes -= loose_bytes

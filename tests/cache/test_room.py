@@ -132,6 +132,20 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     rig.cache.check()
 
 
+def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:
+    rig = Rig(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
+    rig.put(small, keys_of(*range(6)))
+    in_short_region = [key for key, block in small.index[0].items() if block.shards[0].offset >= 4 * SLOT_UNIT]
+    others = [key for key in small.index[0] if key not in in_short_region]
+    rig.cache.lookup(small, 5, 1, [(0, b"".join(others))])
+    rig.cache.touch(5)
+    rig.cache.release(1, [5])
+    assert rig.put(large, keys_of(1)) == 0
+    assert rig.states(large, keys_of(1)) == [R]
+    rig.cache.check()
+
+
 def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
     rig = Rig(regions=2, region_bytes=8 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))

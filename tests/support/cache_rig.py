@@ -14,9 +14,11 @@ SLOT_UNIT = 4096
 class FakeSlots:
     """A SlotStore of lists: regions of one slot size each, and a record per slot in use."""
 
-    def __init__(self, regions: int, region_bytes: int) -> None:
+    def __init__(self, regions: int, region_bytes: int, last_region_bytes: int = 0) -> None:
         self.region_bytes = region_bytes
-        self.pool_bytes = regions * region_bytes
+        self.length = [region_bytes] * regions + [last_region_bytes] * bool(last_region_bytes)
+        regions = len(self.length)
+        self.pool_bytes = sum(self.length)
         self.free_bytes = self.pool_bytes
         self.size_of: list[int] = [0] * regions
         self.used: list[set[int]] = [set() for _ in range(regions)]
@@ -32,13 +34,14 @@ class FakeSlots:
     def take(self, slot_bytes: int, count: int) -> list[int]:
         taken: list[int] = []
         own = [r for r, size in enumerate(self.size_of) if size == slot_bytes]
-        for region in own + [r for r, size in enumerate(self.size_of) if not size]:
+        fits = [r for r, size in enumerate(self.size_of) if not size and self.length[r] >= slot_bytes]
+        for region in own + fits:
             if len(taken) == count:
                 break
             if not self.size_of[region]:
                 self.size_of[region] = slot_bytes
                 start = region * self.region_bytes
-                self.free_in[region] = [start + n * slot_bytes for n in range(self.region_bytes // slot_bytes)][::-1]
+                self.free_in[region] = [start + n * slot_bytes for n in range(self.length[region] // slot_bytes)][::-1]
             while self.free_in[region] and len(taken) < count:
                 offset = self.free_in[region].pop()
                 self.used[region].add(offset)
@@ -111,8 +114,10 @@ class Clock:
 class Rig:
     """A cache on fake slots, with the short ways the tests need."""
 
-    def __init__(self, regions: int = 4, region_bytes: int = 4 * SLOT_UNIT, policy: str = "lru") -> None:
-        self.slots = FakeSlots(regions, region_bytes)
+    def __init__(
+        self, regions: int = 4, region_bytes: int = 4 * SLOT_UNIT, policy: str = "lru", last_region_bytes: int = 0
+    ) -> None:
+        self.slots = FakeSlots(regions, region_bytes, last_region_bytes)
         self.events = Folded()
         self.clock = Clock()
         self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock)
