@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
-from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady
+from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
@@ -80,6 +80,7 @@ class JobRunner:
         self._deadline_s = deadline_s
         self._post = post
         self._running: set[Job] = set()
+        self._told: dict[int, Session] = {}
         self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
 
     @property
@@ -87,20 +88,31 @@ class JobRunner:
         """Accepted jobs that have not ended."""
         return len(self._running)
 
+    def take_told(self) -> list[Session]:
+        """Sessions with results that no flush has published yet."""
+        told = list(self._told.values())
+        self._told.clear()
+        return told
+
     def store(self, session: Session, registration: Registration, message: Store) -> None:
         """Accept a store, or raise KvoffdError and change nothing."""
         namespace = registration.namespace
         block_ids = _check(registration, message.groups, Direction.STORE)
         job = Job(message.job_id, session, registration, Direction.STORE, self._clock())
         plans: list[Plan] = []
-        for part, ids in zip(message.groups, block_ids, strict=True):
-            ticket = self._cache.begin_store(
-                namespace, registration.rank, part.group, part.keys, part.first_block, job.store_tickets
-            )
-            job.store_tickets.append(ticket)
-            if ticket.dropped:
-                job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
-            plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
+        try:
+            for part, ids in zip(message.groups, block_ids, strict=True):
+                ticket = self._cache.begin_store(
+                    namespace, registration.rank, part.group, part.keys, part.first_block, job.store_tickets
+                )
+                job.store_tickets.append(ticket)
+                if ticket.dropped:
+                    job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
+                plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
+        except BaseException:
+            for ticket in job.store_tickets:
+                self._cache.abort_store(ticket)
+            raise
         self._start(job, plans)
 
     def load(self, session: Session, registration: Registration, message: Load) -> None:
@@ -109,20 +121,21 @@ class JobRunner:
         block_ids = _check(registration, message.groups, Direction.LOAD)
         job = Job(message.job_id, session, registration, Direction.LOAD, self._clock())
         plans: list[Plan] = []
-        for part, ids in zip(message.groups, block_ids, strict=True):
-            try:
-                ticket = self._cache.begin_load(
-                    namespace, registration.rank, message.lease_id, part.group, part.keys, part.first_block
-                )
-            except NotReady as missing:
-                job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, missing.missing)))
-                continue
-            except KvoffdError:
-                self._cache.end_load(job.load_tickets, ok=False)
-                raise
-            job.load_tickets.append(ticket)
-            every = range(len(ticket.offsets))
-            plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
+        try:
+            for part, ids in zip(message.groups, block_ids, strict=True):
+                try:
+                    ticket = self._cache.begin_load(
+                        namespace, registration.rank, message.lease_id, part.group, part.keys, part.first_block
+                    )
+                except NotReady as refusal:
+                    job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, refusal.missing)))
+                    continue
+                job.load_tickets.append(ticket)
+                every = range(len(ticket.offsets))
+                plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
+        except BaseException:
+            self._cache.end_load(job.load_tickets, ok=False)
+            raise
         self._start(job, [] if job.failed else plans)
 
     def cancel(self, jobs: Iterable[Job]) -> tuple[list[int], list[int]]:
@@ -223,6 +236,7 @@ class JobRunner:
         seconds = max(0.0, self._clock() - job.accepted_at)
         result = JobResult(job.id, error is None, copied, seconds, error, job.failed)
         session.completions.add(result)
+        self._told[session.id] = session
         self._running.discard(job)
         job.registration.job_ended()
         session.job_ended(job.id)

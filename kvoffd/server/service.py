@@ -191,7 +191,7 @@ class Service:
 
     def flush(self) -> Outbox:
         """Take what is to be sent now."""
-        for session in self.sessions.values():
+        for session in self.jobs.take_told():
             self.flush_completions(session)
         self.outbox.publications += self.publisher.flush()
         outbox, self.outbox = self.outbox, Outbox()
