@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvoffd.errors import PoolTooLarge
+from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.transfer.segments import MappedSegment, map_memfd
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
@@ -46,10 +46,10 @@ class PoolMemory:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             return cls(fd, map_memfd(fd, size_bytes))
-        except OSError as error:
+        except (OSError, UnsafeSegment) as error:
             os.close(fd)
             raise PoolTooLarge(
-                f"The kernel refuses {size_bytes} bytes of shared memory ({error.strerror}); choose a smaller pool."
+                f"The kernel refuses {size_bytes} bytes of shared memory ({error}); choose a smaller pool."
             ) from error
         except BaseException:
             os.close(fd)

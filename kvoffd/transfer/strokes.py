@@ -24,8 +24,8 @@ _PIECES_AT_A_TIME = 4096
 def iterate_strokes(plan: Plan, limit_bytes: int) -> Iterator[list[Stroke]]:
     """Cuts a plan into strokes of at most ``limit_bytes`` each, which together copy just what the plan does.
 
-    They come in lists for up to 4096 pieces each. Any two pieces of one size are evenly spaced, so a stroke has at least
-    two pieces wherever sizes agree; where a plan's layers are evenly spaced it has all layers of two or more blocks.
+    They come in lists for up to 4096 pieces each. Any two pieces of one size are evenly spaced, so a stroke has at
+    least two pieces wherever sizes agree; where layers are evenly spaced it has all layers of two blocks or more.
     """
     for begin in range(0, plan.pieces, _PIECES_AT_A_TIME):
         part = slice(begin, begin + _PIECES_AT_A_TIME)

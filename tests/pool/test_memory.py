@@ -1,0 +1,110 @@
+"""The pool's memory: sealed, and as large in memory as it was asked to be."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+
+import pytest
+
+from kvoffd.errors import PoolTooLarge
+from kvoffd.pool import memory
+from kvoffd.pool.memory import PoolMemory
+
+MIB = 1 << 20
+
+
+def resident_bytes(fd: int) -> int:
+    """Pages of a memfd are its blocks."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def test_nobody_can_change_the_size_of_the_memory() -> None:
+    pool = PoolMemory.create(MIB, "test")
+    try:
+        for size in (MIB - 4096, MIB + 4096, 0):
+            with pytest.raises(OSError, match="not permitted"):
+                os.ftruncate(pool.fd, size)
+        with pytest.raises(OSError, match="not permitted"):
+            fcntl.fcntl(pool.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.fstat(pool.fd).st_size == MIB
+        assert not os.get_inheritable(pool.fd)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("size_bytes", [4096, 100_000, 70 * MIB])
+def test_touching_makes_the_asked_size_resident_and_no_more(size_bytes: int) -> None:
+    pool = PoolMemory.create(size_bytes, "test")
+    progress: list[int] = []
+    try:
+        assert resident_bytes(pool.fd) == 0
+        assert pool.touch(2, progress.append) == size_bytes
+        assert resident_bytes(pool.fd) == -(-size_bytes // 4096) * 4096
+        assert progress == sorted(progress)
+        assert progress[-1] == size_bytes
+    finally:
+        pool.close()
+
+
+def test_touching_keeps_what_is_in_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = PoolMemory.create(MIB, "test")
+    try:
+        ctypes.memmove(pool.address + 8192, b"kept", 4)
+        pool.touch(1, lambda _: None)
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12345)  # as a kernel before 5.14 sees it: EINVAL
+        pool.touch(1, lambda _: None)
+        assert ctypes.string_at(pool.address + 8192, 4) == b"kept"
+    finally:
+        pool.close()
+
+
+def test_kernels_without_populate_are_touched_by_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12345)
+    pool = PoolMemory.create(3 * MIB, "test")
+    try:
+        assert pool.touch(0, lambda _: None) == 3 * MIB
+        assert resident_bytes(pool.fd) == 3 * MIB
+    finally:
+        pool.close()
+
+
+def test_touching_stops_when_told_to() -> None:
+    pool = PoolMemory.create(8 * memory.TOUCH_CHUNK_BYTES, "test")
+    touched: list[int] = []
+    try:
+        assert pool.touch(1, touched.append, lambda: bool(touched)) == memory.TOUCH_CHUNK_BYTES
+        assert resident_bytes(pool.fd) == memory.TOUCH_CHUNK_BYTES
+    finally:
+        pool.close()
+
+
+def test_memory_that_runs_out_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(address: int, length: int, advice: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    pool = PoolMemory.create(4 * memory.TOUCH_CHUNK_BYTES, "test")
+    monkeypatch.setattr(memory, "_madvise", no_memory)
+    try:
+        with pytest.raises(PoolTooLarge, match=r"ran out of memory.*choose a smaller pool"):
+            pool.touch(2, lambda _: None)
+    finally:
+        pool.close()
+
+
+def test_a_size_no_kernel_takes_is_a_sentence_and_leaks_nothing() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PoolTooLarge, match="refuses"):
+        PoolMemory.create(2**63 - 4096, "test")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_closing_twice_is_harmless_and_the_address_is_gone() -> None:
+    pool = PoolMemory.create(MIB, "test")
+    pool.close()
+    pool.close()
+    with pytest.raises(ValueError, match="unmapped"):
+        _ = pool.address

@@ -1,0 +1,201 @@
+"""The slot table: what is found by whoever reads it after the daemon is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from kvoffd.pool.table import FORMAT_VERSION, BadTable, SlotState, SlotTable, scan_table, table_bytes
+
+MIB = 1 << 20
+POOL = 64 * MIB
+REGION = 4 * MIB
+
+
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    table = SlotTable(POOL, REGION)
+    for region in range(POOL // REGION):
+        table.set_region(region, 65536)
+    yield table
+    table.close()
+
+
+def store(table: SlotTable, offset: int, name: bytes = b"a", key: bytes = b"k" * 32, length: int = 1000) -> None:
+    table.mark_writing(offset, name * 32, 3, key, 5, 8)
+    table.mark_ready(offset, 2, length)
+
+
+def found(table: SlotTable) -> list[int]:
+    return [record.offset for record in table.scan()]
+
+
+def record_at(table: SlotTable, offset: int) -> int:
+    """File position of a record: they are the table's end."""
+    records = POOL // 8192 * 128
+    return table.size_bytes - records + offset // 8192 * 128
+
+
+def test_what_was_written_is_found_again(table: SlotTable) -> None:
+    store(table, 65536, key=bytes(range(64)), length=65536)
+    store(table, POOL - 65536, name=b"b", key=b"12345678")
+    first, second = table.scan()
+    assert (first.offset, first.slot_bytes, first.fingerprint) == (65536, 65536, b"a" * 32)
+    assert (first.group, first.rank, first.world_size) == (3, 5, 8)
+    assert (first.key, first.first_block, first.length, first.checksum) == (bytes(range(64)), 2, 65536, 0)
+    assert (second.offset, second.fingerprint, second.key) == (POOL - 65536, b"b" * 32, b"12345678")
+    assert second.generation > first.generation
+
+
+def test_slots_at_odd_pages_are_told_apart(table: SlotTable) -> None:
+    table.set_region(0, 12288)
+    offsets = [i * 12288 for i in range(9)]
+    for offset in offsets:
+        store(table, offset)
+    assert found(table) == offsets
+
+
+def test_a_successor_reads_the_table_by_its_descriptor_alone(table: SlotTable) -> None:
+    store(table, 0)
+    kept = os.dup(table.fd)
+    table.close()
+    assert [record.offset for record in scan_table(kept)] == [0]
+    os.close(kept)
+
+
+def test_a_slot_being_written_is_not_ready(table: SlotTable) -> None:
+    table.mark_writing(0, b"a" * 32, 0, b"key", 0, 1)
+    assert found(table) == []
+    table.mark_ready(0, 0, 10)
+    assert found(table) == [0]
+
+
+def test_a_freed_slot_is_gone_and_can_be_written_again(table: SlotTable) -> None:
+    store(table, 0)
+    table.free(0)
+    table.free(0)
+    assert found(table) == []
+    store(table, 0, name=b"b")
+    assert [record.fingerprint for record in table.scan()] == [b"b" * 32]
+
+
+@pytest.mark.parametrize("byte", range(8, 124))
+def test_a_torn_record_is_dropped(table: SlotTable, byte: int) -> None:
+    store(table, 0)
+    store(table, 65536)
+    position = record_at(table, 0) + byte
+    (value,) = os.pread(table.fd, 1, position)
+    os.pwrite(table.fd, bytes([value ^ 0x41]), position)
+    assert found(table) == [65536]
+
+
+def test_ready_over_the_fields_of_a_writer_that_died_is_dropped(table: SlotTable) -> None:
+    """The state alone is not believed: fields of a WRITING record have no right checksum."""
+    store(table, 0)
+    table.free(0)
+    table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)
+    os.pwrite(table.fd, SlotState.READY.to_bytes(8, "little"), record_at(table, 0))
+    assert found(table) == []
+
+
+def test_a_namespace_place_used_again_does_not_adopt_old_records(table: SlotTable) -> None:
+    store(table, 0, name=b"a")
+    before = os.pread(table.fd, 128, record_at(table, 0))
+    table.free(0)
+    store(table, 65536, name=b"b")  # takes the place that a had
+    os.pwrite(table.fd, before, record_at(table, 0))
+    assert [(record.offset, record.fingerprint) for record in table.scan()] == [(65536, b"b" * 32)]
+
+
+def test_more_namespaces_than_the_table_names_are_served_but_not_found() -> None:
+    with_few = SlotTable(MIB, MIB)
+    with_few.set_region(0, 8192)
+    try:
+        for index in range(100):
+            with_few.mark_writing(index * 8192, index.to_bytes(32, "little"), 0, b"k", 0, 1)
+            with_few.mark_ready(index * 8192, 0, 1)
+        assert found(with_few) == [index * 8192 for index in range(64)]
+        for index in range(100):
+            with_few.free(index * 8192)
+        store(with_few, 0)
+        assert found(with_few) == [0]
+    finally:
+        with_few.close()
+
+
+def test_records_at_odds_with_their_region_are_dropped(table: SlotTable) -> None:
+    store(table, 8 * 65536)
+    store(table, 9 * 65536)
+    table.set_region(0, 131072)
+    assert found(table) == [8 * 65536]
+    table.set_region(0, 0)
+    assert found(table) == []
+
+
+def test_misuse_is_refused(table: SlotTable) -> None:
+    with pytest.raises(ValueError, match="is not being written"):
+        table.mark_ready(0, 0, 1)
+    store(table, 0)
+    with pytest.raises(ValueError, match="in use"):
+        table.mark_writing(0, b"a" * 32, 0, b"k", 0, 1)
+    for offset in (-8192, 1000, POOL, POOL - 4096):
+        with pytest.raises(ValueError, match="No slot begins"):
+            table.free(offset)
+    with pytest.raises(ValueError, match="at most 64"):
+        table.mark_writing(65536, b"a" * 32, 0, b"k" * 65, 0, 1)
+    with pytest.raises(ValueError, match="32 bytes"):
+        table.mark_writing(65536, b"short", 0, b"k", 0, 1)
+    assert found(table) == [0]
+
+
+@pytest.mark.parametrize(("position", "sentence"), [(0, "no slot table"), (8, "format"), (16, "boot"), (40, "damaged")])
+def test_a_header_that_does_not_fit_is_refused(table: SlotTable, position: int, sentence: str) -> None:
+    (value,) = os.pread(table.fd, 1, position)
+    os.pwrite(table.fd, bytes([value ^ 0xFF]), position)
+    with pytest.raises(BadTable, match=sentence):
+        list(table.scan())
+
+
+def test_an_empty_file_is_no_table() -> None:
+    fd = os.memfd_create("empty")
+    try:
+        with pytest.raises(BadTable, match="no slot table"):
+            list(scan_table(fd))
+    finally:
+        os.close(fd)
+
+
+def test_the_table_of_another_boot_is_refused() -> None:
+    old = SlotTable(POOL, REGION, boot_id=bytes(16))
+    try:
+        with pytest.raises(BadTable, match="last boot"):
+            list(old.scan())
+    finally:
+        old.close()
+
+
+def test_the_table_is_sealed_and_scanning_fills_no_holes(table: SlotTable) -> None:
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(table.fd, 0)
+    store(table, POOL // 2)
+    before = os.fstat(table.fd).st_blocks
+    assert found(table) == [POOL // 2]
+    assert os.fstat(table.fd).st_blocks == before
+    assert before * 512 < table.size_bytes // 10
+
+
+@pytest.mark.parametrize("pool_bytes", [4 * MIB, 64 * MIB, 1 << 30, 2 << 40])
+def test_the_table_is_at_most_two_percent_of_the_pool(pool_bytes: int) -> None:
+    assert table_bytes(pool_bytes, max(4 * MIB, pool_bytes // 64)) <= pool_bytes * 0.02
+
+
+def test_the_state_is_the_first_aligned_word_of_a_record(table: SlotTable) -> None:
+    """The promise of the format that a store of READY cannot tear rests on this."""
+    store(table, 65536)
+    position = record_at(table, 65536)
+    assert position % 64 == 0
+    assert os.pread(table.fd, 8, position) == ctypes.c_uint64(SlotState.READY).value.to_bytes(8, "little")
+    assert FORMAT_VERSION == 1

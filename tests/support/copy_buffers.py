@@ -1,0 +1,57 @@
+"""Memory for plans: one engine buffer, one pool buffer, and the plain way to copy between them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.transfer.layout import GroupLayout
+from kvoffd.transfer.plan import Direction, Plan
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
+    """Bytes of which no two stretches are alike."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def address_of(buffer: Bytes) -> int:
+    """Where the buffer begins."""
+    return int(buffer.ctypes.data)
+
+
+def execute(plan: Plan) -> None:
+    """Executes a plan one piece after the other."""
+    for piece in zip(plan.destination.tolist(), plan.source.tolist(), plan.size.tolist(), strict=True):
+        ctypes.memmove(*piece)
+
+
+def reference_copy(
+    layout: GroupLayout,
+    direction: Direction,
+    block_ids: list[int],
+    first_block: int,
+    slot_address: list[int],
+    chosen: list[bool] | None,
+) -> int:
+    """What a plan must do, said as plainly as can be: the definition of a slot's layout. Returns the bytes."""
+    nbytes = 0
+    for number, block in enumerate(block_ids):
+        key, sub = divmod(first_block + number, layout.blocks_per_key)
+        if chosen is not None and not chosen[key]:
+            continue
+        at = slot_address[key]
+        for address, stride, page in zip(
+            layout.tensor_address.tolist(), layout.stride.tolist(), layout.page_bytes.tolist(), strict=True
+        ):
+            engine, pool = address + block * stride, at + sub * page
+            if direction is Direction.STORE:
+                ctypes.memmove(pool, engine, page)
+            else:
+                ctypes.memmove(engine, pool, page)
+            at += layout.blocks_per_key * page
+            nbytes += page
+    return nbytes

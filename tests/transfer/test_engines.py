@@ -1,0 +1,327 @@
+"""What every transfer engine must do. An engine joins by adding a rig to ``RIGS``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from support.copy_buffers import address_of, random_bytes
+
+from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.host import HostEngine, copy_stroke
+from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.strokes import Stroke
+
+FOREVER = float("inf")
+PIECE = 4096
+WAIT_S = 10.0
+
+
+class Rig:
+    """An engine whose steps can be held up, made to fail, and whose clock the test moves."""
+
+    now = 100.0
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.at_gate = threading.Event()
+        self.broken = False
+        self.steps = 0
+        self.engine: TransferEngine
+
+    def clock(self) -> float:
+        return self.now
+
+    def step(self) -> None:
+        """To be called by the engine before every step."""
+        self.steps += 1
+        if not self.gate.is_set():
+            self.at_gate.set()
+            assert self.gate.wait(WAIT_S)
+        if self.broken:
+            raise RuntimeError("the copy is broken")
+
+    def hold(self) -> None:
+        """From here on the engine stops before its next step, until ``release``."""
+        self.at_gate.clear()
+        self.gate.clear()
+
+    def release(self) -> None:
+        self.gate.set()
+
+
+class HostRig(Rig):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def copy(stroke: Stroke) -> None:
+            self.step()
+            copy_stroke(stroke)
+
+        self.engine = HostEngine(clock=self.clock, copy=copy)
+
+
+RIGS: list[Callable[[], Rig]] = [HostRig]
+
+
+@pytest.fixture(params=RIGS)
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    rig: Rig = request.param()
+    yield rig
+    rig.release()
+    assert rig.engine.close(WAIT_S)
+
+
+class Job:
+    """A transfer between buffers of its own, and how it ended."""
+
+    def __init__(
+        self, pieces: int = 8, direction: Direction = Direction.STORE, deadline: float = FOREVER, seed: int = 0
+    ) -> None:
+        self.source = random_bytes(pieces * PIECE, seed)
+        self.destination = np.zeros_like(self.source)
+        # Sizes that differ from piece to piece, so that the job has many steps.
+        offset = np.arange(pieces, dtype=np.uint64) * np.uint64(PIECE)
+        size = np.uint64(PIECE) - np.arange(pieces, dtype=np.uint64) % np.uint64(3)
+        self.nbytes = int(size.sum())
+        plan = Plan(
+            offset + np.uint64(address_of(self.destination)),
+            offset + np.uint64(address_of(self.source)),
+            size,
+            self.nbytes,
+        )
+        self.ends: list[tuple[Outcome, float]] = []
+        self.done = threading.Event()
+        self.transfer = Transfer(direction, plan, deadline, self._on_done)
+
+    def _on_done(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+        assert transfer is self.transfer
+        self.ends.append((outcome, seconds))
+        self.done.set()
+
+    def outcome(self) -> Outcome:
+        assert self.done.wait(WAIT_S), "the transfer did not end"
+        return self.ends[0][0]
+
+    def is_copied(self) -> bool:
+        for piece in range(self.source.size // PIECE):
+            part = slice(piece * PIECE, (piece + 1) * PIECE - piece % 3)
+            if not np.array_equal(self.destination[part], self.source[part]):
+                return False
+        return True
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_transfer_copies_every_byte_and_ends_once(rig: Rig, direction: Direction) -> None:
+    job = Job(pieces=100, direction=direction)
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DONE
+    assert job.is_copied()
+    assert rig.engine.close(WAIT_S)
+    assert len(job.ends) == 1
+    assert job.ends[0][1] > 0.0
+
+
+def test_an_empty_transfer_is_done(rig: Rig) -> None:
+    job = Job(pieces=0)
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DONE
+
+
+def test_transfers_of_a_direction_start_in_their_order(rig: Rig) -> None:
+    order: list[int] = []
+    done = threading.Event()
+
+    def note(number: int) -> Callable[[Transfer, Outcome, float], None]:
+        def on_done(transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+            order.append(number)
+            if len(order) == 50:
+                done.set()
+
+        return on_done
+
+    jobs = [Job(pieces=2) for _ in range(50)]
+    for number, job in enumerate(jobs):
+        rig.engine.submit(Transfer(Direction.LOAD, job.transfer.plan, FOREVER, note(number)))
+    assert done.wait(WAIT_S)
+    assert order == list(range(50))
+
+
+def test_submitting_never_waits_and_the_load_counts_what_is_there(rig: Rig) -> None:
+    rig.hold()
+    jobs = [Job() for _ in range(5)]
+    for job in jobs:
+        rig.engine.submit(job.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    load = rig.engine.load_of(Direction.STORE)
+    assert (load.queued, load.running, load.bytes, load.busy_seconds) == (4, 1, 0, 0.0)
+    assert rig.engine.load_of(Direction.LOAD)[:2] == (0, 0)
+    rig.release()
+    for job in jobs:
+        assert job.outcome() is Outcome.DONE
+    load = rig.engine.load_of(Direction.STORE)
+    assert (load.queued, load.running, load.bytes) == (0, 0, sum(job.nbytes for job in jobs))
+    assert load.busy_seconds > 0.0
+
+
+def test_a_load_does_not_wait_behind_a_store(rig: Rig) -> None:
+    rig.hold()
+    store, load = Job(), Job(pieces=0, direction=Direction.LOAD)
+    rig.engine.submit(store.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    rig.engine.submit(load.transfer)
+    assert load.outcome() is Outcome.DONE
+    assert not store.ends
+
+
+def test_a_waiting_transfer_can_be_cancelled_and_writes_nothing(rig: Rig) -> None:
+    rig.hold()
+    first, second, third = Job(), Job(), Job()
+    for job in (first, second, third):
+        rig.engine.submit(job.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    assert rig.engine.cancel(second.transfer)
+    assert second.ends == [(Outcome.CANCELLED, 0.0)]
+    assert not rig.engine.cancel(second.transfer)
+    rig.release()
+    assert first.outcome() is Outcome.DONE
+    assert third.outcome() is Outcome.DONE
+    assert not second.destination.any()
+    assert len(second.ends) == 1
+
+
+def test_a_running_or_ended_transfer_cannot_be_cancelled(rig: Rig) -> None:
+    rig.hold()
+    job = Job()
+    rig.engine.submit(job.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    assert not rig.engine.cancel(job.transfer)
+    rig.release()
+    assert job.outcome() is Outcome.DONE
+    assert not rig.engine.cancel(job.transfer)
+    assert not rig.engine.cancel(Job().transfer)
+
+
+def test_an_abandoned_transfer_ends_at_its_next_step(rig: Rig) -> None:
+    rig.hold()
+    job = Job(pieces=100)
+    rig.engine.submit(job.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    rig.engine.abandon(job.transfer)
+    assert not job.ends
+    rig.release()
+    assert job.outcome() is Outcome.FAILED
+    assert rig.steps == 1
+    assert not job.is_copied()
+
+
+def test_a_transfer_abandoned_while_it_waits_writes_nothing(rig: Rig) -> None:
+    rig.hold()
+    first, second = Job(), Job()
+    rig.engine.submit(first.transfer)
+    rig.engine.submit(second.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    rig.engine.abandon(second.transfer)
+    rig.release()
+    assert second.outcome() is Outcome.FAILED
+    assert not second.destination.any()
+
+
+def test_a_transfer_whose_deadline_passed_while_it_waited_writes_nothing(rig: Rig) -> None:
+    job = Job(deadline=rig.now)
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DEADLINE
+    assert not job.destination.any()
+
+
+def test_a_running_transfer_ends_at_the_step_after_its_deadline(rig: Rig) -> None:
+    rig.hold()
+    job = Job(pieces=100, deadline=rig.now + 5)
+    rig.engine.submit(job.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    rig.now += 5
+    rig.release()
+    assert job.outcome() is Outcome.DEADLINE
+    assert rig.steps == 1
+    assert 0 < rig.engine.load_of(Direction.STORE).bytes < job.nbytes
+
+
+def test_a_failing_copy_fails_its_transfer_and_not_the_engine(rig: Rig) -> None:
+    rig.broken = True
+    bad = Job()
+    rig.engine.submit(bad.transfer)
+    assert bad.outcome() is Outcome.FAILED
+    rig.broken = False
+    good = Job()
+    rig.engine.submit(good.transfer)
+    assert good.outcome() is Outcome.DONE
+    assert len(bad.ends) == 1
+
+
+def test_an_owner_that_raises_does_not_end_the_engine(rig: Rig) -> None:
+    def raises(transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+        raise RuntimeError("a bug of the owner's")
+
+    bad = Job()
+    rig.engine.submit(Transfer(Direction.STORE, bad.transfer.plan, FOREVER, raises))
+    job = Job()
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DONE
+    assert bad.is_copied()
+
+
+def test_closing_cancels_what_waits_and_abandons_what_runs(rig: Rig) -> None:
+    rig.hold()
+    running, waiting = Job(pieces=100), Job()
+    rig.engine.submit(running.transfer)
+    rig.engine.submit(waiting.transfer)
+    assert rig.at_gate.wait(WAIT_S)
+    assert not rig.engine.close(0.0), "a thread still copies, so the memory must stay"
+    assert waiting.outcome() is Outcome.CANCELLED
+    rig.release()
+    assert rig.engine.close(WAIT_S)
+    assert running.outcome() is Outcome.FAILED
+    late = Job()
+    rig.engine.submit(late.transfer)
+    assert late.outcome() is Outcome.CANCELLED
+    assert rig.engine.close(WAIT_S)
+
+
+def test_every_transfer_ends_once_whatever_is_done_to_it(rig: Rig) -> None:
+    """Submits, cancels, abandons from several threads at once."""
+    jobs = [Job(pieces=20, direction=list(Direction)[i % 2], seed=i % 3) for i in range(200)]
+
+    def meddle(remainder: int) -> None:
+        for index in range(remainder, len(jobs), 4):
+            transfer = jobs[index].transfer
+            rig.engine.submit(transfer)
+            if index % 3 == 0:
+                rig.engine.cancel(transfer)
+            if index % 5 == 0:
+                rig.engine.abandon(transfer)
+
+    threads = [threading.Thread(target=meddle, args=(remainder,)) for remainder in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    for index, job in enumerate(jobs):
+        outcome = job.outcome()
+        if index % 3 and index % 5:
+            assert outcome is Outcome.DONE
+        if outcome is Outcome.DONE:
+            assert job.is_copied()
+        if outcome is Outcome.CANCELLED:
+            assert not job.destination.any()
+    assert rig.engine.close(WAIT_S)
+    assert all(len(job.ends) == 1 for job in jobs)
+
+
+def test_closing_an_idle_engine_takes_no_time(rig: Rig) -> None:
+    started = time.monotonic()
+    assert rig.engine.close(WAIT_S)
+    assert time.monotonic() - started < WAIT_S / 2

@@ -1,0 +1,121 @@
+"""Nothing outside the registered tensors can be named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvoffd.errors import BadBlockIds, BadGeometry, KvoffdError, OutOfBounds
+from kvoffd.transfer.layout import GroupLayout, build_layouts, check_blocks
+from kvoffd_proto.handles import PageRef, TensorLayout
+
+SEGMENTS = [(1 << 20, 65536), (1 << 30, 4096)]
+
+
+def build(tensor: TensorLayout, page: PageRef, blocks_per_key: int = 1) -> GroupLayout:
+    (layout,) = build_layouts(SEGMENTS, [tensor], [[page]], blocks_per_key)
+    return layout
+
+
+def test_a_layout_has_addresses_and_the_size_of_a_shard() -> None:
+    tensors = [TensorLayout(0, 0, 4096, 8), TensorLayout(1, 0, 1024, 4), TensorLayout(0, 32768, 4096, 8)]
+    first, second = build_layouts(SEGMENTS, tensors, [[PageRef(0, 4096), PageRef(2, 100)], [PageRef(1, 1000)]], 3)
+    assert first.tensor_address.tolist() == [1 << 20, (1 << 20) + 32768]
+    assert first.slot_page_offset.tolist() == [0, 3 * 4096]
+    assert (first.shard_bytes, first.block_limit) == (3 * 4196, 8)
+    assert (second.shard_bytes, second.block_limit) == (3000, 4)
+
+
+def test_a_tensor_may_end_with_its_segment_and_not_a_byte_later() -> None:
+    assert build(TensorLayout(0, 0, 8192, 8), PageRef(0, 8192)).block_limit == 8
+    # The last page need not fill its stride.
+    assert build(TensorLayout(0, 8, 8192, 8), PageRef(0, 8184)).block_limit == 8
+    with pytest.raises(OutOfBounds, match="ends at byte 65537 of segment 0, which has only 65536"):
+        build(TensorLayout(0, 1, 8192, 8), PageRef(0, 8192))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "page", "error"),
+    [
+        (TensorLayout(2, 0, 1, 1), PageRef(0, 1), OutOfBounds),
+        (TensorLayout(-1, 0, 1, 1), PageRef(0, 1), OutOfBounds),
+        (TensorLayout(0, 65536, 1, 1), PageRef(0, 1), OutOfBounds),
+        (TensorLayout(0, 2**63 - 1, 2**63 - 1, 2**31 - 1), PageRef(0, 1), OutOfBounds),
+        (TensorLayout(0, 0, 2**62, 5), PageRef(0, 1), OutOfBounds),  # 4 * 2**62 is 0 in 64 bits
+        (TensorLayout(0, 2**64, 1, 1), PageRef(0, 1), OutOfBounds),
+        (TensorLayout(0, -1, 1, 1), PageRef(0, 1), BadGeometry),
+        (TensorLayout(0, 0, 0, 2), PageRef(0, 1), BadGeometry),
+        (TensorLayout(0, 0, 16, 0), PageRef(0, 1), BadGeometry),
+        (TensorLayout(0, 0, 16, 2), PageRef(0, 17), BadGeometry),
+        (TensorLayout(0, 0, 16, 2), PageRef(0, 0), BadGeometry),
+        (TensorLayout(0, 0, 16, 2), PageRef(1, 1), OutOfBounds),
+        (TensorLayout(0, 0, 16, 2), PageRef(-1, 1), OutOfBounds),
+    ],
+)
+def test_what_reaches_outside_or_makes_no_sense_is_refused(
+    tensor: TensorLayout, page: PageRef, error: type[KvoffdError]
+) -> None:
+    with pytest.raises(error):
+        build(tensor, page)
+
+
+def test_one_block_may_be_larger_than_its_stride() -> None:
+    assert build(TensorLayout(0, 0, 1, 1), PageRef(0, 65536)).shard_bytes == 65536
+
+
+def test_a_tensor_no_group_uses_is_checked_too() -> None:
+    with pytest.raises(OutOfBounds):
+        build_layouts(SEGMENTS, [TensorLayout(0, 0, 16, 2), TensorLayout(0, 0, 65536, 2)], [[PageRef(0, 1)]], 1)
+
+
+def test_groups_without_layers_and_endless_shards_are_refused() -> None:
+    with pytest.raises(BadGeometry, match="Group 1 has no layers"):
+        build_layouts(SEGMENTS, [TensorLayout(0, 0, 16, 2)], [[PageRef(0, 1)], []], 1)
+    with pytest.raises(BadGeometry, match="fewer blocks per key"):
+        build(TensorLayout(0, 0, 16, 2), PageRef(0, 16), 2**60)
+    with pytest.raises(BadGeometry, match="at least one"):
+        build(TensorLayout(0, 0, 16, 2), PageRef(0, 16), 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "keys", "first_block", "store", "load"),
+    [
+        (8, 2, 0, True, True),
+        (7, 2, 0, False, True),
+        (7, 2, 1, True, True),
+        (5, 2, 0, False, True),
+        (4, 2, 0, False, False),
+        (9, 2, 0, False, False),
+        (8, 2, 1, False, False),
+        (1, 1, 3, True, True),
+        (4, 2, 4, False, False),
+        (9, 2, -1, False, False),
+        (0, 1, 0, False, False),
+        (0, 1, 3, False, False),
+        (0, 0, 0, False, False),
+    ],
+)
+def test_block_ids_must_fit_the_keys(count: int, keys: int, first_block: int, store: bool, load: bool) -> None:
+    layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024), blocks_per_key=4)
+    ids = np.arange(count, dtype=np.int32)
+    for exact, good in ((True, store), (False, load)):
+        if good:
+            check_blocks(layout, ids, keys, first_block, exact)
+        else:
+            with pytest.raises(BadBlockIds):
+                check_blocks(layout, ids, keys, first_block, exact)
+
+
+@pytest.mark.parametrize("wrong", [-1, 16, 2**31 - 1, -(2**31)])
+def test_one_block_id_out_of_range_refuses_the_job(wrong: int) -> None:
+    layout = build(TensorLayout(0, 0, 1024, 16), PageRef(0, 1024))
+    check_blocks(layout, np.array([0, 15, 0], dtype=np.int32), 3, 0, True)
+    with pytest.raises(BadBlockIds, match=f"Block id {wrong} .* run to 15"):
+        check_blocks(layout, np.array([0, wrong, 15], dtype=np.int32), 3, 0, True)
+
+
+def test_the_shortest_tensor_of_a_group_bounds_its_block_ids() -> None:
+    tensors = [TensorLayout(0, 0, 1024, 16), TensorLayout(0, 0, 1024, 4)]
+    (layout,) = build_layouts(SEGMENTS, tensors, [[PageRef(0, 1024), PageRef(1, 1024)]], 1)
+    with pytest.raises(BadBlockIds, match="run to 3"):
+        check_blocks(layout, np.array([4], dtype=np.int32), 1, 0, True)

@@ -1,0 +1,183 @@
+"""Plans copy what they should: against a plain reference, byte by byte."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.copy_buffers import address_of, execute, random_bytes, reference_copy
+
+from kvoffd.transfer.host import copy_stroke
+from kvoffd.transfer.layout import GroupLayout, build_layouts, check_blocks
+from kvoffd.transfer.plan import Direction, Plan, concatenate, plan_copy
+from kvoffd.transfer.strokes import iterate_strokes
+from kvoffd_proto.handles import PageRef, TensorLayout
+
+
+@dataclass
+class Job:
+    """Everything ``plan_copy`` is asked."""
+
+    tensors: list[TensorLayout]
+    pages: list[PageRef]
+    blocks_per_key: int
+    block_ids: list[int]
+    first_block: int
+    slots: list[int]
+    chosen: list[bool] | None
+    engine_bytes: int
+    pool_bytes: int
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Layers evenly spaced or not, in one tensor or several; blocks in order or not; slots in runs or not."""
+    num_blocks = draw(st.integers(1, 12))
+    layers = draw(st.integers(1, 5))
+    pages = draw(st.lists(st.integers(1, 40), min_size=layers, max_size=layers))
+    if draw(st.booleans()):
+        pages = [pages[0]] * layers
+    together = draw(st.booleans())  # all layers of a block side by side, as vLLM's cross-layer layout has them
+    tensors, end = [], 0
+    for layer, page in enumerate(pages):
+        if together:
+            offset, stride = sum(pages[:layer]), sum(pages)
+        else:
+            stride = page + draw(st.sampled_from([0, 0, 3]))
+            offset = end + draw(st.sampled_from([0, 0, 5]))
+        tensors.append(TensorLayout(0, offset, stride, num_blocks))
+        end = max(end, offset + (num_blocks - 1) * stride + page)
+    blocks_per_key = draw(st.integers(1, 4))
+    keys = draw(st.integers(1, 5))
+    first_block = draw(st.integers(0, blocks_per_key - 1))
+    last = draw(st.integers((keys - 1) * blocks_per_key + 1, keys * blocks_per_key))
+    count = max(1, last - first_block)
+    ids = draw(st.lists(st.integers(0, num_blocks - 1), min_size=count, max_size=count, unique=count <= num_blocks))
+    if draw(st.booleans()):
+        ids.sort()
+    shard = blocks_per_key * sum(pages)
+    slot = shard + draw(st.sampled_from([0, 7]))
+    order = draw(st.permutations(range(keys))) if draw(st.booleans()) else list(range(keys))
+    chosen = draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=keys, max_size=keys)))
+    page_refs = [PageRef(layer, page) for layer, page in enumerate(pages)]
+    slots = [place * slot for place in order]
+    return Job(tensors, page_refs, blocks_per_key, ids, first_block, slots, chosen, end, keys * slot)
+
+
+@settings(max_examples=400, deadline=None)
+@given(job=jobs(), direction=st.sampled_from(Direction), limit_bytes=st.sampled_from([16, 100, 1 << 20]))
+def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, limit_bytes: int) -> None:
+    def run(how: str) -> tuple[bytes, bytes, int]:
+        engine, pool = random_bytes(job.engine_bytes, 1), random_bytes(job.pool_bytes, 2)
+        layout = layout_at(address_of(engine), job)
+        slots = [address_of(pool) + slot for slot in job.slots]
+        if how == "reference":
+            nbytes = reference_copy(layout, direction, job.block_ids, job.first_block, slots, job.chosen)
+        else:
+            ids = np.array(job.block_ids, dtype=np.int32)
+            chosen = None if job.chosen is None else np.array(job.chosen)
+            plan = plan_copy(layout, direction, ids, job.first_block, np.array(slots, dtype=np.uint64), chosen)
+            nbytes = plan.nbytes
+            assert int(plan.size.sum()) == nbytes
+            if how == "pieces":
+                execute(plan)
+            for stroke in (s for part in iterate_strokes(plan, limit_bytes) for s in part if how == "strokes"):
+                assert stroke[2] * stroke[3] * stroke[6] <= limit_bytes
+                copy_stroke(stroke)
+        return engine.tobytes(), pool.tobytes(), nbytes
+
+    # A load of two keys into one block leaves either's bytes; ids are distinct wherever there are enough of them.
+    if direction is Direction.LOAD and len(set(job.block_ids)) < len(job.block_ids):
+        return
+    expected = run("reference")
+    assert run("pieces") == expected
+    assert run("strokes") == expected
+
+
+def layout_at(address: int, job: Job) -> GroupLayout:
+    (layout,) = build_layouts([(address, job.engine_bytes)], job.tensors, [job.pages], job.blocks_per_key)
+    return layout
+
+
+def evenly_spaced(layers: int, blocks: int, page: int, blocks_per_key: int) -> GroupLayout:
+    """Layers one after the other in a segment that begins at 2**40; never copied."""
+    tensors = [TensorLayout(0, layer * blocks * page, page, blocks) for layer in range(layers)]
+    pages = [PageRef(layer, page) for layer in range(layers)]
+    (layout,) = build_layouts([(2**40, layers * blocks * page)], tensors, [pages], blocks_per_key)
+    return layout
+
+
+def plan_of(layout: GroupLayout, ids: list[int], slots: list[int], first_block: int = 0) -> Plan:
+    numbers = np.array(ids, dtype=np.int32)
+    return plan_copy(layout, Direction.STORE, numbers, first_block, np.array(slots, dtype=np.uint64))
+
+
+def test_neighbouring_blocks_of_a_key_are_one_piece_a_layer() -> None:
+    plan = plan_of(evenly_spaced(3, 16, 4096, 4), [4, 5, 6, 7], [0])
+    assert plan.size.tolist() == [4 * 4096] * 3
+    assert plan.destination.tolist() == [0, 16384, 32768]
+
+
+def test_neighbouring_blocks_in_neighbouring_slots_are_one_piece() -> None:
+    plan = plan_of(evenly_spaced(1, 16, 8192, 1), [3, 4, 5, 9], [0, 8192, 16384, 24576])
+    assert plan.size.tolist() == [3 * 8192, 8192]
+
+
+def test_blocks_whose_layers_lie_side_by_side_are_one_piece() -> None:
+    tensors = [TensorLayout(0, layer * 4096, 4 * 4096, 8) for layer in range(4)]
+    (layout,) = build_layouts([(2**40, 8 * 4 * 4096)], tensors, [[PageRef(layer, 4096) for layer in range(4)]], 1)
+    plan = plan_of(layout, [2, 6], [0, 2**20])
+    assert plan.size.tolist() == [16384, 16384]
+
+
+def test_the_layers_of_a_block_follow_each_other() -> None:
+    """The order HostEngine's strided copies rest on."""
+    layout = evenly_spaced(4, 16, 4096, 2)
+    plan = plan_of(layout, [9, 1], [0])
+    blocks = ((plan.source - np.uint64(2**40)) // np.uint64(4096) % np.uint64(16)).tolist()
+    assert blocks == [9, 9, 9, 9, 1, 1, 1, 1]
+    ((stroke,),) = iterate_strokes(plan, 1 << 20)
+    assert stroke[3] * stroke[6] == 8
+
+
+def test_nothing_chosen_is_an_empty_plan() -> None:
+    layout = evenly_spaced(2, 4, 4096, 1)
+    ids, slots = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.uint64)
+    plan = plan_copy(layout, Direction.LOAD, ids, 0, slots, np.zeros(2, dtype=np.bool_))
+    assert (plan.pieces, plan.nbytes) == (0, 0)
+    assert list(iterate_strokes(plan, 1 << 20)) == []
+
+
+def test_plans_are_joined_end_to_end() -> None:
+    layout = evenly_spaced(2, 4, 4096, 1)
+    one, two = plan_of(layout, [1], [0]), plan_of(layout, [3], [2**20])
+    both = concatenate([one, two])
+    assert both.nbytes == one.nbytes + two.nbytes
+    assert both.source.tolist() == one.source.tolist() + two.source.tolist()
+    assert concatenate([]).pieces == 0
+    assert concatenate([one]) is one
+
+
+def test_layers_far_above_the_sign_bit_do_not_wrap() -> None:
+    (layout,) = build_layouts([(2**56, 2**40)], [TensorLayout(0, 0, 2**30, 1000)], [[PageRef(0, 2**20)]], 1)
+    plan = plan_of(layout, [999], [2**47])
+    assert plan.source.tolist() == [2**56 + 999 * 2**30]
+
+
+@pytest.mark.parametrize("blocks_per_key", [1, 4])
+def test_ten_thousand_pieces_are_planned_in_two_milliseconds(blocks_per_key: int) -> None:
+    layers, blocks = 20, 500
+    layout = evenly_spaced(layers, blocks, 4096, blocks_per_key)
+    ids = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+    slots = np.arange(blocks // blocks_per_key, dtype=np.uint64) * np.uint64(layout.shard_bytes)
+    times = []
+    for _ in range(10):
+        started = time.perf_counter()
+        check_blocks(layout, ids, blocks // blocks_per_key, 0, True)
+        plan_copy(layout, Direction.STORE, ids, 0, slots)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.002
