@@ -88,7 +88,16 @@ class SchedulerClient:
         with connection.lock:
             ticket = self._session.lookup(groups, counts, time.monotonic())
             connection.flush()
+        ticket.waiter = connection.wait
         return ticket
+
+    def poll(self) -> None:
+        """Take in answers that have arrived, here and now; without it they are taken in when a thread gets to it.
+
+        For callers that are about to read tickets and busy otherwise: a thread that computes keeps the GIL from the
+        client's own thread for up to ``sys.getswitchinterval()``.
+        """
+        self._connection.poll()
 
     def release(self, lease_id: int) -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet."""

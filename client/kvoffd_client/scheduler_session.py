@@ -100,8 +100,10 @@ class SchedulerSession(Session):
             if reply.pinned:
                 self._leases[ticket.lease_id] = (ticket, sent_at + reply.ttl_ms / 1000)
             ticket.answer(reply.states, reply.pinned, now)
+            self.on_change()
             return
         ticket.fail()
+        self.on_change()
         if not isinstance(reply, KvoffdClientError):
             self.lose(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif not isinstance(reply, RequestRefused):

@@ -363,7 +363,8 @@ class Session:
         """Log once per outage and reason."""
         if sentence != self._warned:
             self._warned = sentence
-            log.warning("%s", sentence)
+            # An administrator's call raises the sentence; the log need not repeat it.
+            log.log(logging.DEBUG if self.identity.role is Role.ADMIN else logging.WARNING, "%s", sentence)
 
     # --- heartbeat -------------------------------------------------------------------------------
 

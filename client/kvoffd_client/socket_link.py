@@ -17,6 +17,8 @@ from kvoffd_proto.lifeline import Attach, encode_frame
 from kvoffd_proto.sockets import SocketPaths
 
 READ_BYTES = 65536
+RECONNECT_MS = 20
+"""A daemon that starts binds its lifeline first; its other sockets follow at once."""
 MAX_MESSAGE_BYTES = 1 << 28
 """Largest message taken from the daemon: a bound against garbage."""
 
@@ -33,6 +35,7 @@ class SocketLink:
         self._paths = paths
         self._options = options
         self._epoll = select.epoll()
+        self._messages_epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._context = zmq.Context(io_threads=1)
@@ -72,6 +75,7 @@ class SocketLink:
     def _connect(self, kind: int, path: str) -> zmq.Socket[bytes]:
         connected: zmq.Socket[bytes] = self._context.socket(kind)
         connected.setsockopt(zmq.LINGER, 0)
+        connected.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         connected.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
         connected.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         if kind == zmq.DEALER:
@@ -79,6 +83,7 @@ class SocketLink:
             connected.setsockopt(zmq.IMMEDIATE, 1)
         connected.connect(f"ipc://{path}")
         self._epoll.register(connected.FD, select.EPOLLIN)
+        self._messages_epoll.register(connected.FD, select.EPOLLIN)
         return connected
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -141,6 +146,7 @@ class SocketLink:
         for connected in (self._jobs, self._events):
             if connected is not None:
                 self._epoll.unregister(connected.FD)
+                self._messages_epoll.unregister(connected.FD)
                 connected.close(linger=0)
         self._jobs = self._events = None
         self._unsent.clear()
@@ -198,6 +204,10 @@ class SocketLink:
                 lifelines = True
         return lifelines
 
+    def sleep_for_messages(self, timeout_s: float) -> None:
+        """As sleep(), but only messages end it: for a thread that reads them while the I/O thread stands by."""
+        self._messages_epoll.poll(timeout_s)
+
     # --- the end ---------------------------------------------------------------------------------
 
     def shut(self) -> None:
@@ -208,6 +218,7 @@ class SocketLink:
         self._draining.clear()
         self._context.term()
         self._epoll.close()
+        self._messages_epoll.close()
         os.close(self._wake_fd)
 
     def forget_in_child(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
 from kvoffd_proto.messages import READY
 
 _READY_BYTE = bytes([READY])
+
+Waiter = Callable[[Callable[[], bool], float], bool]
+"""Waits until its first argument says True, for at most its second, in seconds; returns what the first says."""
 
 
 class LookupTicket:
@@ -22,7 +25,7 @@ class LookupTicket:
         alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
     """
 
-    __slots__ = ("_waiters", "alive", "answered_at", "done", "failed", "lease_id", "pinned", "states")
+    __slots__ = ("alive", "answered_at", "done", "failed", "lease_id", "pinned", "states", "waiter")
 
     def __init__(self, lease_id: int) -> None:
         self.lease_id = lease_id
@@ -32,7 +35,7 @@ class LookupTicket:
         self.pinned = 0
         self.answered_at = 0.0
         self.alive = False
-        self._waiters: list[threading.Lock] = []
+        self.waiter: Waiter | None = None
 
     def leading_ready(self, index: int = 0) -> int:
         """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""
@@ -43,30 +46,17 @@ class LookupTicket:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until done. Returns False when it is not after ``timeout_s`` seconds."""
-        if self.done:
-            return True
-        # A bare lock, handed over by its release, wakes faster than a Condition (no second lock to take).
-        gate = threading.Lock()
-        gate.acquire()
-        self._waiters.append(gate)
-        if not self.done:  # else: answered in between, maybe before the gate was seen
-            gate.acquire(timeout=timeout_s)
-        return self.done
+        return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
 
     def answer(self, states: list[bytes], pinned: int, now: float) -> None:
         """Settle with the daemon's answer. For the session only."""
         if self.done:
             return
         self.states, self.pinned, self.answered_at, self.alive = states, pinned, now, pinned > 0
-        self._settle()
+        self.done = True  # last, since readers hold no lock
 
     def fail(self) -> None:
         """Settle without one. For the session only."""
         if not self.done:
             self.failed = True
-            self._settle()
-
-    def _settle(self) -> None:
-        self.done = True  # last, since readers hold no lock
-        for gate in self._waiters:
-            gate.release()
+            self.done = True

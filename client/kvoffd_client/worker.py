@@ -127,11 +127,9 @@ class WorkerClient:
             connection.flush()
 
     def take_results(self) -> list[JobResult]:
-        """Results that came since the last call."""
-        self._connection.check_process()
+        """Results that came since the last call, those that arrived this moment included."""
         session = self._session
-        if not session.results:
-            return []
+        self._connection.poll()
         with self._connection.lock:
             taken, session.results = session.results, []
         return taken

@@ -121,6 +121,10 @@ class FakeDaemon:
 
     # --- a test's steps --------------------------------------------------------------------------
 
+    def freeze(self) -> None:
+        """Hang: nothing is read or answered until ``frozen`` is cleared."""
+        self.do(self.frozen.set)
+
     def peer(self, role: m.Role) -> Peer:
         return next(peer for peer in reversed(self.peers.values()) if peer.role is role)
 
@@ -169,7 +173,7 @@ class FakeDaemon:
             self._accept()
             for peer in list(self.peers.values()):
                 self._read(peer)
-            while self._jobs.poll(0):
+            while not self.frozen.is_set() and self._jobs.poll(0):
                 self._handle(self._jobs.recv_multipart())
         for peer in list(self.peers.values()):
             peer.stream.close()
@@ -187,9 +191,13 @@ class FakeDaemon:
         stream.setblocking(False)
         peer = Peer(stream, next(self._session_ids))
         self.peers[peer.token] = peer
-        stream.send(
-            lifeline.encode_frame(lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token))
-        )
+        self._tell(peer, lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token))
+
+    def _tell(self, peer: Peer, message: lifeline.FromDaemon) -> None:
+        try:
+            peer.stream.send(lifeline.encode_frame(message), socket.MSG_NOSIGNAL)
+        except OSError:
+            self._end(peer)  # the client is gone
 
     def _read(self, peer: Peer) -> None:
         try:
@@ -206,7 +214,7 @@ class FakeDaemon:
             return
         for body in peer.frames.feed(data):
             attach = lifeline.decode_from_client(body)
-            peer.stream.send(lifeline.encode_frame(lifeline.Attached(attach.segment_id)))
+            self._tell(peer, lifeline.Attached(attach.segment_id))
 
     def _end(self, peer: Peer) -> None:
         peer.stream.close()

@@ -1,0 +1,51 @@
+"""Fixtures of the client's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from support.fake_daemon import FakeDaemon
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto.handles import PageRef, TensorLayout
+
+SPEC = NamespaceSpec.named("client-tests")
+QUICK = ClientOptions(
+    request_timeout_s=0.3, job_patience_s=0.1, unresponsive_after_s=0.5, backoff_min_s=0.01, backoff_max_s=0.1
+)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDaemon]:
+    """A scripted daemon."""
+    with FakeDaemon() as running:
+        yield running
+
+
+@pytest.fixture
+def registration() -> Iterator[Registration]:
+    """Four blocks of 64 bytes."""
+    with SharedMemory(4096) as memory:
+        yield Registration(0, 1, (memory,), (TensorLayout(0, 0, 64, 4),), ((PageRef(0, 64),),))
+
+
+@pytest.fixture
+def scheduler(fake: FakeDaemon) -> Iterator[SchedulerClient]:
+    """A connected scheduler that listens to events."""
+    with SchedulerClient(fake.directory, SPEC, subscribe_events=True, options=QUICK) as client:
+        assert client.wait_connected(5)
+        yield client
+
+
+@pytest.fixture
+def worker(fake: FakeDaemon, registration: Registration) -> Iterator[WorkerClient]:
+    """A ready worker."""
+    with WorkerClient(fake.directory, SPEC, registration, options=QUICK) as client:
+        assert client.wait_ready(5)
+        yield client

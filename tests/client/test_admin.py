@@ -1,0 +1,97 @@
+"""The administrator's client against a real daemon and a misbehaving one."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+from support.fake_daemon import FakeDaemon
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.errors import DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import BlockStored
+
+
+def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
+    key = hashlib.sha256(b"a").digest()
+    with FakeEngine(daemon.directory, layers=1, blocks=2) as engine, AdminClient(daemon.directory) as admin:
+        assert engine.store([key], [0]).ok
+        assert admin.health().healthy
+        assert admin.stats().store.jobs == 1
+        assert {session.role for session in admin.sessions().sessions} == {"scheduler", "worker", "admin"}
+        assert [item.namespace for item in admin.namespaces().namespaces] == [engine.namespace.fingerprint]
+        assert admin.clear(engine.namespace.fingerprint) == 1
+        assert admin.clear() == 0
+        daemon.kill()
+        with pytest.raises(DaemonUnavailable, match=str(daemon.directory)):
+            admin.stats()
+        daemon.start()
+        assert admin.health().healthy
+
+
+def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
+    with AdminClient(tmp_path, ClientOptions(request_timeout_s=30)) as admin:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
+                admin.stats()
+            assert time.monotonic() - began < 2
+        with pytest.raises(DaemonUnavailable, match=r"events\.sock"):
+            next(admin.events())
+
+
+def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fake: FakeDaemon) -> None:
+    with AdminClient(fake.directory, ClientOptions(request_timeout_s=0.3)) as admin:
+        assert admin.health().healthy
+        fake.freeze()
+        began = time.monotonic()
+        with pytest.raises(RequestTimeout, match=str(fake.directory)):
+            admin.health()
+        assert time.monotonic() - began < 2
+
+
+def test_refusals_are_raised_with_their_code(fake: FakeDaemon) -> None:
+    fake.answers[m.Clear] = lambda request, _: m.Error(
+        request.request_id, fake.epoch, ErrorCode.UNKNOWN_NAMESPACE, "No such namespace."
+    )
+    with AdminClient(fake.directory) as admin, pytest.raises(RequestRefused, match="No such") as caught:
+        admin.clear(bytes(32))
+    assert caught.value.code is ErrorCode.UNKNOWN_NAMESPACE
+
+
+def test_an_answer_of_the_wrong_kind_is_an_error(fake: FakeDaemon) -> None:
+    fake.answers[m.Stats] = lambda request, _: m.Done(request.request_id, fake.epoch)
+    with AdminClient(fake.directory) as admin, pytest.raises(DaemonUnavailable, match="Done"):
+        admin.stats()
+
+
+def test_the_event_tail_yields_what_happens_and_ends_at_its_timeout(daemon: DaemonProcess) -> None:
+    stop = threading.Event()
+
+    def keep_storing(engine: FakeEngine) -> None:
+        # PUB drops what comes before the subscription, so something happens until the tail has seen it.
+        number = 0
+        while not stop.wait(0.01):
+            number += 1
+            engine.store([hashlib.sha256(str(number).encode()).digest()], [0])
+
+    with FakeEngine(daemon.directory, layers=1, blocks=2) as engine, AdminClient(daemon.directory) as admin:
+        busy = threading.Thread(target=keep_storing, args=(engine,))
+        busy.start()
+        try:
+            topic, sequence, batch = next(admin.events(idle_timeout_s=10))
+        finally:
+            stop.set()
+            busy.join()
+        assert topic == b"kv@" + engine.namespace.fingerprint.hex().encode()
+        assert sequence >= 0
+        assert isinstance(batch.events[0], BlockStored)
+        assert list(admin.events(idle_timeout_s=0.3)) == []

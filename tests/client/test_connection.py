@@ -1,0 +1,256 @@
+"""The client on real sockets against a daemon that misbehaves."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from support.fake_daemon import FakeDaemon, eventually
+
+from kvoffd_client.errors import ForkedProcess
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.lifeline import Refused, encode_frame
+
+SPEC = NamespaceSpec.named("client-tests")
+QUICK = ClientOptions(
+    request_timeout_s=0.3, job_patience_s=0.1, unresponsive_after_s=0.5, backoff_min_s=0.01, backoff_max_s=0.1
+)
+KEYS = [m.GroupKeys(0, bytes(64))]
+TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(registration: Registration) -> None:
+    fake = FakeDaemon()
+    with (
+        SchedulerClient(fake.directory, SPEC, options=QUICK) as scheduler,
+        WorkerClient(fake.directory, SPEC, registration, options=QUICK) as worker,
+    ):
+        assert not scheduler.wait_connected(0.05)
+        assert str(fake.directory) in (scheduler.problem or "")
+        assert scheduler.lookup(KEYS).failed
+        worker.store(1, TRANSFER)
+        assert [result.error for result in worker.take_results()] == [ErrorCode.SESSION_ENDED]
+        assert scheduler.credit_bytes == 0
+        with fake:
+            assert scheduler.wait_connected(5)
+            assert worker.wait_ready(5)
+            assert scheduler.problem is None
+            assert scheduler.lookup(KEYS).wait(5)
+
+
+def test_a_directory_too_long_for_a_socket_is_told_as_the_problem(tmp_path: Path) -> None:
+    with SchedulerClient(tmp_path / ("x" * 120), SPEC, options=QUICK) as client:
+        eventually(lambda: "longer than" in (client.problem or ""))
+
+
+def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
+    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
+) -> None:
+    for epoch in (2, 3):
+        fake.restart()
+        eventually(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.connected and worker.ready)
+        assert fake.epoch == epoch
+        ticket = scheduler.lookup(KEYS)
+        assert ticket.wait(5)
+        assert ticket.leading_ready() == 2
+
+
+def test_eof_fails_requests_and_jobs_at_once(
+    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
+) -> None:
+    fake.hold_jobs = True
+    fake.answers[m.Lookup] = lambda *_: None
+    ticket = scheduler.lookup(KEYS)
+    worker.store(1, TRANSFER)
+    worker.load(2, 2**32, TRANSFER)
+    eventually(lambda: fake.seen(m.Load))
+    fake.stop()
+    assert ticket.wait(1)
+    assert ticket.failed
+    eventually(lambda: worker.unfinished == 0)
+    assert [(result.job_id, result.error) for result in worker.take_results()] == [
+        (1, ErrorCode.SESSION_ENDED),
+        (2, ErrorCode.SESSION_ENDED),
+    ]
+
+
+def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    ended: list[m.AnyRequest] = []
+
+    def garbage_once(request: m.AnyRequest, _: object) -> bytes | m.AnyReply:
+        ended.append(request)
+        if len(ended) == 1:
+            return b"\xc1garbage"
+        return m.LookupReply(request.request_id, fake.epoch, request.lease_id, [b"\2\2"], 2, 1000)
+
+    fake.answers[m.Lookup] = garbage_once
+    ticket = scheduler.lookup(KEYS)
+    assert ticket.wait(5)
+    assert ticket.failed
+    assert scheduler.wait_connected(5)
+    again = scheduler.lookup(KEYS)
+    assert again.wait(5)
+    assert not again.failed
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xffgarbage", b"\x01\x00\x00\x00\xc1"])
+def test_garbage_on_the_lifeline_ends_the_connection_and_a_new_one_works(
+    fake: FakeDaemon, scheduler: SchedulerClient, data: bytes
+) -> None:
+    fake.send_lifeline(m.Role.SCHEDULER, data)
+    eventually(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+
+
+def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
+    fake.greeting_version = 99
+    with SchedulerClient(fake.directory, SPEC, options=QUICK) as client:
+        assert not client.wait_settled(5)
+        assert client.refusal is not None
+        assert client.refusal.code is ErrorCode.BAD_VERSION
+        eventually(lambda: client._session.generation > 3)
+    told = [record for record in caplog.records if "99" in record.getMessage()]
+    assert len(told) == 1, "a reason is logged once, not at each attempt"
+
+
+def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    fake.send_lifeline(m.Role.SCHEDULER, encode_frame(Refused(ErrorCode.TOO_MANY, "Too many sessions.")))
+    eventually(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+
+
+def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
+    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
+) -> None:
+    fake.freeze()
+    slowest = 0.0
+    tickets = []
+    for job_id in range(500):
+        began = time.monotonic()
+        tickets.append(scheduler.lookup(KEYS))
+        worker.store(job_id, TRANSFER)
+        slowest = max(slowest, time.monotonic() - began)
+    assert slowest < 0.25
+    assert all(ticket.wait(5) and ticket.failed for ticket in tickets)
+    eventually(lambda: not scheduler.connected and not worker.ready)
+    assert scheduler.lookup(KEYS).failed
+    fake.frozen.clear()
+    assert scheduler.wait_connected(5)
+    assert worker.wait_ready(5)
+
+
+@pytest.mark.parametrize("state", ["alive", "hanging", "dead"])
+def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads(
+    fake: FakeDaemon, registration: Registration, state: str
+) -> None:
+    gc.collect()
+    fds, threads = open_fds(), threading.active_count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        scheduler = SchedulerClient(fake.directory, SPEC, options=QUICK)
+        worker = WorkerClient(fake.directory, SPEC, registration, options=QUICK)
+        assert scheduler.wait_connected(5)
+        assert worker.wait_ready(5)
+        if state == "hanging":
+            fake.freeze()
+        elif state == "dead":
+            fake.stop()
+        ticket = scheduler.lookup(KEYS)
+        worker.load(1, 2**32, TRANSFER)
+        for client in (scheduler, worker, scheduler, worker):
+            began = time.monotonic()
+            client.close()
+            assert time.monotonic() - began < 1.0
+        assert ticket.done
+        assert worker.unfinished == 0
+        assert scheduler.lookup(KEYS).failed
+        scheduler.release(ticket.lease_id)
+        worker.fence([1, 2], 0.0)
+        fake.stop()
+        del scheduler, worker, client
+        gc.collect()
+    assert threading.active_count() <= threads
+    eventually(lambda: open_fds() <= fds)
+
+
+def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClient) -> None:
+    def settle(round_: int) -> None:
+        fake.end_session(m.Role.WORKER)
+        eventually(lambda: len(fake.seen(m.Register)) == round_ and worker.ready)
+
+    settle(2)
+    before = open_fds()
+    for round_ in range(3, 12):
+        settle(round_)
+    eventually(lambda: open_fds() <= before)
+
+
+def test_an_error_inside_is_logged_once_and_survived(
+    fake: FakeDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = 0
+
+    def explode(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls <= 3:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(scheduler._session, "_role_tick", explode)
+    eventually(lambda: calls > 3 and scheduler.connected)
+    told = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
+    assert len(told) == 1
+    assert told[0].exc_info is not None
+
+
+def _in_child(scheduler: SchedulerClient, pipe: multiprocessing.connection.Connection) -> None:
+    try:
+        scheduler.lookup(KEYS)
+    except ForkedProcess as error:
+        scheduler.close()
+        pipe.send(str(error))
+
+
+def test_a_forked_child_is_told_and_its_parents_death_is_still_seen(
+    fake: FakeDaemon, scheduler: SchedulerClient
+) -> None:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=_in_child, args=(scheduler, theirs))
+    child.start()
+    theirs.close()
+    assert ours.poll(10)
+    assert "new client" in ours.recv()
+    child.join(10)
+    assert child.exitcode == 0
+    ours.close()
+    child.close()
+    assert scheduler.connected
+    assert scheduler.lookup(KEYS).wait(5)
+
+
+def test_submitting_is_cheap(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    keys = [m.GroupKeys(0, bytes(32_000))]
+    costs = []
+    for _ in range(100):
+        began = time.perf_counter()
+        ticket = scheduler.lookup(keys)
+        costs.append(time.perf_counter() - began)
+        assert ticket.wait(5)
+        scheduler.release(ticket.lease_id)
+    assert sorted(costs)[50] < 0.001, "tens of microseconds on a quiet machine"

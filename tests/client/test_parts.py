@@ -1,0 +1,88 @@
+"""Memory, namespaces, options."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import numpy as np
+import pytest
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_proto.messages import GroupSpec
+
+
+def test_memory_is_zeroed_shared_and_cannot_be_resized() -> None:
+    with SharedMemory(10_000, "test") as memory:
+        assert memory.view.shape == (10_000,)
+        assert not memory.view.any()
+        memory.view[9_999] = 7
+        assert os.pread(memory.fd, 1, 9_999) == b"\7"
+        for size in (9_999, 10_001):
+            with pytest.raises(PermissionError):
+                os.ftruncate(memory.fd, size)
+
+
+def test_closing_memory_with_arrays_on_it_is_safe_and_repeatable() -> None:
+    memory = SharedMemory(4096)
+    fd, part = memory.fd, memory.view[:10]
+    memory.close()
+    memory.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    part[0] = 1
+    assert part[0] == 1
+    assert np.sum(part) == 1
+
+
+def test_forgotten_memory_gives_its_descriptor_back() -> None:
+    memory = SharedMemory(4096)
+    fd = memory.fd
+    del memory
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+
+
+def test_memory_needs_a_size() -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        SharedMemory(0)
+
+
+def test_a_named_namespace_depends_on_everything_it_was_named_with() -> None:
+    base = NamespaceSpec.named("a")
+    assert base == NamespaceSpec.named("a")
+    others = [
+        NamespaceSpec.named("b"),
+        NamespaceSpec.named("a", world_size=2),
+        NamespaceSpec.named("a", key_bytes=16),
+        NamespaceSpec.named("a", groups=[GroupSpec("full_attention", 16)]),
+        NamespaceSpec.named("a", groups=[GroupSpec("full_attention", 0), GroupSpec("full_attention", 0)]),
+        NamespaceSpec.named("a", salt="x"),
+        NamespaceSpec.named("a", salt="y"),
+    ]
+    assert len({spec.fingerprint for spec in [base, *others]}) == len(others) + 1
+    assert len(base.fingerprint) == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"fingerprint": b"short"}, "32 bytes"),
+        ({"label": "x" * 257}, "256"),
+        ({"world_size": 0}, "world_size"),
+        ({"key_bytes": 7}, "key_bytes"),
+        ({"groups": ()}, "groups"),
+    ],
+)
+def test_an_impossible_namespace_is_refused(changes: dict[str, object], sentence: str) -> None:
+    fields = {"fingerprint": bytes(32), "label": "x", "world_size": 1, "key_bytes": 32, "groups": (GroupSpec("f", 1),)}
+    with pytest.raises(ValueError, match=sentence):
+        NamespaceSpec(**(fields | changes))
+
+
+def test_an_option_that_is_not_positive_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="request_timeout_s"):
+        ClientOptions(request_timeout_s=0)

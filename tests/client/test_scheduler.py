@@ -1,0 +1,111 @@
+"""Lookups, leases and events on real sockets."""
+
+from __future__ import annotations
+
+import pytest
+from support.fake_daemon import FakeDaemon, eventually
+
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import AllBlocksCleared, BlockRemoved
+
+SPEC = NamespaceSpec.named("client-tests")
+KEYS = [m.GroupKeys(0, bytes(96))]
+OTHER = bytes(32)
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved([bytes([number])], "CPU", 0)
+
+
+def test_many_lookups_at_once_find_their_own_answers(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    asked = [scheduler.lookup([m.GroupKeys(0, bytes(32 * count))]) for count in range(1, 50)]
+    for count, ticket in enumerate(asked, 1):
+        assert ticket.wait(5)
+        assert ticket.leading_ready() == count
+        assert ticket.alive
+    assert len({ticket.lease_id for ticket in asked}) == 49
+
+
+def test_leases_are_renewed_until_they_are_released(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    kept, dropped = scheduler.lookup(KEYS), scheduler.lookup(KEYS)
+    assert kept.wait(5)
+    assert dropped.wait(5)
+    scheduler.release(dropped.lease_id)
+    before = len(fake.seen(m.Heartbeat))
+    eventually(lambda: len(fake.seen(m.Heartbeat)) >= before + 2)
+    assert fake.seen(m.Heartbeat)[-1].renew == [kept.lease_id]
+    assert [request.lease_ids for request in fake.seen(m.Release)] == [[dropped.lease_id]]
+
+
+def test_a_lease_that_the_daemon_ended_is_known_as_dead(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    ticket = scheduler.lookup(KEYS)
+    assert ticket.wait(5)
+    fake.answers[m.Heartbeat] = lambda request, _: m.HeartbeatReply(
+        request.request_id, fake.epoch, 0, 0, list(request.renew)
+    )
+    eventually(lambda: not ticket.alive)
+
+
+def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    fake.answers[m.Lookup] = lambda request, _: m.Error(request.request_id, fake.epoch, ErrorCode.TOO_MANY, "Too many.")
+    ticket = scheduler.lookup(KEYS)
+    assert ticket.wait(5)
+    assert ticket.failed
+    assert scheduler.connected
+
+
+def test_keys_of_a_wrong_length_are_an_error_of_the_caller(scheduler: SchedulerClient) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        scheduler.lookup([m.GroupKeys(0, bytes(33))])
+    with pytest.raises(ValueError, match="whole number"):
+        scheduler.invalidate([m.GroupKeys(0, bytes(33))])
+
+
+def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    scheduler.invalidate(KEYS)
+    assert scheduler.reset(5)
+    assert [request.groups for request in fake.seen(m.Invalidate)] == [KEYS]
+    assert len(fake.seen(m.Reset)) == 1
+    fake.stop()
+    eventually(lambda: not scheduler.connected)
+    assert not scheduler.reset(0.1)
+
+
+def test_poll_takes_answers_in_without_the_other_thread(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    ticket = scheduler.lookup(KEYS)
+    eventually(lambda: (scheduler.poll(), ticket.done)[1])
+    assert not ticket.failed
+
+
+def test_events_come_in_order_whatever_pub_drops(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    for number in range(10):
+        fake.kv_event(SPEC.fingerprint if number % 3 else OTHER, [removed(number)], publish=number % 2 == 0)
+    got: list[object] = []
+    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 6)[1])
+    assert got == [removed(number) for number in range(10) if number % 3]
+    assert scheduler.events_lost == 0
+
+
+def test_events_before_the_subscription_are_replayed_and_lost_ones_counted(fake: FakeDaemon) -> None:
+    for number in range(5):
+        fake.kv_event(SPEC.fingerprint, [removed(number)], publish=False, keep=number >= 2)
+    with SchedulerClient(fake.directory, SPEC, subscribe_events=True) as late:
+        got: list[object] = []
+        eventually(lambda: (got.extend(late.take_events()), len(got) >= 3)[1])
+        assert got == [removed(2), removed(3), removed(4)]
+        assert late.events_lost == 2
+
+
+def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    fake.kv_event(SPEC.fingerprint, [removed(0)])
+    got: list[object] = []
+    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 1)[1])
+    fake.kv_messages.clear()
+    fake.restart()
+    eventually(lambda: scheduler.epoch == 2 and scheduler.connected)
+    fake.kv_event(SPEC.fingerprint, [removed(7)])
+    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 3)[1])
+    assert got == [removed(0), AllBlocksCleared(), removed(7)]

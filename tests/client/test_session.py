@@ -1,0 +1,498 @@
+"""The session state machines on a link of paper and a clock of numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvoffd_client.errors import RequestRefused
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler_session import SchedulerSession
+from kvoffd_client.session import Identity, Phase
+from kvoffd_client.worker_session import WorkerSession
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import KV_TOPIC_PREFIX, session_topic
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+SPEC = NamespaceSpec.named("paper")
+OPTIONS = ClientOptions()
+LIMITS = m.Limits(100_000, 1000, 10, 100, 4, 64)
+EPOCH, SESSION_ID = 77, 5
+KEYS = [m.GroupKeys(0, b"k" * 64)]
+TRANSFER = [m.GroupTransfer(0, b"k" * 64, bytes(8))]
+
+
+class PaperLink:
+    """Writes down what a session does."""
+
+    def __init__(self) -> None:
+        self.sent: list[m.AnyRequest] = []
+        self.raw: list[Sequence[bytes]] = []
+        self.attached: list[int] = []
+        self.topics: list[bytes] = []
+        self.drains: list[int] = []
+        self.is_open = False
+        self.opens = 0
+        self.refuse_to_open = False
+        self.full = False
+
+    def open(self) -> None:
+        self.opens += 1
+        if self.refuse_to_open:
+            raise ConnectionRefusedError(111, "Connection refused")
+        self.is_open = True
+
+    def open_sockets(self, topics: Sequence[bytes]) -> None:
+        self.topics = list(topics)
+
+    def attach(self, message: lifeline.Attach, fd: int) -> None:
+        self.attached.append(message.segment_id)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        if self.full:
+            return False
+        if len(frames) > 1:
+            self.raw.append(frames)
+        else:
+            self.sent.append(codec.decode_request(frames[0]))
+        return True
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def close_draining(self, generation: int) -> None:
+        self.is_open = False
+        self.drains.append(generation)
+
+    def last(self, kind: type[m.Request]) -> m.Request:
+        return next(message for message in reversed(self.sent) if isinstance(message, kind))
+
+    def count(self, kind: type[m.Request]) -> int:
+        return sum(isinstance(message, kind) for message in self.sent)
+
+
+def greet(session: SchedulerSession | WorkerSession, now: float, epoch: int = EPOCH) -> None:
+    session.lifeline_message(lifeline.Greeting(PROTOCOL_VERSION, epoch, SESSION_ID, b"t" * 16), now)
+
+
+def welcome(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+    hello = link.last(m.Hello)
+    session.reply(
+        m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 10_000, 1000, 30_000), now
+    )
+    session.reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
+
+
+def connect(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+    session.tick(now)
+    greet(session, now, epoch)
+    welcome(session, link, now, epoch)
+    if isinstance(session, WorkerSession) and session.phase is Phase.ATTACHING:
+        for segment in range(2):
+            session.lifeline_message(lifeline.Attached(segment), now)
+        register = link.last(m.Register)
+        assert isinstance(register, m.Register)
+        session.reply(m.Registered(register.request_id, epoch, register.registration_id, [64]), now)
+
+
+@pytest.fixture
+def link() -> PaperLink:
+    return PaperLink()
+
+
+@pytest.fixture
+def scheduler(link: PaperLink) -> SchedulerSession:
+    identity = Identity("/paper", m.Role.SCHEDULER, "paper", "", SPEC)
+    return SchedulerSession(link, identity, OPTIONS, random.Random(1), events=True)
+
+
+@pytest.fixture
+def worker(link: PaperLink) -> WorkerSession:
+    with SharedMemory(4096) as first, SharedMemory(4096) as second:
+        registration = Registration(0, 1, (first, second), (TensorLayout(0, 0, 64, 4),), ((PageRef(0, 64),),))
+        identity = Identity("/paper", m.Role.WORKER, "paper", "", SPEC, registration)
+        return WorkerSession(link, identity, OPTIONS, random.Random(1))
+
+
+def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
+    results = [m.JobResult(job_id, ok, 64, 0.1) for job_id in job_ids]
+    return m.Completions(EPOCH, SESSION_ID, sequence, 500, results)
+
+
+def publish(worker: WorkerSession, batch: m.Completions, now: float) -> None:
+    worker.publication(session_topic(EPOCH, SESSION_ID), bytes(8), codec.encode(batch), now)
+
+
+# --- connecting ----------------------------------------------------------------------------------
+
+
+def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerSession, link: PaperLink) -> None:
+    worker.tick(0.0)
+    greet(worker, 0.0)
+    assert link.topics == [session_topic(EPOCH, SESSION_ID)]
+    welcome(worker, link, 0.0)
+    assert link.attached == [0]
+    worker.lifeline_message(lifeline.Attached(0), 0.0)
+    assert link.attached == [0, 1]
+    assert link.count(m.Register) == 0
+    worker.lifeline_message(lifeline.Attached(1), 0.0)
+    assert link.count(m.Register) == 1
+    assert not worker.usable
+
+
+def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: WorkerSession, link: PaperLink) -> None:
+    worker.tick(0.0)
+    greet(worker, 0.0)
+    welcome(worker, link, 0.0)
+    worker.lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
+    assert worker.refusal is not None
+    assert worker.refusal.code is ErrorCode.UNSAFE_SEGMENT
+    assert "Seal it." in (worker.problem or "")
+    assert not link.is_open
+
+
+def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerSession, link: PaperLink) -> None:
+    link.refuse_to_open = True
+    now, pauses = 0.0, []
+    for _ in range(12):
+        scheduler.tick(now)
+        pauses.append(scheduler.wake_at() - now)
+        now = scheduler.wake_at()
+    for index, pause in enumerate(pauses):
+        full = min(OPTIONS.backoff_max_s, OPTIONS.backoff_min_s * 2**index)
+        assert full / 2 <= pause <= full
+    assert link.opens == 12
+    assert "/paper" in (scheduler.problem or "")
+
+
+def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerSession, link: PaperLink) -> None:
+    scheduler.tick(0.0)
+    assert link.is_open
+    scheduler.tick(OPTIONS.handshake_timeout_s - 0.01)
+    assert link.is_open
+    scheduler.tick(OPTIONS.handshake_timeout_s)
+    assert not link.is_open
+
+
+def test_another_protocol_version_is_refused_with_both_versions(scheduler: SchedulerSession, link: PaperLink) -> None:
+    scheduler.tick(0.0)
+    scheduler.lifeline_message(lifeline.Greeting(99, EPOCH, SESSION_ID, b"t" * 16), 0.0)
+    assert scheduler.refusal is not None
+    assert "99" in str(scheduler.refusal)
+    assert str(PROTOCOL_VERSION) in str(scheduler.refusal)
+    assert not link.is_open
+
+
+def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 1.0)
+    scheduler.reply(m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, ticket.lease_id, [b"\2\2"], 2, 1000), 1.0)
+    assert ticket.failed
+    assert not link.is_open
+
+
+def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    scheduler.tick(0.0)
+    beat = link.last(m.Heartbeat)
+    scheduler.reply(m.Error(beat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
+    assert not scheduler.usable
+    connect(scheduler, link, 5.0)
+    assert scheduler.usable
+
+
+@pytest.mark.parametrize("step", ["hello", "namespace"])
+def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
+    scheduler: SchedulerSession, link: PaperLink, step: str
+) -> None:
+    scheduler.tick(0.0)
+    greet(scheduler, 0.0)
+    if step == "namespace":
+        hello = link.last(m.Hello)
+        scheduler.reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000, 1000), 0.0)
+    scheduler.reply(m.Done(link.sent[-1].request_id, EPOCH), 0.0)
+    assert not link.is_open
+    assert "Done" in (scheduler.problem or "")
+
+
+# --- silence -------------------------------------------------------------------------------------
+
+
+def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    scheduler.tick(0.0)
+    now = 0.0
+    while now < OPTIONS.unresponsive_after_s + 0.1:
+        now += 0.1
+        scheduler.tick(now)
+    assert not scheduler.usable
+    assert link.is_open, "only EOF tells that a daemon is dead"
+    assert scheduler.lookup(KEYS, [2], now).failed
+    scheduler.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, []), now)
+    assert scheduler.usable
+    assert scheduler.problem is None
+
+
+def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    for tenth in range(300):
+        scheduler.tick(tenth / 10)
+        beat = link.last(m.Heartbeat)
+        scheduler.reply(m.HeartbeatReply(beat.request_id, EPOCH, 0, 900, []), tenth / 10)
+    assert scheduler.usable
+    assert link.count(m.Heartbeat) in range(29, 32)
+
+
+# --- lookups and leases --------------------------------------------------------------------------
+
+
+def answer_lookup(scheduler: SchedulerSession, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
+    lookup = link.last(m.Lookup)
+    assert isinstance(lookup, m.Lookup)
+    scheduler.reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
+
+
+def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 0.1)
+    assert not ticket.done
+    answer_lookup(scheduler, link, 0.2, [b"\2\1"], 1)
+    assert (ticket.done, ticket.failed, ticket.pinned, ticket.alive) == (True, False, 1, True)
+    assert ticket.leading_ready() == 1
+    assert ticket.lease_id >> 32 == SESSION_ID
+    scheduler.tick(1.5)
+    beat = link.last(m.Heartbeat)
+    assert isinstance(beat, m.Heartbeat)
+    assert beat.renew == [ticket.lease_id]
+    scheduler.release(ticket.lease_id)
+    assert not ticket.alive
+    assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [ticket.lease_id])
+    assert scheduler.live_leases == 0
+
+
+def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    scheduler.tick(OPTIONS.request_timeout_s)
+    assert ticket.failed
+    release = link.last(m.Release)
+    assert isinstance(release, m.Release)
+    assert release.lease_ids == [ticket.lease_id]
+    answer_lookup(scheduler, link, 3.0, [b"\2\2"], 2)
+    assert ticket.failed
+    assert scheduler.live_leases == 0
+
+
+@pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
+def test_an_answer_of_the_wrong_shape_is_a_miss(
+    scheduler: SchedulerSession, link: PaperLink, states: list[bytes]
+) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    answer_lookup(scheduler, link, 0.1, states, 1)
+    assert ticket.failed
+    assert not link.is_open
+
+
+def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    tickets = []
+    for _ in range(2):
+        tickets.append(scheduler.lookup(KEYS, [2], 0.1))
+        answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
+    scheduler.tick(1.0)
+    scheduler.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [tickets[0].lease_id]), 1.0)
+    assert [ticket.alive for ticket in tickets] == [False, True]
+    scheduler.tick(11.5)
+    assert not tickets[1].alive, "the last renewal was for ten seconds, at second one"
+
+
+def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 0.1)
+    answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
+    scheduler.lifeline_ended(0.2)
+    assert not ticket.alive
+    connect(scheduler, link, 3.0)
+    sent = len(link.sent)
+    scheduler.release(ticket.lease_id + 2**32)
+    assert len(link.sent) == sent, "a lease of another session is nobody's business"
+
+
+def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    assert scheduler.lookup([m.GroupKeys(0, bytes(LIMITS.max_frame_bytes))], [3125], 0.0).failed
+    link.full = True
+    assert scheduler.lookup(KEYS, [2], 0.0).failed
+
+
+def test_pending_requests_are_bounded(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    tickets = [scheduler.lookup(KEYS, [2], 0.0) for _ in range(OPTIONS.max_pending_requests + 5)]
+    assert [ticket.failed for ticket in tickets[-6:]] == [False] + [True] * 5
+
+
+def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: SchedulerSession, link: PaperLink) -> None:
+    connect(scheduler, link, 0.0)
+    assert KV_TOPIC_PREFIX in link.topics
+    assert link.raw == [(b"", bytes(8))]
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    publish(worker, completions(1, 1), 0.1)
+    worker.store(1, TRANSFER, 0.2)  # the id is free again
+    publish(worker, completions(1, 1), 0.3)
+    assert [result.job_id for result in worker.results] == [1]
+    assert list(worker.jobs) == [1]
+    assert worker.credit_bytes == 500
+
+
+def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    for job_id in (1, 2, 3):
+        worker.store(job_id, TRANSFER, 0.0)
+    publish(worker, completions(2, 2), 0.1)
+    replay = link.last(m.Replay)
+    assert isinstance(replay, m.Replay)
+    assert replay.after == 0
+    worker.reply(m.ReplayReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    assert sorted(result.job_id for result in worker.results) == [1, 2]
+    assert list(worker.jobs) == [3]
+    worker.tick(1.5)
+    beat = link.last(m.Heartbeat)
+    assert isinstance(beat, m.Heartbeat)
+    assert beat.acknowledged == 2
+
+
+def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.tick(0.0)
+    worker.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
+    assert link.count(m.Replay) == 1
+
+
+def test_an_old_job_is_asked_after_again_and_again(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    for round_ in range(1, 4):
+        worker.tick(OPTIONS.job_patience_s * round_)
+        assert link.count(m.Replay) == round_
+        replay = link.last(m.Replay)
+        worker.reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), OPTIONS.job_patience_s * round_)
+    assert list(worker.jobs) == [1]
+
+
+def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_question(
+    worker: WorkerSession, link: PaperLink
+) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.tick(OPTIONS.job_patience_s)
+    worker.store(2, TRANSFER, 1.0)
+    worker.reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
+    assert [(result.job_id, result.ok, result.error) for result in worker.results] == [(1, False, ErrorCode.INTERNAL)]
+    assert list(worker.jobs) == [2]
+
+
+def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.load(9, 2**32, TRANSFER, 0.0)
+    worker.reply(m.Error(link.last(m.Load).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    assert [(result.job_id, result.error, result.failed) for result in worker.results] == [
+        (9, ErrorCode.UNKNOWN_LEASE, KEYS)
+    ]
+
+
+def test_when_not_ready_a_job_fails_at_once(worker: WorkerSession) -> None:
+    worker.store(1, TRANSFER, 0.0)
+    worker.load(2, 2**32, TRANSFER, 0.0)
+    assert [(result.ok, result.error, result.failed) for result in worker.results] == [
+        (False, ErrorCode.SESSION_ENDED, KEYS)
+    ] * 2
+
+
+def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    for job_id in range(LIMITS.max_jobs_in_flight + 1):
+        worker.store(job_id, TRANSFER, 0.0)
+    assert [result.error for result in worker.results] == [ErrorCode.TOO_MANY]
+
+
+def test_eof_fails_all_jobs(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.lifeline_ended(0.1)
+    assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
+    assert not worker.jobs
+    assert not link.drains
+
+
+def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.abandon_stores(0.1)
+    assert [result.job_id for result in worker.results] == [1]
+    assert link.drains == [worker.generation]
+    first = worker.generation
+    # The next attempts end in every way; the old load stays, since its bytes may still land.
+    worker.tick(3.0)
+    worker.lifeline_ended(3.1)
+    connect(worker, link, 6.0)
+    worker.tick(9.0)
+    worker.reply(m.ReplayReply(0, EPOCH, [], []), 9.0)
+    assert list(worker.jobs) == [2]
+    worker.drained(first, 9.5)
+    assert not worker.jobs
+    assert worker.results[-1].error is ErrorCode.SESSION_ENDED
+
+
+def test_close_leaves_no_job_without_a_result(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.close(0.1)
+    assert len(worker.results) == 2
+    assert worker.wake_at() == float("inf")
+    worker.tick(100.0)
+    assert link.opens == 1
+
+
+def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.tick(0.0)
+    worker.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
+    publish(worker, completions(1, *range(5000)), 0.1)
+    worker.tick(0.1)
+    beat = link.last(m.Heartbeat)
+    assert isinstance(beat, m.Heartbeat)
+    assert beat.acknowledged == 1
+
+
+def test_garbage_on_the_events_socket_is_replayed(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
+    assert link.count(m.Replay) == 1
+
+
+def test_refusals_are_errors_with_a_code() -> None:
+    assert str(RequestRefused(ErrorCode.TOO_MANY, "")) == ErrorCode.TOO_MANY.sentence

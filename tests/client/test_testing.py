@@ -1,0 +1,143 @@
+"""The fake engine against a real daemon: what anyone's tests may rely on."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+from support.fake_daemon import FakeDaemon
+
+from kvoffd_client.errors import DaemonUnavailable, RequestRefused
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+
+
+def keys(*numbers: int) -> list[bytes]:
+    return [hashlib.sha256(str(number).encode()).digest() for number in numbers]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_go_out_and_come_back_elsewhere(daemon: DaemonProcess, world_size: int) -> None:
+    with FakeEngine(daemon.directory, world_size=world_size) as engine:
+        engine.fill(range(20), seed=1)
+        before = engine.checksums(range(20))
+        stored = engine.store(keys(*range(20)), range(20))
+        assert (stored.ok, stored.bytes, stored.failed_keys) == (True, 20 * 4 * 16384 * world_size, [])
+        assert engine.store(keys(0), [0]).bytes == 0, "it is there already"
+        engine.fill(range(20), seed=2)
+        assert engine.lookup(keys(*range(25))) == 20
+        loaded = engine.load(keys(*range(20)), range(100, 120))
+        assert loaded.ok
+        assert engine.checksums(range(100, 120)) == before
+        assert engine.checksums(range(20)) != before
+
+
+def test_two_engines_of_one_name_share_and_of_two_names_do_not(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as first, FakeEngine(daemon.directory) as second:
+        first.fill([3], seed=9)
+        assert first.store(keys(1), [3]).ok
+        assert second.lookup(keys(1)) == 1
+        assert second.load(keys(1), [5]).ok
+        assert second.checksums([5]) == first.checksums([3])
+    with FakeEngine(daemon.directory, namespace="other") as third:
+        assert third.lookup(keys(1)) == 0
+
+
+def test_lookup_counts_leading_keys_only(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as engine:
+        assert engine.store(keys(0, 1, 3), [0, 1, 3]).ok
+        assert engine.lookup(keys(0, 1, 2, 3)) == 2
+        assert engine.lookup(keys(2, 3)) == 0
+        assert engine.lookup([]) == 0
+
+
+def test_a_load_needs_the_pins_of_a_lookup(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as engine:
+        assert engine.store(keys(0, 1), [0, 1]).ok
+        assert engine.load(keys(0), [5]).error is ErrorCode.UNKNOWN_LEASE
+        assert engine.lookup(keys(0)) == 1
+        missing = engine.load(keys(0, 1), [5, 6])
+        assert not missing.ok
+        assert keys(1)[0] in missing.failed_keys
+        assert engine.lookup(keys(0)) == 1
+        engine.release()
+        assert not engine.load(keys(0), [5]).ok
+
+
+def test_a_restart_of_the_daemon_is_failures_and_misses_and_then_it_works_again(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as engine:
+        assert engine.store(keys(0), [0]).ok
+        daemon.kill()
+        failed = engine.store(keys(1), [1])
+        assert (failed.ok, failed.error, failed.failed_keys) == (False, ErrorCode.SESSION_ENDED, keys(1))
+        assert engine.lookup(keys(0)) == 0
+        assert not engine.load(keys(0), [1]).ok
+        daemon.start()
+        assert engine.wait_ready(10)
+        assert engine.store(keys(0), [0]).ok
+        assert engine.lookup(keys(0)) == 1
+
+
+def test_filling_is_deterministic_and_differs_by_seed_block_and_rank(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory, world_size=2, layers=2, blocks=4, page_bytes=4096) as engine:
+        engine.fill([0, 1, 2], seed=5)
+        first = engine.checksums([0, 1, 2])
+        assert len(set(first)) == 3
+        engine.fill([0], seed=6)
+        assert engine.checksums([0]) != first[:1]
+        engine.fill([0], seed=5)
+        assert engine.checksums([0, 1, 2]) == first
+
+
+def test_nonsense_is_an_error_of_the_caller(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory, blocks=4) as engine:
+        for call in (engine.store, engine.load):
+            with pytest.raises(ValueError, match="32 bytes"):
+                call([b"short"], [0])
+            with pytest.raises(ValueError, match="one block id per key"):
+                call(keys(0, 1), [0])
+            with pytest.raises(ValueError, match="none of them"):
+                call(keys(0), [4])
+        with pytest.raises(ValueError, match="32 bytes"):
+            engine.lookup([b"short"])
+    with pytest.raises(ValueError, match="at least 1"):
+        FakeEngine(daemon.directory, layers=0)
+
+
+def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
+        FakeEngine(tmp_path, options=ClientOptions(connect_timeout_s=0.2))
+    assert 0.2 <= time.monotonic() - began < 2
+
+
+def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
+    fake.answers[m.Register] = lambda request, _: m.Error(
+        request.request_id, fake.epoch, ErrorCode.BAD_GEOMETRY, "Does not fit."
+    )
+    began = time.monotonic()
+    with pytest.raises(RequestRefused, match="Does not fit"):
+        FakeEngine(fake.directory)
+    assert time.monotonic() - began < 5
+
+
+def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:
+    with FakeEngine(fake.directory, layers=1, blocks=2) as engine:
+        fake.hold_jobs = True
+        late = engine.store(keys(0), [0], timeout_s=0.1)
+        assert (late.ok, late.error, late.failed_keys) == (False, ErrorCode.DEADLINE, keys(0))
+        assert engine.lookup(keys(0)) == 1
+        assert engine.load(keys(0), [1], timeout_s=0.1).error is not None
+
+
+def test_wrong_bytes_are_seen_by_the_checksums(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as engine:
+        engine.fill([0], seed=1)
+        before = engine.checksums([0])
+        engine._memories[0].view[0] ^= 1
+        assert engine.checksums([0]) != before

@@ -1,0 +1,198 @@
+"""Jobs, fences and the end of a registration on real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from support.fake_daemon import FakeDaemon, eventually
+
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.registration import Registration
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+
+TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+
+
+def take(worker: WorkerClient, count: int) -> dict[int, m.JobResult]:
+    found: dict[int, m.JobResult] = {}
+    deadline = time.monotonic() + 5
+    while len(found) < count and time.monotonic() < deadline:
+        found.update((result.job_id, result) for result in worker.wait_results(0.5))
+    assert len(found) == count
+    return found
+
+
+def test_jobs_come_back(worker: WorkerClient) -> None:
+    for job_id in range(20):
+        worker.store(job_id, TRANSFER)
+    worker.load(20, 2**32, TRANSFER)
+    assert all(result.ok for result in take(worker, 21).values())
+    assert worker.unfinished == 0
+    assert worker.shard_bytes == [4096]
+    assert worker.credit_bytes == 1 << 20
+
+
+def test_completions_that_pub_drops_are_replayed(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.drop_publications = True
+    for job_id in range(5):
+        worker.store(job_id, TRANSFER)
+    assert all(result.ok for result in take(worker, 5).values())
+    fake.drop_publications = False
+    worker.store(5, TRANSFER)
+    assert take(worker, 1)[5].ok
+
+
+def test_a_job_that_the_daemon_lost_fails(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.answers[m.Store] = lambda *_: None
+    worker.store(1, TRANSFER)
+    result = take(worker, 1)[1]
+    assert not result.ok
+    assert result.failed == [m.GroupKeys(0, bytes(32))]
+
+
+def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.answers[m.Load] = lambda request, _: m.Error(request.request_id, 1, ErrorCode.BAD_KEYS, "Bad.")
+    worker.load(1, 2**32, TRANSFER)
+    assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        m.GroupTransfer(0, bytes(31), bytes(4)),
+        m.GroupTransfer(0, bytes(32), bytes(3)),
+        m.GroupTransfer(1, bytes(32), bytes(4)),
+    ],
+)
+def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(
+    worker: WorkerClient, transfer: m.GroupTransfer
+) -> None:
+    with pytest.raises(ValueError, match="whole number|none of them"):
+        worker.store(1, [transfer])
+    assert worker.unfinished == 0
+
+
+def test_an_id_in_use_is_an_error_of_the_caller(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    worker.store(1, TRANSFER)
+    with pytest.raises(ValueError, match="unfinished"):
+        worker.load(1, 2**32, TRANSFER)
+
+
+def test_a_registration_that_does_not_fit_the_namespace_is_an_error_of_the_caller(
+    fake: FakeDaemon, registration: Registration
+) -> None:
+    two_groups = NamespaceSpec.named("two", groups=[m.GroupSpec("full", 1)] * 2)
+    with pytest.raises(ValueError, match="groups"):
+        WorkerClient(fake.directory, two_groups, registration)
+    with pytest.raises(ValueError, match="Rank"):
+        WorkerClient(fake.directory, two_groups, Registration(3, 1, (), (), ()))
+
+
+def test_a_fence_cancels_first_and_returns_when_every_job_has_its_result(
+    fake: FakeDaemon, worker: WorkerClient
+) -> None:
+    def cancel(request: m.AnyRequest, peer: object) -> m.AnyReply:
+        fake._finish(peer, 1, False)
+        return m.CancelReply(request.request_id, fake.epoch, [1], [])
+
+    fake.hold_jobs = True
+    fake.answers[m.Cancel] = cancel
+    worker.store(1, TRANSFER)
+    worker.store(2, TRANSFER)
+    worker.fence([1, 77], 5.0)
+    assert worker.unfinished == 1
+    assert [result.job_id for result in worker.take_results()] == [1]
+
+
+def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline(
+    fake: FakeDaemon, worker: WorkerClient
+) -> None:
+    fake.hold_jobs = True
+    worker.store(1, TRANSFER)
+    eventually(lambda: fake.seen(m.Store))
+    began = time.monotonic()
+    worker.fence([1], 0.1)
+    assert 0.1 <= time.monotonic() - began < 1.0
+    result = worker.take_results()[0]
+    assert (result.job_id, result.ok, result.error) == (1, False, ErrorCode.SESSION_ENDED)
+    eventually(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    fake.hold_jobs = False
+    worker.store(1, TRANSFER)
+    assert take(worker, 1)[1].ok
+
+
+def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Thread:
+    thread = threading.Thread(target=worker.fence, args=(job_ids, 0.1))
+    thread.start()
+    return thread
+
+
+def test_a_fence_waits_for_loads_beyond_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    worker.load(1, 2**32, TRANSFER)
+    eventually(lambda: fake.seen(m.Load))
+    thread = fence_in_thread(worker, [1])
+    thread.join(0.4)
+    assert thread.is_alive()
+    assert worker.ready, "a load alone is no reason to end the session"
+    fake.finish(1)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert worker.take_results()[0].ok
+
+
+def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daemon_lets_go_of_the_load(
+    fake: FakeDaemon, worker: WorkerClient
+) -> None:
+    fake.hold_jobs = True
+    fake.close_on_eof = False
+    worker.store(1, TRANSFER)
+    worker.load(2, 2**32, TRANSFER)
+    eventually(lambda: fake.seen(m.Load))
+    old = fake.peer(m.Role.WORKER)
+    thread = fence_in_thread(worker, [1, 2])
+    eventually(lambda: worker._session.results)
+    assert [result.job_id for result in worker.take_results()] == [1]
+    eventually(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    assert thread.is_alive()
+    assert worker.unfinished == 1
+    fake.do(lambda: fake._end(old))
+    thread.join(5)
+    assert not thread.is_alive()
+    assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
+    assert worker.ready, "the new session has nothing to do with the old one's end"
+
+
+def test_the_daemons_death_ends_a_fence(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    worker.load(1, 2**32, TRANSFER)
+    eventually(lambda: fake.seen(m.Load))
+    thread = fence_in_thread(worker, [1])
+    fake.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert not worker.take_results()[0].ok
+
+
+def test_after_unregister_no_job_is_taken_and_no_memory_is_handed_out_again(
+    fake: FakeDaemon, worker: WorkerClient
+) -> None:
+    assert worker.unregister(5)
+    assert not worker.ready
+    worker.store(1, TRANSFER)
+    assert not worker.take_results()[0].ok
+    fake.end_session(m.Role.WORKER)
+    eventually(lambda: len(fake.seen(m.Hello)) == 2)
+    assert len(fake.seen(m.Register)) == 1
+
+
+def test_unregister_without_an_answer_ends_the_session_and_says_so(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.answers[m.Unregister] = lambda *_: None
+    assert not worker.unregister(0.1)
+    eventually(lambda: not fake.peers or len(fake.seen(m.Hello)) == 2)
+    assert len(fake.seen(m.Register)) == 1
