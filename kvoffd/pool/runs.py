@@ -18,23 +18,25 @@ class RunIndex:
     def __bool__(self) -> bool:
         return bool(self._length)
 
-    def best(self, wanted: int) -> int | None:
-        """Start of a run: from the tightest bucket whose runs all hold ``wanted`` slots, else from the longest ones."""
-        bits = (wanted - 1).bit_length() + 1  # every run of that many bits has at least 2 ** (bits - 1) >= wanted slots
-        fitting = [b for b in self._buckets if b >= bits]
-        if fitting:
-            return next(iter(self._buckets[min(fitting)]))
+    def take(self, wanted: int, slot_bytes: int) -> tuple[int, int] | None:
+        """Takes up to ``wanted`` slots off one run: their start and number; None when there is no run.
+
+        The run is from the tightest bucket whose runs all hold that many, else from the one with the longest runs.
+        """
         if not self._buckets:
             return None
-        return next(iter(self._buckets[max(self._buckets)]))
-
-    def take_front(self, start: int, most: int, slot_bytes: int) -> int:
-        """Takes up to ``most`` slots off a run's front; returns how many."""
-        length = self._remove(start, slot_bytes)
-        taken = min(length, most)
+        bits = (wanted - 1).bit_length() + 1  # a run of that many bits has at least 2 ** (bits - 1) >= wanted slots
+        bits = min((b for b in self._buckets if b >= bits), default=0) or max(self._buckets)
+        # The last one, since a dict finds its first item only behind all that were deleted before it.
+        start, _ = self._buckets[bits].popitem()
+        length = self._length.pop(start)
+        del self._start[start + length * slot_bytes]
+        if not self._buckets[bits]:
+            del self._buckets[bits]
+        taken = min(length, wanted)
         if taken < length:
             self._insert(start + taken * slot_bytes, length - taken, slot_bytes)
-        return taken
+        return start, taken
 
     def add(self, start: int, length: int, slot_bytes: int, floor: int, ceiling: int) -> None:
         """Adds free slots, joined with the runs that touch them inside [floor, ceiling), their region."""

@@ -78,13 +78,12 @@ class SlotAllocator:
         runs = self._runs.setdefault(slot_bytes, RunIndex())
         taken: list[int] = []
         while len(taken) < count:
-            wanted = count - len(taken)
-            start = runs.best(wanted)
-            if start is None:
+            run = runs.take(count - len(taken), slot_bytes)
+            if run is None:
                 if not self._open_region(slot_bytes, runs):
                     break
                 continue
-            length = min(runs.take_front(start, wanted, slot_bytes), wanted)
+            start, length = run
             offsets = range(start, start + length * slot_bytes, slot_bytes)
             self._regions[start // self.region_bytes].in_use.update(offsets)
             taken.extend(offsets)
