@@ -1,0 +1,43 @@
+"""The daemon's events in vLLM's words."""
+
+from __future__ import annotations
+
+from support.vllm_fakes import block_hash, key
+from vllm.v1.kv_offload.base import Medium
+
+from kvoffd_client.vllm.events import EventFold
+from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+
+def stored(*numbers: int, group: int = 0) -> BlockStored:
+    return BlockStored([block_hash(number) for number in numbers], None, [], 32, None, "CPU", None, group)
+
+
+def removed(*numbers: int, group: int = 0) -> BlockRemoved:
+    return BlockRemoved([block_hash(number) for number in numbers], "CPU", group)
+
+
+def test_groups_get_vllms_ids_back() -> None:
+    fold = EventFold((0, 3))
+    [event] = fold.translate([stored(1, 2, group=1)])
+    assert event.keys == [key(1, 3), key(2, 3)]
+    assert event.medium is Medium.CPU
+    assert not event.removed
+
+
+def test_when_all_is_cleared_each_announced_block_is_removed_by_name() -> None:
+    fold = EventFold((0,))
+    fold.translate([stored(1, 2), removed(1)])
+    [event] = fold.translate([AllBlocksCleared()])
+    assert (event.keys, event.removed) == ([key(2)], True)
+    assert fold.translate([AllBlocksCleared()]) == []
+
+
+def test_what_is_known_already_is_not_said_again() -> None:
+    fold = EventFold((0,))
+    events = fold.translate([stored(1), stored(1, 2), removed(9), removed(1)])
+    assert [(event.keys, event.removed) for event in events] == [
+        ([key(1)], False),
+        ([key(2)], False),
+        ([key(1)], True),
+    ]

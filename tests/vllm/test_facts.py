@@ -1,0 +1,188 @@
+"""Facts read from vLLM's own configuration objects. No engine runs; the configuration is the real one."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models import make_tiny_gemma3, make_tiny_llama
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvoffd_client.vllm.facts import gather_facts, hash_probe, label_of, shard_bytes_of
+from kvoffd_client.vllm.fingerprint import EngineFacts
+from kvoffd_client.vllm.options import ConnectorOptions
+
+OPTIONS = ConnectorOptions()
+HEADS = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def engine_config(model: Path) -> Any:
+    """The configuration of an engine that was never started."""
+    return make_config(model)
+
+
+def make_config(model: Path, **arguments: Any) -> Any:
+    settings = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, **arguments}
+    config = EngineArgs(model=str(model), **settings).create_engine_config()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="KvoffdConnector", kv_role="kv_both")
+    config.cache_config.kv_cache_layout = "LBHNC"
+    return config
+
+
+def full(**changes: Any) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=32, **{**HEADS, **changes})
+
+
+def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
+    found = groups or (KVCacheGroupSpec(layer_names=["layer.0", "layer.1"], kv_cache_spec=full()),)
+    return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=list(found), kv_cache_layout="LBHNC")
+
+
+def facts_of(config: Any, cache: KVCacheConfig | None = None, options: ConnectorOptions = OPTIONS) -> EngineFacts:
+    return gather_facts(config, cache or cache_config(), options)
+
+
+def test_reading_twice_gives_the_same_facts(engine_config: Any) -> None:
+    assert facts_of(engine_config) == facts_of(copy.deepcopy(engine_config))
+
+
+def test_a_worker_of_another_rank_comes_to_the_same_facts(engine_config: Any) -> None:
+    worker = copy.deepcopy(engine_config)
+    worker.parallel_config.rank = 1
+    layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full())
+    assert facts_of(worker, cache_config(layers)) == facts_of(engine_config)
+
+
+def test_a_worker_with_specs_per_layer_agrees_with_the_scheduler_that_kept_the_first(engine_config: Any) -> None:
+    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full(head_size=64)})
+    worker = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
+    scheduler = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=full()))
+    assert facts_of(engine_config, worker) == facts_of(engine_config, scheduler)
+
+
+def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:
+    config = copy.deepcopy(engine_config)
+    config.parallel_config.pipeline_parallel_size = 2
+    first = KVCacheGroupSpec(layer_names=["0", "1"], kv_cache_spec=full())
+    last = KVCacheGroupSpec(layer_names=["2"], kv_cache_spec=full())
+    assert facts_of(config, cache_config(first)) == facts_of(config, cache_config(last))
+
+
+def set_path(path: str, value: object) -> Callable[[Any], None]:
+    """A change of one attribute deep in the configuration."""
+
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+CHANGES: dict[str, tuple[str, object]] = {
+    "revision": ("model_config.revision", "v2"),
+    "weights_dtype": ("model_config.dtype", torch.bfloat16),
+    "quantization": ("model_config.quantization", "fp8"),
+    "kv_cache_dtype": ("cache_config.cache_dtype", "fp8"),
+    "dummy_weights": ("load_config.load_format", "dummy"),
+    "hash_algorithm": ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+    "tensor_parallel": ("parallel_config.tensor_parallel_size", 2),
+    "pipeline_parallel": ("parallel_config.pipeline_parallel_size", 2),
+    "prefill_context_parallel": ("parallel_config.prefill_context_parallel_size", 2),
+    "decode_context_parallel": ("parallel_config.decode_context_parallel_size", 2),
+    "world_size": ("parallel_config.world_size", 2),
+    "model_config": ("model_config.hf_config.rope_theta", 50_000.0),
+    "blocks_per_chunk": ("kv_transfer_config.kv_connector_extra_config", {"blocks_per_chunk": 4}),
+    "canonical_layout": ("kv_transfer_config.kv_connector_extra_config", {"canonical_layout": True}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> None:
+    before = facts_of(engine_config)
+    config = copy.deepcopy(engine_config)
+    set_path(*CHANGES[name])(config)
+    assert getattr(facts_of(config), name) != getattr(before, name)
+
+
+def test_group_facts_follow_the_spec_of_the_group(engine_config: Any) -> None:
+    window = SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS)
+    groups = [
+        KVCacheGroupSpec(layer_names=["0"], kv_cache_spec=window),
+        KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full(dtype=torch.bfloat16)),
+    ]
+    sliding, dense = facts_of(engine_config, cache_config(*groups)).groups
+    assert (sliding.kind, sliding.window_tokens, sliding.layers) == ("sliding_window", 256, 1)
+    assert (dense.kind, dense.window_tokens, dense.layers) == ("full_attention", 0, 2)
+    assert sliding.page_bytes == 2 * dense.page_bytes
+    assert sliding.layout != dense.layout
+    assert replace(dense, layout="") == replace(facts_of(engine_config, cache_config(*groups)).groups[1], layout="")
+
+
+def test_the_salt_is_a_fact(engine_config: Any) -> None:
+    assert facts_of(engine_config, options=ConnectorOptions(salt="blue")).salt == "blue"
+
+
+def test_a_copy_of_a_model_elsewhere_has_the_same_facts_and_another_models_have_not(
+    model: Path, tmp_path: Path
+) -> None:
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(model, copied)
+    assert facts_of(make_config(copied)) == facts_of(make_config(model))
+    gemma = make_tiny_gemma3(tmp_path / "gemma")
+    assert facts_of(make_config(gemma)).model_config != facts_of(make_config(model)).model_config
+
+
+def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = copy.deepcopy(engine_config)
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert facts_of(config).private == config.kv_transfer_config.engine_id
+    # The workers cannot know the scheduler's seed, and must agree all the same.
+    assert hash_probe("xxhash") == hash_probe("xxhash")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert facts_of(config).private == ""
+
+
+def test_the_hash_seed_is_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    before = hash_probe("sha256")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert hash_probe("sha256") != before
+    assert len(before) == 32
+
+
+def test_the_label_is_the_directorys_name_or_what_the_model_is_served_as(engine_config: Any) -> None:
+    assert label_of(engine_config) == "tiny-llama"
+    config = copy.deepcopy(engine_config)
+    config.model_config.served_model_name = ["chat", "other"]
+    assert label_of(config) == "chat"
+
+
+def test_shard_bytes_are_all_layers_of_all_blocks_of_a_key() -> None:
+    page = full().page_size_bytes
+    assert shard_bytes_of(cache_config(), (0,), 3) == (3 * 2 * page,)
+    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full()})
+    mixed = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
+    assert shard_bytes_of(mixed, (0,), 3) == (3 * 2 * page,)

@@ -1,0 +1,86 @@
+"""kv_connector_extra_config."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffd_client.vllm.options import OWN_KEYS, ConnectorOptions, parse_options
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert parse_options({}) == (ConnectorOptions(), [])
+
+
+def test_our_options_are_read_and_vllms_pass() -> None:
+    options, unknown = parse_options(
+        {
+            "directory": "/run/other",
+            "salt": "blue",
+            "lookup_deadline_ms": 50,
+            "store_fence_timeout_s": 0.5,
+            "respect_load_failure_policy": True,
+            "blocks_per_chunk": 4,
+            "offload_prompt_only": False,
+            "self_describing_kv_events": True,
+        }
+    )
+    assert options == ConnectorOptions(
+        directory="/run/other",
+        salt="blue",
+        lookup_deadline_ms=50.0,
+        store_fence_timeout_s=0.5,
+        respect_load_failure_policy=True,
+    )
+    assert unknown == []
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("dirctory", "directory"),
+        ("lookup_deadline", "lookup_deadline_ms"),
+        ("store_fence_timeout", "store_fence_timeout_s"),
+    ],
+)
+def test_a_slip_of_the_pen_is_refused_with_what_was_meant(key: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}.*did you mean '{meant}'"):
+        parse_options({key: 1})
+
+
+def test_a_key_in_our_name_that_is_none_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match=", ".join(OWN_KEYS)):
+        parse_options({"kvoffd_pool": "1GiB"})
+
+
+def test_a_strangers_key_is_reported_and_no_error() -> None:
+    assert parse_options({"zeta": 1})[1] == ["zeta"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("directory", 7),
+        ("salt", None),
+        ("lookup_deadline_ms", "fast"),
+        ("lookup_deadline_ms", 0),
+        ("lookup_refresh_ms", -1),
+        ("lookup_deadline_ms", True),
+        ("store_fence_timeout_s", float("nan")),
+        ("respect_load_failure_policy", "yes"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=key):
+        parse_options({key: value})
+
+
+def test_loads_inside_a_step_are_refused_since_they_cannot_be_recomputed() -> None:
+    with pytest.raises(ValueError, match="sync_load_budget_bytes"):
+        parse_options({"sync_load_budget_bytes": 1})
+    assert parse_options({"sync_load_budget_bytes": 0})[1] == []
+
+
+def test_the_directory_comes_from_the_environment_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFD_DIRECTORY", "/from/environment")
+    assert ConnectorOptions().socket_directory == "/from/environment"
+    assert ConnectorOptions(directory="/given").socket_directory == "/given"

@@ -1,0 +1,163 @@
+"""A worker's half over a fake client, and the shared memory under a KV cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+
+from kvoffd_client.vllm.log import ConnectionWatch
+from kvoffd_client.vllm.memory import SharedKvMemory
+from kvoffd_client.vllm.specs import NO_LEASE, KeyedSpec
+from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker, NotShareable, connect_worker, registration_of
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupKeys, JobResult
+
+BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
+KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
+LEASED = KeyedSpec(KEYED.groups, lease_id=77)
+
+
+def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
+    return KvoffdWorker(
+        client,
+        blocks_per_chunk=1,
+        key_bytes=KEY_BYTES,
+        fence_timeout_s=1.5,
+        watch=ConnectionWatch("worker 0", "/nowhere"),
+    )
+
+
+def only_result(worker: KvoffdWorker) -> KvoffdTransferResult:
+    [result] = worker.get_finished()
+    assert isinstance(result, KvoffdTransferResult)
+    return result
+
+
+def test_the_one_allocation_of_the_kv_cache_comes_from_shared_memory() -> None:
+    context = SharedKvMemory()
+    with context:
+        backing = torch.zeros(8192, dtype=torch.int8, device=torch.device("cpu"))
+        torch.zeros(16)
+        torch.zeros((4, 4), dtype=torch.int8)
+        torch.zeros(16, dtype=torch.float32)
+    [memory] = context.memories
+    assert memory.size_bytes == 8192
+    backing[100] = 7
+    assert memory.view[100] == 7
+    assert torch.zeros(64, dtype=torch.int8).data_ptr() != backing.data_ptr()
+
+
+def caches_in(backing: torch.Tensor) -> CanonicalKVCaches:
+    """Two layers of four blocks of 512 bytes, one after the other; the second group uses half pages of layer 1."""
+    layers = [backing[at : at + 2048].view(4, 512) for at in (1024, 4096)]
+    return CanonicalKVCaches(
+        tensors=[CanonicalKVCacheTensor(layer, 512) for layer in layers],
+        group_data_refs=[[CanonicalKVCacheRef(0, 512), CanonicalKVCacheRef(1, 512)], [CanonicalKVCacheRef(1, 256)]],
+    )
+
+
+def test_a_registration_names_places_in_the_memory_the_cache_lies_in() -> None:
+    context = SharedKvMemory()
+    with context:
+        torch.zeros(4096, dtype=torch.int8)
+        backing = torch.zeros(8192, dtype=torch.int8)
+    registration = registration_of(caches_in(backing), context.memories, rank=1, blocks_per_chunk=2)
+    assert registration.memories == (context.memories[1],)
+    assert registration.tensors == (TensorLayout(0, 1024, 512, 4), TensorLayout(0, 4096, 512, 4))
+    assert registration.groups == ((PageRef(0, 512), PageRef(1, 512)), (PageRef(1, 256),))
+    assert (registration.rank, registration.blocks_per_key) == (1, 2)
+
+
+def test_memory_that_is_not_shared_is_told_apart() -> None:
+    private = torch.zeros(8192, dtype=torch.int8)
+    with pytest.raises(NotShareable, match="get_mem_pool_context"):
+        registration_of(caches_in(private), [], rank=0, blocks_per_chunk=1)
+
+
+def test_a_gpus_memory_is_refused_with_a_sentence() -> None:
+    caches = caches_in(torch.zeros(8192, dtype=torch.int8))
+    caches.tensors[0].tensor = torch.zeros((4, 512), dtype=torch.int8, device="meta")
+    with pytest.raises(NotShareable, match="engines on CPU"):
+        registration_of(caches, [], rank=0, blocks_per_chunk=1)
+
+
+def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
+    private = caches_in(torch.zeros(8192, dtype=torch.int8))
+    client = connect_worker(private, [], 0, 1, make_client=lambda registration: pytest.fail("must not connect"))
+    worker = make_worker(client)
+    assert worker.submit_store(1, BLOCKS, KEYED)
+    assert worker.submit_load(2, LEASED, BLOCKS)
+    worker.wait({1, 2})
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, False), (2, False)]
+    assert not worker.usable
+    assert worker.credit_bytes is None
+    worker.shutdown()
+
+
+def test_jobs_reach_the_client_and_their_results_come_back() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    assert worker.submit_store(1, BLOCKS, KEYED)
+    assert worker.submit_load(2, LEASED, BLOCKS, expedited=True)
+    assert np.frombuffer(client.stores[1][0].block_ids, "<i4").tolist() == [4, 5]
+    assert client.loads[2][0] == 77
+    client.results = [JobResult(1, True, 1024, 0.5)]
+    result = only_result(worker)
+    assert (result.job_id, result.success, result.transfer_size, result.transfer_time) == (1, True, 1024, 0.5)
+    assert result.failed is None
+
+
+def test_a_failed_job_says_why_and_which_keys() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    client.results = [JobResult(2, False, 0, 0.1, ErrorCode.NOT_READY, [GroupKeys(0, block_hash(2))])]
+    result = only_result(worker)
+    assert not result.success
+    assert result.failed is not None
+    assert (result.failed.error, result.failed.keys) == (ErrorCode.NOT_READY, ((0, block_hash(2)),))
+
+
+def test_a_store_whose_blocks_break_the_rule_is_not_sent_and_fails_with_all_keys() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    assert worker.submit_store(1, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), KEYED)
+    result = only_result(worker)
+    assert client.stores == {}
+    assert result.failed is not None
+    assert (result.failed.error, result.failed.keys) == (ErrorCode.BAD_BLOCK_IDS, ((0, KEYED.groups[0]),))
+
+
+def test_a_load_without_a_lease_fails_here() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    assert KEYED.lease_id == NO_LEASE
+    assert worker.submit_load(1, KEYED, BLOCKS)
+    result = only_result(worker)
+    assert client.loads == {}
+    assert result.failed is not None
+    assert result.failed.error is ErrorCode.UNKNOWN_LEASE
+
+
+def test_waiting_is_the_clients_fence_with_our_deadline() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    worker.wait({3, 1})
+    assert client.fences == [([1, 3], 1.5)]
+
+
+def test_credit_is_unknown_while_the_client_is_not_ready() -> None:
+    client = FakeWorkerClient(ready=False)
+    worker = make_worker(client)
+    assert worker.credit_bytes is None
+    client.ready = True
+    assert worker.credit_bytes == client.credit_bytes
+
+
+def test_shutdown_closes_the_client() -> None:
+    client = FakeWorkerClient()
+    make_worker(client).shutdown()
+    assert client.closed
