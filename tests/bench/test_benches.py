@@ -67,4 +67,4 @@ def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
 
 def test_a_job_that_does_not_fit_says_so(daemon: DaemonProcess) -> None:
     with pytest.raises(BenchFailed, match=r"A store of 128\.0 MiB failed: "):
-        bench_copy(daemon.directory, quiet, piece_sizes=(MIB,), job_bytes=128 * MIB, rounds=1)
+        bench_copy(daemon.directory, quiet, piece_sizes=(64 * KIB,), job_bytes=128 * MIB, rounds=1)

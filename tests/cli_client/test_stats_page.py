@@ -127,3 +127,20 @@ def test_a_closed_namespace_is_no_negative_speed(busy: StatsReply) -> None:
     totals = rates_between(later, busy).totals
     assert totals is not None
     assert totals.evicted_blocks == 0
+
+
+def test_many_namespaces_leave_room_for_the_rest(busy: StatsReply, render: Render) -> None:
+    many = [
+        msgspec.structs.replace(busy.namespaces[0], label=f"model-{number:02}", ready_bytes=number)
+        for number in range(30)
+    ]
+    text = render(StatsPage(msgspec.structs.replace(busy, namespaces=many)), 120)
+    assert [line[:8] for line in text.splitlines() if line.startswith("model-")] == [
+        f"model-{number}" for number in range(29, 17, -1)
+    ]
+    assert "and 18 smaller" in text
+
+
+def test_errors_of_the_daemon_are_explained_whatever_their_case(busy: StatsReply, render: Render) -> None:
+    text = render(StatsPage(msgspec.structs.replace(busy, errors={"bad_token": 1})), 120)
+    assert "The session token is unknown" in text

@@ -17,7 +17,10 @@ from kvoffd_proto.units import format_size
 
 FLOOR = "one thread's memcpy of as many bytes in one piece, between two memfds"
 KIB, MIB = 2**10, 2**20
-LAYERS = 4
+LAYERS = 16
+"""As many as a model of 1 B parameters has: what one key costs is spread over so many pieces."""
+MAX_BLOCK_BYTES = 4 * MIB
+"""With large pieces fewer layers make a block, so that every pool has room for it."""
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
@@ -41,8 +44,9 @@ def bench_copy(
         for piece in piece_sizes:
             label = format_size(piece)
             progress(f"pieces of {label}")
-            keys = job_bytes // (LAYERS * piece)
-            with BenchEngine(directory, f"copy {label}", LAYERS, keys, piece) as engine:
+            layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece))
+            keys = job_bytes // (layers * piece)
+            with BenchEngine(directory, f"copy {label}", layers, keys, piece) as engine:
                 results += _measure(engine, memcpy, keys, f"pieces of {label}, {format_size(job_bytes)} a job", rounds)
     return Report("copy", FLOOR, results)
 

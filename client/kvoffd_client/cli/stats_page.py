@@ -21,6 +21,8 @@ PAIR_CELLS = 23
 WIDE_CELLS = 116
 """From here on there is room for every column of the namespaces."""
 MIN_BAR_CELLS = 10
+MAX_NAMESPACES = 12
+"""More would push the rest of the page off the screen; those with the most bytes are shown."""
 
 Pair = tuple[str, str]
 
@@ -56,7 +58,7 @@ class StatsPage:
         yield Text()
         yield _activity(self.now, rates)
         yield Text()
-        yield _namespaces(self.now.namespaces, wide=options.max_width >= WIDE_CELLS)
+        yield from _namespaces(self.now.namespaces, wide=options.max_width >= WIDE_CELLS)
         yield Text()
         yield _errors(self.now.errors)
         if self.footnote:
@@ -207,29 +209,38 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(namespaces: list[NamespaceStats], wide: bool) -> Table | Text:
+def _namespaces(namespaces: list[NamespaceStats], wide: bool) -> RenderResult:
     """One line each. Hits are keys that were ready; prefix, those in the unbroken run at the start of a request."""
     if not namespaces:
-        return Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
+        yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
+        return
     table = section("Namespace", TITLE_CELLS - 2)
     table.add_column("", no_wrap=True, style="dim")
-    keys = ("lookups", "keys asked") if wide else ()
+    asked = ("keys asked",) if wide else ()
     copied = ("stored", "loaded") if wide else ()
-    add_numbers(table, ("blocks", "size", *keys, "hits", "prefix", *copied, "evicted", "dropped"))
-    for namespace in namespaces:
-        table.add_row(
-            fitting(namespace.label or "(no label)"),
-            short_fingerprint(namespace.namespace),
-            format_count(namespace.ready_blocks),
-            format_size(namespace.ready_bytes),
-            *((format_count(namespace.lookups), format_count(namespace.keys_asked)) if wide else ()),
-            percent(namespace.keys_ready, namespace.keys_asked),
-            percent(namespace.prefix_keys_ready, namespace.keys_asked),
-            *((format_size(namespace.stored_bytes), format_size(namespace.loaded_bytes)) if wide else ()),
-            format_count(namespace.evicted_blocks),
-            _alarming(namespace.dropped_keys),
-        )
-    return table
+    add_numbers(table, ("blocks", "size", *asked, "hits", "prefix", *copied, "evicted", "dropped"))
+    by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
+    for namespace in by_weight[:MAX_NAMESPACES]:
+        table.add_row(*_namespace_row(namespace, wide))
+    yield table
+    if len(namespaces) > MAX_NAMESPACES:
+        hidden = len(namespaces) - MAX_NAMESPACES
+        yield Text(f"and {hidden} smaller; `kvoffd-cli namespaces` lists all", style="dim")
+
+
+def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, ...]:
+    return (
+        fitting(namespace.label or "(no label)"),
+        short_fingerprint(namespace.namespace),
+        format_count(namespace.ready_blocks),
+        format_size(namespace.ready_bytes),
+        *((format_count(namespace.keys_asked),) if wide else ()),
+        percent(namespace.keys_ready, namespace.keys_asked),
+        percent(namespace.prefix_keys_ready, namespace.keys_asked),
+        *((format_size(namespace.stored_bytes), format_size(namespace.loaded_bytes)) if wide else ()),
+        format_count(namespace.evicted_blocks),
+        _alarming(namespace.dropped_keys),
+    )
 
 
 def _errors(errors: dict[str, int]) -> Table | Text:
@@ -243,6 +254,7 @@ def _errors(errors: dict[str, int]) -> Table | Text:
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
     for index, (negative, code) in enumerate(found):
-        meaning = ErrorCode[code].sentence if code in ErrorCode.__members__ else ""
+        known = ErrorCode.__members__.get(code.upper())
+        meaning = known.sentence if known is not None else ""
         grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), Text(meaning, "dim"))
     return grid
