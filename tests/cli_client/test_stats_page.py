@@ -144,3 +144,15 @@ def test_many_namespaces_leave_room_for_the_rest(busy: StatsReply, render: Rende
 def test_errors_of_the_daemon_are_explained_whatever_their_case(busy: StatsReply, render: Render) -> None:
     text = render(StatsPage(msgspec.structs.replace(busy, errors={"bad_token": 1})), 120)
     assert "The session token is unknown" in text
+
+
+@pytest.mark.parametrize("lines", [24, 30, 34, 40, 60])
+@pytest.mark.parametrize("count", [0, 1, 30])
+def test_a_page_for_a_screen_fits_on_it(busy: StatsReply, render: Render, lines: int, count: int) -> None:
+    many = msgspec.structs.replace(busy, namespaces=busy.namespaces[:1] * count, errors={"bad_token": 2})
+    before = msgspec.structs.replace(many, uptime_seconds=1.0)
+    text = render(StatsPage(many, before, notice="It does not answer.", footnote="the end", lines=lines), 120)
+    assert len(text.splitlines()) <= lines
+    assert text.splitlines()[0] == "It does not answer."
+    assert text.splitlines()[-1] == "the end"
+    assert "bad_token" in text

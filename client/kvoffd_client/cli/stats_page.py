@@ -20,7 +20,13 @@ PAIR_CELLS = 23
 """Width of one name with its value: three of them fit on 80 columns beside the title."""
 WIDE_CELLS = 116
 """From here on there is room for every column of the namespaces."""
+AIRY_LINES = 34
+"""On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
+FIXED_LINES = 19
+FIXED_LINES_AIRY = 26
+"""Lines of a page without its namespaces, with a notice and one error."""
 MIN_BAR_CELLS = 10
+MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
 """More would push the rest of the page off the screen; those with the most bytes are shown."""
 
@@ -36,34 +42,44 @@ class StatsPage:
         before: an earlier sample of the same daemon; speeds are then those between the two.
         notice: a sentence to put on top, such as that the daemon does not answer.
         footnote: a line for the bottom, such as how to leave.
+        lines: of the screen that must hold the page; None where it may be as long as it is.
     """
 
     now: StatsReply
     before: StatsReply | None = None
     notice: str = ""
     footnote: str = ""
+    lines: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rates = rates_between(self.now, self.before)
-        if self.notice:
-            yield Text(self.notice, style="bold red")
-            yield Text()
-        yield _daemon(self.now, rates)
-        yield Text()
-        yield from _pool(self.now.pool, options)
-        yield Text()
-        yield _copies(self.now, rates)
-        yield Text()
-        yield _lookups(self.now, rates)
-        yield Text()
-        yield _activity(self.now, rates)
-        yield Text()
-        yield from _namespaces(self.now.namespaces, wide=options.max_width >= WIDE_CELLS)
-        yield Text()
-        yield _errors(self.now.errors)
-        if self.footnote:
-            yield Text()
-            yield Text(self.footnote, style="dim")
+        sections = (
+            (Text(self.notice, style="bold red"),) if self.notice else (),
+            (_daemon(self.now, rates),),
+            _pool(self.now.pool, options),
+            (_copies(self.now, rates),),
+            (_lookups(self.now, rates),),
+            (_activity(self.now, rates),),
+            _namespaces(self.now.namespaces, self._most_namespaces, wide=options.max_width >= WIDE_CELLS),
+            (_errors(self.now.errors, whole=self.lines is None),),
+            (Text(self.footnote, style="dim"),) if self.footnote else (),
+        )
+        for index, parts in enumerate(part for part in sections if part):
+            if index and self._airy:
+                yield Text()
+            yield from parts
+
+    @property
+    def _airy(self) -> bool:
+        return self.lines is None or self.lines >= AIRY_LINES
+
+    @property
+    def _most_namespaces(self) -> int:
+        """As many as the screen has lines for beside all the rest."""
+        if self.lines is None:
+            return MAX_NAMESPACES
+        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(self.now.errors) - 1)
+        return min(MAX_NAMESPACES, max(MIN_NAMESPACES, self.lines - rest))
 
 
 def _pairs(title: str, *rows: tuple[Pair, ...]) -> Table:
@@ -209,7 +225,7 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(namespaces: list[NamespaceStats], wide: bool) -> RenderResult:
+def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> RenderResult:
     """One line each. Hits are keys that were ready; prefix, those in the unbroken run at the start of a request."""
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
@@ -220,12 +236,11 @@ def _namespaces(namespaces: list[NamespaceStats], wide: bool) -> RenderResult:
     copied = ("stored", "loaded") if wide else ()
     add_numbers(table, ("blocks", "size", *asked, "hits", "prefix", *copied, "evicted", "dropped"))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
-    for namespace in by_weight[:MAX_NAMESPACES]:
+    for namespace in by_weight[:most]:
         table.add_row(*_namespace_row(namespace, wide))
     yield table
-    if len(namespaces) > MAX_NAMESPACES:
-        hidden = len(namespaces) - MAX_NAMESPACES
-        yield Text(f"and {hidden} smaller; `kvoffd-cli namespaces` lists all", style="dim")
+    if len(namespaces) > most:
+        yield Text(f"and {len(namespaces) - most} smaller; `kvoffd-cli namespaces` lists all", style="dim")
 
 
 def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, ...]:
@@ -243,8 +258,8 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
     )
 
 
-def _errors(errors: dict[str, int]) -> Table | Text:
-    """Refusals by code, most frequent first, each with what it means."""
+def _errors(errors: dict[str, int], whole: bool) -> Table | Text:
+    """Refusals by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
     found = sorted(((-count, code) for code, count in errors.items() if count))
     if not found:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
@@ -256,5 +271,6 @@ def _errors(errors: dict[str, int]) -> Table | Text:
     for index, (negative, code) in enumerate(found):
         known = ErrorCode.__members__.get(code.upper())
         meaning = known.sentence if known is not None else ""
-        grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), Text(meaning, "dim"))
+        explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
+        grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
     return grid

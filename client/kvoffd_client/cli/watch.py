@@ -63,10 +63,10 @@ def watch(source: StatsSource, interval_s: float, *, as_json: bool) -> None:
         upcoming = pages(source, interval_s)
         first = next(upcoming)
         # On a screen of its own, drawn over and never cleared: nothing flickers, and the scrollback stays clean.
-        with Live(_dated(first, interval_s), console=console, screen=True, auto_refresh=False) as live:
+        with Live(_fitted(first, interval_s, console.height), console=console, screen=True, auto_refresh=False) as live:
             live.refresh()
             for page in upcoming:
-                live.update(_dated(page, interval_s), refresh=True)
+                live.update(_fitted(page, interval_s, console.height), refresh=True)
 
 
 def _print_json(upcoming: Iterator[StatsPage]) -> None:
@@ -76,6 +76,7 @@ def _print_json(upcoming: Iterator[StatsPage]) -> None:
             emit(to_json(page.now))
 
 
-def _dated(page: StatsPage, interval_s: float) -> StatsPage:
-    every = format_duration(interval_s)
-    return replace(page, footnote=f"{time.strftime('%H:%M:%S')}, every {every}; Ctrl-C ends")
+def _fitted(page: StatsPage, interval_s: float, lines: int) -> StatsPage:
+    """The page for a screen of ``lines``, dated."""
+    footnote = f"{time.strftime('%H:%M:%S')}, every {format_duration(interval_s)}; Ctrl-C ends"
+    return replace(page, footnote=footnote, lines=lines)
