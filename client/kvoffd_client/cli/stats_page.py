@@ -22,9 +22,9 @@ WIDE_CELLS = 116
 """From here on there is room for every column of the namespaces."""
 AIRY_LINES = 34
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
-FIXED_LINES = 19
-FIXED_LINES_AIRY = 26
-"""Lines of a page without its namespaces, with a notice and one error."""
+FIXED_LINES = 20
+"""Lines of a page without its namespaces, with one error and a notice of two lines."""
+FIXED_LINES_AIRY = FIXED_LINES + 8
 MIN_BAR_CELLS = 10
 MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
