@@ -149,6 +149,20 @@ def test_an_emptied_region_serves_another_size() -> None:
     assert slots.take(MIB, 9) == [0, MIB, 2 * MIB, 3 * MIB]
 
 
+@pytest.mark.parametrize("first", [63, 64])
+def test_runs_end_with_their_region(first: int) -> None:
+    """Free slots on both sides of a border stay two runs: each region must be able to leave by itself."""
+    slots = SlotAllocator(8 * MIB, 4 * MIB)
+    offsets = slots.take(65536, 128)
+    second = 127 - first
+    slots.give_back(offsets[first])
+    slots.give_back(offsets[second])
+    for region in (range(65, 128), range(63)):
+        for index in region:
+            slots.give_back(offsets[index])
+    assert slots.take(4 * MIB, 2) == [0, 4 * MIB]
+
+
 def test_regions_are_a_64th_of_the_pool_but_never_tiny() -> None:
     assert SlotAllocator(64 << 30).region_bytes == 1 << 30
     assert SlotAllocator(64 * MIB).region_bytes == 4 * MIB

@@ -73,6 +73,21 @@ def test_a_slot_being_written_is_not_ready(table: SlotTable) -> None:
     assert found(table) == [0]
 
 
+def test_a_writer_that_died_before_its_first_field_left_nothing_ready(table: SlotTable) -> None:
+    """The old fields and their checksum are still there; the state says that the bytes may not be."""
+    store(table, 0)
+    os.pwrite(table.fd, SlotState.WRITING.to_bytes(8, "little"), record_at(table, 0))
+    assert found(table) == []
+
+
+def test_records_of_a_namespace_that_holds_no_slot_any_more_are_dropped(table: SlotTable) -> None:
+    store(table, 0)
+    before = os.pread(table.fd, 128, record_at(table, 0))
+    table.free(0)
+    os.pwrite(table.fd, before, record_at(table, 0))
+    assert found(table) == []
+
+
 def test_a_freed_slot_is_gone_and_can_be_written_again(table: SlotTable) -> None:
     store(table, 0)
     table.free(0)
