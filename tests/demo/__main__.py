@@ -7,6 +7,7 @@ system's temporary one, since their paths must be short. All processes are gone 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import signal
 import subprocess
@@ -63,6 +64,8 @@ def judge(outcome: Outcome) -> str | None:
 def main() -> int:
     """Play, clean up, return the exit status: 0 when everything was as promised."""
     screen = Screen()
+    # The client logs what it survives, such as a daemon that is not up yet; here the screen tells what matters.
+    logging.getLogger("kvoffd_client").addHandler(logging.NullHandler())
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:

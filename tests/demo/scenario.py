@@ -13,6 +13,7 @@ from typing import cast
 from kvoffd_client.admin import AdminClient
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.sockets import SocketPaths
 from tests.demo.processes import Daemon, DemoFailed, Engine
 
 BLOCK_TOKENS = 32
@@ -157,6 +158,8 @@ class Scenario:
                 self._engines.pop().stop()
 
     def _daemon_is_ready(self) -> bool:
+        if not SocketPaths(self._sockets).lifeline.exists():
+            return False
         try:
             with AdminClient(self._sockets) as admin:
                 return admin.health().ready
@@ -176,7 +179,8 @@ class Scenario:
             "kv_transfer_config": {
                 "kv_connector": "KvoffdConnector",
                 "kv_role": "kv_both",
-                "kv_connector_extra_config": {"directory": str(self._sockets)},
+                # A machine busy with other things may answer a lookup late; a late answer is a miss.
+                "kv_connector_extra_config": {"directory": str(self._sockets), "lookup_deadline_ms": 2000.0},
             },
         }
         with self._step(f"starting vLLM: {name.lower()} (its log: {self._logs / log})"):

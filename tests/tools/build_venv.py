@@ -44,8 +44,8 @@ class Builder:
         self._log = directory / "build.log"
 
     def create(self) -> None:
-        """Make the empty environment, when there is none."""
-        if self._python.exists():
+        """Make the empty environment, when there is none. pip comes last, so that where it is all else is."""
+        if (self._directory / "bin" / "pip").exists():
             return
         self._directory.mkdir(parents=True, exist_ok=True)
         hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
