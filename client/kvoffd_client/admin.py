@@ -133,7 +133,7 @@ class AdminClient:
                 session.ask(message, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
                 connection.flush()
             connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
-        if not outcome:
+        if not outcome or isinstance(outcome[0], RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
         if isinstance(outcome[0], KvoffdClientError):
             raise outcome[0]

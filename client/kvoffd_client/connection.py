@@ -50,13 +50,14 @@ class Connection(Generic[S]):
         self._pid = os.getpid()
         self._link = SocketLink(SocketPaths(Path(identity.directory)), options)
         self.session: S = make_session(self._link, identity, options, random.Random())
-        self.session.on_change = self._changed.notify_all
+        self.session.on_change = self._tell_waiters
         self._frames = FrameBuffer()
         self._frames_of = 0
         self._sleeping_until = 0.0
         self._closing = False
         self._failed_with = ""
         self._leading = threading.Lock()
+        self._leader_sleeps = False
         self._standby_until = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvoffd-{identity.role.value}", daemon=True)
         self._thread.start()
@@ -102,19 +103,28 @@ class Connection(Generic[S]):
         with self.lock:
             if not self._closing and self._link.readable():
                 self._guarded_take_in()
+                self.flush()
+
+    def _tell_waiters(self) -> None:
+        self._changed.notify_all()
+        if self._leader_sleeps:  # another thread may have read what the leader sleeps for
+            self._leader_sleeps = False
+            self._link.wake_leader()
 
     def _lead(self, ready: Callable[[], bool], until: float) -> None:
         self._standby_until = until + STANDBY_S
         while True:
             with self.lock:
+                self._leader_sleeps = False
                 if self._closing or ready():
                     return
                 if self._link.readable():
                     self._guarded_take_in()
                     continue
-            pause = until - time.monotonic()
-            if pause <= 0.0:
-                return
+                pause = until - time.monotonic()
+                if pause <= 0.0:
+                    return
+                self._leader_sleeps = True
             self._link.sleep_for_messages(pause)
 
     def _guarded_take_in(self) -> None:
@@ -132,7 +142,7 @@ class Connection(Generic[S]):
                 self._closing = True
                 self.session.close(time.monotonic())
                 self._link.wake()
-                self._changed.notify_all()
+                self._tell_waiters()
         self._thread.join(self._options.close_timeout_s)
         if self._thread.is_alive():
             log.error("The I/O thread of %s did not end in time.", self.session.identity.name)
@@ -152,7 +162,7 @@ class Connection(Generic[S]):
                 with self.lock:
                     self._recover(error)
                 time.sleep(self._options.backoff_min_s)  # whatever it is, it must not spin
-        with self.lock:
+        with self._leading, self.lock:
             self._link.shut()
 
     def _turn(self) -> None:

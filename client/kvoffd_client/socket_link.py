@@ -38,6 +38,8 @@ class SocketLink:
         self._messages_epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._wake_leader_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._messages_epoll.register(self._wake_leader_fd, select.EPOLLIN)
         self._context = zmq.Context(io_threads=1)
         self._lifeline: socket.socket | None = None
         self._jobs: zmq.Socket[bytes] | None = None
@@ -206,7 +208,13 @@ class SocketLink:
 
     def sleep_for_messages(self, timeout_s: float) -> None:
         """As sleep(), but only messages end it: for a thread that reads them while the I/O thread stands by."""
-        self._messages_epoll.poll(timeout_s)
+        for fd, _ in self._messages_epoll.poll(timeout_s):
+            if fd == self._wake_leader_fd:
+                os.eventfd_read(fd)
+
+    def wake_leader(self) -> None:
+        """End a sleep_for_messages(), from any thread."""
+        os.eventfd_write(self._wake_leader_fd, 1)
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -220,6 +228,7 @@ class SocketLink:
         self._epoll.close()
         self._messages_epoll.close()
         os.close(self._wake_fd)
+        os.close(self._wake_leader_fd)
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: let go of the lifelines, whose EOF must mean the parent's death."""

@@ -71,7 +71,7 @@ def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None
 def test_lengths_that_cannot_be_right_are_an_error_of_the_caller(
     worker: WorkerClient, transfer: m.GroupTransfer
 ) -> None:
-    with pytest.raises(ValueError, match="whole number|none of them"):
+    with pytest.raises(ValueError, match=r"whole number|none of them"):
         worker.store(1, [transfer])
     assert worker.unfinished == 0
 

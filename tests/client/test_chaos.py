@@ -1,0 +1,66 @@
+"""Many jobs and lookups while the daemon drops, ends sessions and restarts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+
+from support.fake_daemon import FakeDaemon, eventually
+
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto import messages as m
+
+TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
+KEYS = [m.GroupKeys(0, bytes(64))]
+
+
+def misbehave(fake: FakeDaemon, dice: random.Random) -> None:
+    match dice.randrange(6):
+        case 0:
+            fake.restart()
+        case 1 if any(peer.role is m.Role.WORKER for peer in list(fake.peers.values())):
+            fake.end_session(m.Role.WORKER)
+        case 2 if any(peer.role is m.Role.SCHEDULER for peer in list(fake.peers.values())):
+            fake.send_raw(m.Role.SCHEDULER, b"\xc1")
+        case 3:
+            fake.drop_publications = not fake.drop_publications
+        case 4:
+            fake.answers[m.Store] = lambda *_: None  # lost inside the daemon
+        case _:
+            fake.answers.clear()
+
+
+def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
+    fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
+) -> None:
+    dice = random.Random(20)
+    results: Counter[int] = Counter()
+    tickets = []
+    job_id = 0
+    ends_at = time.monotonic() + 2.0
+    while time.monotonic() < ends_at:
+        for _ in range(dice.randrange(30)):
+            job_id += 1
+            if dice.random() < 0.5:
+                worker.store(job_id, TRANSFER)
+            else:
+                worker.load(job_id, 2**32, TRANSFER)
+            tickets.append(scheduler.lookup(KEYS))
+            scheduler.release(tickets[-1].lease_id)
+        if dice.random() < 0.3:
+            worker.fence(range(job_id - 5, job_id), 0.01)
+        if dice.random() < 0.3:
+            misbehave(fake, dice)
+        results.update(result.job_id for result in worker.wait_results(0.005))
+    fake.answers.clear()
+    eventually(lambda: worker.unfinished == 0)
+    results.update(result.job_id for result in worker.take_results())
+    assert results == Counter(range(1, job_id + 1))
+    eventually(lambda: all(ticket.done for ticket in tickets))
+    assert job_id > 500
+    eventually(lambda: scheduler.connected and worker.ready)
+    last = scheduler.lookup(KEYS)
+    assert last.wait(5)
+    assert not last.failed
