@@ -162,12 +162,16 @@ class SlotTable:
             self._words[word] = slot_bytes
 
     def mark_writing(self, offset: int, fingerprint: bytes, group: int, key: bytes, rank: int, world_size: int) -> None:
-        """Notes that the slot's bytes are being replaced: from here on the record is never taken for READY."""
+        """Notes that the slot's bytes are being replaced: from here on the record is never taken for READY.
+
+        A slot that was ready is written over; one that is being written has a writer already: ValueError.
+        """
         record = self._record(offset)
-        if self._words[record // 8] != SlotState.FREE:
-            raise ValueError(f"The slot at offset {offset} is in use; free it before it is written again.")
+        if self._words[record // 8] == SlotState.WRITING:
+            raise ValueError(f"The slot at offset {offset} is being written; free it before it is written again.")
         if len(fingerprint) != FINGERPRINT_BYTES or len(key) > MAX_KEY_BYTES:
             raise ValueError(f"Fingerprints have {FINGERPRINT_BYTES} bytes and keys at most {MAX_KEY_BYTES}.")
+        self.free(offset)
         entry = self._fingerprints.hold(fingerprint)
         self._words[record // 8] = SlotState.WRITING
         self._generation += 1

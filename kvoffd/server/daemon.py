@@ -41,7 +41,7 @@ LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 
 
 class StartError(KvoffdError):

@@ -154,8 +154,9 @@ def test_misuse_is_refused(table: SlotTable) -> None:
     with pytest.raises(ValueError, match="is not being written"):
         table.mark_ready(0, 0, 1)
     store(table, 0)
-    with pytest.raises(ValueError, match="in use"):
-        table.mark_writing(0, b"a" * 32, 0, b"k", 0, 1)
+    table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
+    with pytest.raises(ValueError, match="being written"):
+        table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
     for offset in (-8192, 1000, POOL, POOL - 4096):
         with pytest.raises(ValueError, match="No slot begins"):
             table.free(offset)
@@ -164,6 +165,14 @@ def test_misuse_is_refused(table: SlotTable) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         table.mark_writing(65536, b"short", 0, b"k", 0, 1)
     assert found(table) == [0]
+
+
+def test_a_ready_slot_that_is_written_again_is_not_ready_until_it_is_whole(table: SlotTable) -> None:
+    store(table, 0)
+    table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)
+    assert found(table) == []
+    table.mark_ready(0, 0, 1)
+    assert [record.key for record in table.scan()] == [b"other"]
 
 
 @pytest.mark.parametrize(("position", "sentence"), [(0, "no slot table"), (8, "format"), (16, "boot"), (40, "damaged")])

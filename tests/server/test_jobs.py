@@ -314,3 +314,27 @@ def test_a_duplicate_job_is_refused_and_cancel_names_only_jobs_of_the_session(wo
     assert (cancelled.cancelled, cancelled.running) == ([], [])
     store(worker, registration, 1, keys(1), ids(0))
     assert store(worker, registration, 1, keys(2), ids(1)).ok, "an ended job's id may be used again"
+
+
+def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_written_is_loaded(worker, scheduler, memory):
+    fill(memory, 3)
+    registration = worker.register(memory, blocks_per_key=2)
+    second_half, whole = page(memory, 9), page(memory, 8) + page(memory, 9)
+
+    def store_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
+        parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
+        return worker.result(m.Store(worker.next_id(), worker.token, registration, job, parts))
+
+    def load_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
+        assert lookup(scheduler, job, keys(1)).states == [bytes([2])]
+        parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
+        return worker.result(m.Load(worker.next_id(), worker.token, registration, job, scheduler.lease(job), parts))
+
+    assert store_from(1, 1, ids(9)).bytes == PAGE
+    assert load_from(2, 0, ids(20, 21)).error is ErrorCode.NOT_READY, "the first half was never written"
+    scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [scheduler.lease(2)]), m.Done)
+    assert load_from(3, 1, ids(21)).ok
+    assert page(memory, 21) == second_half
+    assert store_from(4, 0, ids(8, 9)).bytes == 2 * PAGE
+    assert load_from(5, 0, ids(30, 31)).ok
+    assert page(memory, 30) + page(memory, 31) == whole

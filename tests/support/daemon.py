@@ -37,15 +37,24 @@ class DaemonProcess:
         return self._process
 
     @property
+    def program(self) -> list[str]:
+        """What is run, before its arguments."""
+        return [sys.executable, "-m", "kvoffd"]
+
+    @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def start(self, *, wait: bool = True) -> Self:
-        command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(self.directory)]
+        command = [*self.program, "serve", "--directory", str(self.directory)]
         for name, value in self.flags.items():
             command += [f"--{name}", value]
         with self.log_path.open("ab") as log:

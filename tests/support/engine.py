@@ -124,6 +124,7 @@ class EngineProcess:
     def launch(self) -> Self:
         """Start without waiting, so that two engines may start at the same time."""
         address = self._own / "socket"
+        address.unlink(missing_ok=True)
         self._listener = Listener(str(address), family="AF_UNIX")
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
@@ -175,23 +176,20 @@ class EngineProcess:
         return value
 
     def kill(self) -> None:
-        """SIGKILL to every process of the engine at once."""
-        assert self._process is not None
+        """SIGKILL to every process of the engine at once. It can be started again."""
+        if self._process is None:
+            return
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
         self._process.wait(STOP_DEADLINE_S)
-
-    def close(self) -> None:
-        """End it and remove what it left."""
         if self._connection is not None:
             self._connection.close()
-        if self._process is not None:
-            try:
-                self._process.wait(STOP_DEADLINE_S)
-            except subprocess.TimeoutExpired:
-                pass  # killed below
-            self.kill()
-            self._listener.close()
+        self._listener.close()
+        self._process = self._connection = None
+
+    def close(self) -> None:
+        """Kill it and remove what it left."""
+        self.kill()
         shutil.rmtree(self._own, ignore_errors=True)
 
     def _receive(self, deadline_s: float) -> tuple[str, Any]:

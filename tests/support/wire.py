@@ -130,7 +130,12 @@ class WireClient:
         )
 
     def register(
-        self, memory: SharedMemory, page_bytes: int = 16384, rank: int = 0, fingerprint: bytes = NAMESPACE
+        self,
+        memory: SharedMemory,
+        page_bytes: int = 16384,
+        rank: int = 0,
+        fingerprint: bytes = NAMESPACE,
+        blocks_per_key: int = 1,
     ) -> bytes:
         """Attach ``memory`` and register it as one tensor of one group; return the registration id."""
         segment_id = self.next_id()
@@ -145,7 +150,7 @@ class WireClient:
                 fingerprint,
                 registration_id,
                 rank,
-                1,
+                blocks_per_key,
                 [MemfdHandle(segment_id, memory.size_bytes)],
                 [TensorLayout(0, 0, page_bytes, blocks)],
                 [[PageRef(0, page_bytes)]],
