@@ -154,9 +154,9 @@ def test_misuse_is_refused(table: SlotTable) -> None:
     with pytest.raises(ValueError, match="is not being written"):
         table.mark_ready(0, 0, 1)
     store(table, 0)
-    table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
+    table.mark_writing(2 * 65536, b"a" * 32, 0, b"k", 0, 1)
     with pytest.raises(ValueError, match="being written"):
-        table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
+        table.mark_writing(2 * 65536, b"a" * 32, 0, b"k", 0, 1)
     for offset in (-8192, 1000, POOL, POOL - 4096):
         with pytest.raises(ValueError, match="No slot begins"):
             table.free(offset)
