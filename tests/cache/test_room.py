@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from support.cache_rig import SLOT_UNIT, Rig, keys_of
 
-from kvoffd.cache import BlockState
+from kvoffd.cache import BlockState, Namespace
+from kvoffd.cache.policies import ArcPolicy
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
@@ -13,6 +14,13 @@ A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 def full_rig(policy: str = "lru") -> Rig:
     """Two regions of four small slots."""
     return Rig(regions=2, region_bytes=4 * SLOT_UNIT, policy=policy)
+
+
+def use(rig: Rig, namespace: Namespace, keys: bytes) -> None:
+    """Look keys up, touch them, let them go."""
+    rig.cache.lookup(namespace, 77, 7, [(0, keys)])
+    rig.cache.touch(77)
+    rig.cache.release(7, [77])
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
@@ -132,15 +140,58 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     rig.cache.check()
 
 
+def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
+    rig = full_rig()
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
+    for number in (*range(8), 1, 2, 3, 7):
+        rig.put(small, keys_of(number))
+        use(rig, small, keys_of(number))
+    # The oldest is 0, alone in its region; then come three of the other.
+    assert rig.put(large, keys_of(1)) == 0
+    assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
+
+
+def test_regions_that_can_not_be_taken_over_do_not_end_the_search() -> None:
+    rig = Rig(regions=3, region_bytes=4 * SLOT_UNIT)
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
+    for number in range(12):
+        rig.put(small, keys_of(number))
+    rig.cache.lookup(small, 5, 1, [(0, keys_of(3, 7))])
+    assert rig.put(large, keys_of(1)) == 0
+    assert rig.states(small, keys_of(*range(12))) == [R] * 8 + [A] * 4
+
+
+def test_a_region_with_a_key_of_the_same_job_is_not_taken_over() -> None:
+    rig = full_rig()
+    namespace = rig.open(shard_bytes=(SLOT_UNIT, 4 * SLOT_UNIT))
+    for number in range(8):
+        rig.put(namespace, keys_of(number))
+    first = rig.cache.begin_store(namespace, 0, 0, keys_of(2))
+    second = rig.cache.begin_store(namespace, 0, 1, keys_of(1, 2), same_job=[first])
+    assert (second.copy, second.dropped) == ([0], [1])
+    assert rig.states(namespace, keys_of(*range(8))) == [R] * 4 + [A] * 4
+
+
+def test_the_policy_is_told_what_was_evicted_and_what_was_only_dropped() -> None:
+    rig = full_rig("arc")
+    namespace = rig.open()
+    assert isinstance(rig.cache.policy, ArcPolicy)
+    rig.put(namespace, keys_of(*range(8)))
+    use(rig, namespace, keys_of(0, 1, 2, 3))
+    rig.cache.invalidate(namespace, [(0, keys_of(7))])
+    rig.put(namespace, keys_of(8))
+    assert rig.cache.policy.ghosts == 0
+    rig.put(namespace, keys_of(9))
+    assert rig.cache.policy.ghosts == 1
+
+
 def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:
     rig = Rig(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     rig.put(small, keys_of(*range(6)))
     in_short_region = [key for key, block in small.index[0].items() if block.shards[0].offset >= 4 * SLOT_UNIT]
     others = [key for key in small.index[0] if key not in in_short_region]
-    rig.cache.lookup(small, 5, 1, [(0, b"".join(others))])
-    rig.cache.touch(5)
-    rig.cache.release(1, [5])
+    use(rig, small, b"".join(others))
     assert rig.put(large, keys_of(1)) == 0
     assert rig.states(large, keys_of(1)) == [R]
     rig.cache.check()
