@@ -1,0 +1,239 @@
+"""One real engine through everything that can go wrong with its daemon. It is never restarted for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+import zmq
+from support.engine import Completion, EngineProcess, completions, full_blocks, prompt
+from support.faulty_daemon import FaultyDaemon
+from support.models import make_tiny_llama
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.sockets import SocketPaths
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+T = TypeVar("T")
+LENGTHS = [1500, 900, 1200]
+DEADLINE_S = 30.0
+
+
+class Rig:
+    """A daemon (not started), an engine that reports KV events, and what the prompts give without a daemon."""
+
+    def __init__(self, model: Path) -> None:
+        self.daemon = FaultyDaemon("256MiB")
+        self.events_endpoint = f"ipc://{self.daemon.directory}/engine-events.sock"
+        self.engine = EngineProcess(
+            model,
+            self.daemon.directory,
+            extra_config={"self_describing_kv_events": True},
+            events={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_endpoint},
+        )
+        self.prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+        self.expected: list[list[int]] = []
+
+    def ensure_daemon(self) -> None:
+        """Running, with the engine connected to it: each test begins so."""
+        if not self.daemon.running:
+            self.daemon.start()
+        self.until(lambda stats: stats.sessions >= 3)  # the engine's two and the one that asks
+
+    def ensure_stored(self) -> None:
+        """All prompts' blocks are in the daemon and nowhere else."""
+        self.ensure_daemon()
+        self.engine.forget()
+        self.engine.generate(self.prompts)
+        # The pool has one namespace and room for all; nothing but these prompts was stored, or it was dropped again.
+        wanted = sum(full_blocks(length + 1) // 32 for length in LENGTHS)
+        self.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) >= wanted)
+        self.engine.forget()
+
+    def until(self, condition: Callable[[StatsReply], bool]) -> StatsReply:
+        with AdminClient(self.daemon.directory) as admin:
+            return eventually(admin.stats, condition)
+
+    def failed_loads(self) -> float:
+        return self.engine.metrics().get("vllm:kvoffd_failed_loads", 0)
+
+
+def eventually(ask: Callable[[], T], condition: Callable[[T], bool]) -> T:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition(answer := ask()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {answer}"
+        time.sleep(0.02)
+    return answer
+
+
+def tokens(answers: list[Completion]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    made = Rig(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
+    try:
+        made.engine.start()
+        made.expected = tokens(made.engine.generate(made.prompts))
+        yield made
+    finally:
+        made.engine.close()
+        made.daemon.close()
+
+
+def test_an_engine_starts_and_serves_without_a_daemon_and_uses_it_once_it_is_there(rig: Rig) -> None:
+    assert not rig.daemon.running
+    assert all(answer.cached == 0 for answer in rig.engine.generate([prompt(50, 400)]))
+    rig.ensure_stored()
+    answers = rig.engine.generate(rig.prompts)
+    assert tokens(answers) == rig.expected
+    assert [answer.cached for answer in answers] == [full_blocks(length) for length in LENGTHS]
+
+
+def test_killing_the_daemon_while_loads_run_changes_no_token_and_hits_return(rig: Rig) -> None:
+    rig.ensure_stored()
+    before = rig.failed_loads()
+    with rig.daemon.fault("load slow 30"):
+        rig.engine.begin("generate", prompts=rig.prompts, max_tokens=8)
+        rig.until(lambda stats: stats.load.running_jobs + stats.load.queued_jobs >= len(LENGTHS))
+        rig.daemon.kill()
+        answers = completions(rig.engine.finish())
+    assert tokens(answers) == rig.expected
+    assert [answer.finish for answer in answers] == ["length"] * 3
+    assert rig.failed_loads() >= before + 3
+    rig.ensure_stored()
+    again = rig.engine.generate(rig.prompts)
+    assert tokens(again) == rig.expected
+    assert [answer.cached for answer in again] == [full_blocks(length) for length in LENGTHS]
+
+
+def test_killing_the_daemon_while_stores_run_changes_no_token(rig: Rig) -> None:
+    rig.ensure_daemon()
+    others = [prompt(seed, 700) for seed in range(10, 14)]
+    with rig.daemon.fault("store slow 30"):
+        rig.engine.begin("generate", prompts=others, max_tokens=40)
+        rig.until(lambda stats: stats.store.running_jobs > 0)
+        rig.daemon.kill()
+        first = completions(rig.engine.finish())
+    rig.ensure_daemon()
+    rig.engine.forget()
+    assert tokens(rig.engine.generate(others, max_tokens=40)) == tokens(first)
+
+
+def test_a_failed_load_is_recomputed_and_its_blocks_are_not_believed_again(rig: Rig) -> None:
+    rig.ensure_stored()
+    before = rig.failed_loads()
+    with rig.daemon.fault("load fails"):
+        answers = rig.engine.generate(rig.prompts)
+    assert tokens(answers) == rig.expected
+    assert [answer.finish for answer in answers] == ["length"] * 3
+    # One failure a request: none was looked up again.
+    assert rig.failed_loads() == before + 3
+    rig.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) == 0)
+
+
+def test_a_daemon_that_lies_changes_tokens_so_these_tests_can_fail(rig: Rig) -> None:
+    rig.ensure_stored()
+    with rig.daemon.fault("load lies"):
+        answers = rig.engine.generate(rig.prompts)
+    assert all(answer.cached > 0 for answer in answers)
+    assert all(answer.tokens != expected for answer, expected in zip(answers, rig.expected, strict=True))
+    rig.engine.forget()
+    assert tokens(rig.engine.generate(rig.prompts)) == rig.expected
+
+
+def test_a_daemon_that_hangs_is_a_cache_miss(rig: Rig) -> None:
+    rig.ensure_stored()
+    fresh = prompt(60, 500)
+    os.kill(rig.daemon.pid, signal.SIGSTOP)
+    try:
+        [answer] = rig.engine.generate([fresh])
+    finally:
+        os.kill(rig.daemon.pid, signal.SIGCONT)
+    assert answer.cached == 0
+    assert answer.finish == "length"
+
+
+def test_resetting_the_connector_drops_the_namespace(rig: Rig) -> None:
+    rig.ensure_stored()
+    assert rig.engine.call("reset", connector=True)
+    rig.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) == 0)
+    answers = rig.engine.generate(rig.prompts)
+    assert tokens(answers) == rig.expected
+    assert [answer.cached for answer in answers] == [0, 0, 0]
+
+
+def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the_daemon(rig: Rig) -> None:
+    rig.ensure_daemon()
+    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+    tokens_wanted = prompt(70, 10 * 32)
+    with zmq.Context() as context, context.socket(zmq.SUB) as engine, context.socket(zmq.SUB) as daemon:
+        for socket, endpoint in (
+            (engine, rig.events_endpoint),
+            (daemon, f"ipc://{SocketPaths(rig.daemon.directory).events}"),
+        ):
+            socket.linger = 0
+            socket.subscribe(b"kv@" if socket is daemon else b"")
+            socket.connect(endpoint)
+        collected: dict[str, list[EventBatch]] = {"engine": [], "daemon": []}
+
+        def read() -> dict[str, list[EventBatch]]:
+            for name, socket in (("engine", engine), ("daemon", daemon)):
+                while socket.poll(0):
+                    _topic, sequence, payload = socket.recv_multipart()
+                    assert len(sequence) == 8
+                    collected[name].append(decoder.decode(payload))
+            return collected
+
+        def hashes(name: str, kind: type) -> set[bytes]:
+            events = [event for batch in collected[name] for event in batch.events if isinstance(event, kind)]
+            return {item for event in events if event.medium == "CPU" for item in event.block_hashes}
+
+        rig.engine.generate([tokens_wanted], max_tokens=4)
+
+        def stepped() -> dict[str, list[EventBatch]]:
+            rig.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
+            return read()
+
+        eventually(stepped, lambda _: len(hashes("engine", BlockStored)) >= 10)
+        assert hashes("engine", BlockStored) == hashes("daemon", BlockStored)
+        described = [
+            event
+            for batch in collected["engine"]
+            for event in batch.events
+            if isinstance(event, BlockStored) and event.medium == "CPU"
+        ]
+        assert sorted(token for event in described for token in event.token_ids) == sorted(tokens_wanted)
+        with AdminClient(rig.daemon.directory) as admin:
+            admin.clear()
+        eventually(stepped, lambda _: hashes("engine", BlockRemoved) >= hashes("engine", BlockStored))
+        assert any(isinstance(event, AllBlocksCleared) for batch in collected["daemon"] for event in batch.events)
+
+
+def test_killing_the_engine_in_mid_store_leaves_nothing_behind(rig: Rig) -> None:
+    rig.ensure_daemon()
+    with AdminClient(rig.daemon.directory) as admin:
+        stored = sum(item.stored_blocks for item in admin.stats().namespaces)
+        with rig.daemon.fault("store slow 1"):
+            rig.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
+            eventually(admin.stats, lambda stats: stats.store.running_jobs > 0)
+            rig.engine.kill()
+            killed = time.monotonic()
+            eventually(admin.stats, lambda stats: stats.sessions == 1)
+            assert time.monotonic() - killed < 0.5
+            stats = eventually(admin.stats, lambda stats: stats.store.running_jobs + stats.pool.writing_bytes == 0)
+    assert stats.leases == 0
+    assert stats.pool.pinned_bytes == 0
+    assert sum(item.stored_blocks for item in stats.namespaces) == stored
+    pool = stats.pool
+    assert pool.free_bytes + pool.writing_bytes + pool.ready_bytes + pool.leaving_bytes == pool.pool_bytes

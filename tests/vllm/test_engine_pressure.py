@@ -1,0 +1,53 @@
+"""A real engine with too few blocks: pre-emptions and block fences change no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt
+from support.faulty_daemon import FaultyDaemon
+from support.models import make_tiny_llama
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+PROMPTS = [prompt(seed, length) for seed, length in enumerate([800, 1100, 950, 1030, 870, 1000])]
+MAX_TOKENS = 150
+FEW_BLOCKS = 130
+"""Of the about 215 that all six requests would fill."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Completion]:
+    """What an engine without a connector and with blocks enough says."""
+    with EngineProcess(model, None) as engine:
+        return engine.generate(PROMPTS, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
+    model: Path, expected: list[Completion], blocks_per_chunk: int
+) -> None:
+    extra = {"offload_prompt_only": False, "blocks_per_chunk": blocks_per_chunk}
+    with (
+        FaultyDaemon("256MiB") as daemon,
+        EngineProcess(model, daemon.directory, num_blocks=FEW_BLOCKS, extra_config=extra) as engine,
+    ):
+        with daemon.fault("store slow 0.2"):
+            runs = [engine.generate(PROMPTS, MAX_TOKENS)]
+            engine.forget()
+            runs.append(engine.generate(PROMPTS, MAX_TOKENS))
+        engine.forget()
+        runs.append(engine.generate(PROMPTS, MAX_TOKENS))
+        metrics = engine.metrics()
+    for run in runs:
+        assert [answer.tokens for answer in run] == [answer.tokens for answer in expected]
+        assert all(answer.finish == "length" for answer in run)
+    assert metrics["vllm:num_preemptions"] > 0
+    assert metrics["vllm:kv_offload_load_bytes"] > 0
+    assert sum(answer.cached for answer in runs[2]) >= len(PROMPTS) * BLOCK_TOKENS

@@ -1,0 +1,95 @@
+"""Real engines of three kinds: what one stored, it gets back itself, after its restart, and so does another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import DaemonProcess
+from support.engine import Completion, EngineProcess, full_blocks, prompt
+from support.models import make_tiny_gemma3, make_tiny_llama
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_proto.messages import NamespaceInfo, StatsReply
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+LENGTHS = [2000, 777, 1111]
+PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "full attention": {"make": make_tiny_llama, "settings": {}},
+    # Five groups of sliding windows and one of full attention over one tensor.
+    "hybrid": {"make": make_tiny_gemma3, "settings": {"num_blocks": 1600}},
+    "tensor parallel": {
+        "make": make_tiny_llama,
+        "settings": {"tensor_parallel": 2, "extra_config": {"blocks_per_chunk": 1}},
+    },
+}
+
+
+@dataclass
+class Runs:
+    """What the same prompts gave, in the order of the fields, and what the daemon said afterwards."""
+
+    cold: list[Completion]
+    warm: list[Completion]
+    second: list[Completion]
+    restarted: list[Completion]
+    stats: StatsReply
+    namespaces: list[NamespaceInfo]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.replace(" ", "-"))
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    kind = KINDS[request.param]
+    model: Path = kind["make"](tmp_path_factory.mktemp("models") / "model")
+    with DaemonProcess("256MiB") as daemon, AdminClient(daemon.directory) as admin:
+        first, second = (EngineProcess(model, daemon.directory, **kind["settings"]) for _ in range(2))
+        try:
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(EngineProcess.start, [first, second]))
+            cold = first.generate(PROMPTS)
+            first.forget()
+            warm = first.generate(PROMPTS)
+            from_second = second.generate(PROMPTS)
+            second.kill()
+            first.kill()
+            restarted = first.start().generate(PROMPTS)
+            yield Runs(cold, warm, from_second, restarted, admin.stats(), admin.namespaces().namespaces)
+        finally:
+            first.close()
+            second.close()
+
+
+def tokens(completions: list[Completion]) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def test_the_cold_run_computes_everything(runs: Runs) -> None:
+    assert [completion.cached for completion in runs.cold] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("run", ["warm", "second", "restarted"])
+def test_every_full_block_is_loaded_and_the_tokens_are_the_same(runs: Runs, run: str) -> None:
+    completions: list[Completion] = getattr(runs, run)
+    assert tokens(completions) == tokens(runs.cold)
+    assert [completion.cached for completion in completions] == [full_blocks(length) for length in LENGTHS]
+    assert all(completion.finish == "length" for completion in completions)
+
+
+def test_all_engines_are_one_namespace_and_no_job_failed(runs: Runs) -> None:
+    assert len(runs.namespaces) == 1
+    assert runs.stats.store.failed_jobs == 0
+    assert runs.stats.load.failed_jobs == 0
+    # Each of three engines loaded what the first one stored; the second and third stored nothing anew.
+    assert runs.stats.load.bytes == 3 * runs.stats.store.bytes > 0
+
+
+def test_the_leases_of_finished_requests_are_gone(runs: Runs) -> None:
+    assert runs.stats.leases == 0
+    assert runs.stats.pinned_blocks == 0
