@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from support.daemon import DaemonProcess
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 
+Cli = Callable[..., tuple[int, str, str]]
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]
 
 
@@ -27,7 +28,7 @@ def engine(daemon: DaemonProcess) -> Iterator[FakeEngine]:
 
 
 @pytest.fixture
-def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
+def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
     """Runs a command; returns (status, stdout, stderr)."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -38,7 +39,7 @@ def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]):  # type: ign
     return run
 
 
-def test_stats_show_what_the_engine_did(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_stats_show_what_the_engine_did(engine: FakeEngine, cli: Cli) -> None:
     status, out, err = cli("stats")
     assert (status, err) == (0, "")
     (line,) = (line for line in out.splitlines() if line.startswith("tiny"))
@@ -50,7 +51,7 @@ def test_stats_show_what_the_engine_did(engine: FakeEngine, cli) -> None:  # typ
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
-def test_stats_json_has_named_fields(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_stats_json_has_named_fields(engine: FakeEngine, cli: Cli) -> None:
     status, out, _ = cli("stats", "--json")
     assert status == 0
     found = json.loads(out)
@@ -63,21 +64,21 @@ def test_stats_json_has_named_fields(engine: FakeEngine, cli) -> None:  # type: 
     assert (found["pinned_blocks"], found["leases"]) == (6, 1)
 
 
-def test_stats_of_a_fresh_daemon(cli) -> None:  # type: ignore[no-untyped-def]
+def test_stats_of_a_fresh_daemon(cli: Cli) -> None:
     status, out, err = cli("stats")
     assert (status, err) == (0, "")
     assert "none open" in out
     assert "Errors     none" in out
 
 
-def test_health_is_told_and_in_the_status(cli) -> None:  # type: ignore[no-untyped-def]
+def test_health_is_told_and_in_the_status(cli: Cli) -> None:
     assert cli("health") == (0, "healthy: the daemon takes sessions and jobs\n", "")
     status, out, _ = cli("health", "--json")
     assert status == 0
     assert {"healthy": True, "ready": True, "problems": []}.items() <= json.loads(out).items()
 
 
-def test_sessions_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_sessions_are_listed(engine: FakeEngine, cli: Cli) -> None:
     _, out, _ = cli("sessions")
     rows = [line.split() for line in out.splitlines()]
     assert {"scheduler", "worker", "admin"} <= {row[1] for row in rows[1:]}
@@ -87,7 +88,7 @@ def test_sessions_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore[n
     assert worker["registered_bytes"] == 512 * 4 * 16384
 
 
-def test_namespaces_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_namespaces_are_listed(engine: FakeEngine, cli: Cli) -> None:
     _, out, _ = cli("namespaces")
     assert out.splitlines()[1].startswith("tiny")
     assert "64.0 KiB" in out
@@ -96,19 +97,19 @@ def test_namespaces_are_listed(engine: FakeEngine, cli) -> None:  # type: ignore
     assert found["shard_bytes"] == [[4 * 16384]]
 
 
-def test_clear_drops_the_blocks(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_clear_drops_the_blocks(engine: FakeEngine, cli: Cli) -> None:
     engine.release()
     assert cli("clear", "--namespace", "tiny", "--yes")[0] == 0
     assert engine.lookup(KEYS) == 0
 
 
-def test_clear_all_counts_the_blocks(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_clear_all_counts_the_blocks(engine: FakeEngine, cli: Cli) -> None:
     engine.release()
     status, out, _ = cli("clear", "--all", "--yes", "--json")
     assert (status, json.loads(out)) == (0, {"namespace": None, "cleared_blocks": 8})
 
 
-def test_clear_by_fingerprint(engine: FakeEngine, cli) -> None:  # type: ignore[no-untyped-def]
+def test_clear_by_fingerprint(engine: FakeEngine, cli: Cli) -> None:
     fingerprint = json.loads(cli("namespaces", "--json")[1])["namespaces"][0]["namespace"]
     _, out, _ = cli("clear", "--namespace", fingerprint[:8], "--yes")
     assert out == f"8 blocks were dropped from namespace tiny ({fingerprint[:8]}).\n"
@@ -123,7 +124,7 @@ def test_clear_by_fingerprint(engine: FakeEngine, cli) -> None:  # type: ignore[
         (("--all",), "add --yes"),
     ],
 )
-def test_clear_refuses_what_is_not_clear(engine: FakeEngine, cli, arguments: tuple[str, ...], words: str) -> None:  # type: ignore[no-untyped-def]
+def test_clear_refuses_what_is_not_clear(engine: FakeEngine, cli: Cli, arguments: tuple[str, ...], words: str) -> None:
     status, out, err = cli("clear", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("kvoffd-cli: ")
