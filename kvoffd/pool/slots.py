@@ -11,6 +11,8 @@ PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
 _REGIONS = 64
 _MIN_REGION_BYTES = 4 << 20
+_MAX_REGION_BYTES = 256 << 20
+"""A region changes its slot size as a whole, so it must not hold more blocks than may go at once."""
 
 
 class SlotAllocator:
@@ -22,7 +24,7 @@ class SlotAllocator:
 
     Args:
         pool_bytes: at least 8192.
-        region_bytes: a multiple of 4096; about a 64th of the pool, but at least 4 MiB, when None. The last region may
+        region_bytes: a multiple of 4096; about a 64th of the pool, but 4 to 256 MiB, when None. The last region may
             be shorter.
     """
 
@@ -30,7 +32,9 @@ class SlotAllocator:
         if pool_bytes < MIN_SLOT_BYTES:
             raise BadGeometry(f"A pool of {pool_bytes} bytes holds no slot; it needs at least {MIN_SLOT_BYTES} bytes.")
         if region_bytes is None:
-            region_bytes = _round_up(min(pool_bytes, max(_MIN_REGION_BYTES, pool_bytes // _REGIONS)), PAGE_BYTES)
+            region_bytes = _round_up(
+                min(pool_bytes, max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))), PAGE_BYTES
+            )
             region_bytes = min(region_bytes, pool_bytes // PAGE_BYTES * PAGE_BYTES)
         if region_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= region_bytes <= pool_bytes:
             raise BadGeometry(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -48,11 +49,18 @@ class StartError(KvoffdError):
     """The daemon cannot start. The message is one sentence for the operator."""
 
 
+# Blocks are millions of long-lived objects without cycles; a full collection would stop the loop for as long as it
+# takes to look at each of them (seen: 20 to 30 ms at 64,000 blocks). The young generations are still collected.
+GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
+
+
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then return 0. Raises KvoffdError with a sentence when it cannot start."""
     os.umask(0o007)
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     uvloop.run(Daemon(config).serve())
     return 0
 
