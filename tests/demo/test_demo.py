@@ -65,7 +65,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     # All but the tails of three prompts.
     assert result["prompt_tokens"] - 3 * 32 < result["loaded_tokens"] < result["prompt_tokens"]
     for name in ("warm_ttft_ms", "restarted_ttft_ms", "second_engine_ttft_ms"):
-        assert 0 < result[name] < result["cold_ttft_ms"] / 3
+        assert 0 < result[name] < result["cold_ttft_ms"] / 2
     assert "kvoffd-cli stats" in output
     assert not list(tmp_path.glob("kvoffd-demo-*"))
     assert processes_about(str(tmp_path)) == []
