@@ -15,8 +15,8 @@ import zmq
 from kvoffd_client.admin_session import AdminSession
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
+from kvoffd_client.identity import Identity
 from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Identity
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.messages import (
     AnyReply,

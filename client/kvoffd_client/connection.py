@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvoffd_client.errors import ForkedProcess
+from kvoffd_client.identity import Identity
 from kvoffd_client.link import Link
 from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Identity, Session
+from kvoffd_client.session import Session
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.codec import CodecError, decode_reply
 from kvoffd_proto.lifeline import FrameBuffer, LifelineError, decode_from_daemon

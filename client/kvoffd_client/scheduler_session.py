@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.event_stream import EventStream
+from kvoffd_client.identity import Identity
 from kvoffd_client.link import Link
 from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Identity, Session
+from kvoffd_client.session import Session
 from kvoffd_client.tickets import LookupTicket
 from kvoffd_proto.events import END_OF_REPLAY, KV_TOPIC_PREFIX, SEQUENCE_BYTES, kv_topic
 from kvoffd_proto.messages import (

@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
+from kvoffd_client.identity import Identity
 from kvoffd_client.link import Link
-from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.options import ClientOptions
 from kvoffd_client.pending import NEVER, PendingRequests, Then
-from kvoffd_client.registration import Registration
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
@@ -55,18 +53,6 @@ class Phase(Enum):
     REGISTERING = auto()
     READY = auto()
     CLOSED = auto()
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who the session is and what it opens."""
-
-    directory: str
-    role: Role
-    name: str
-    software: str
-    namespace: NamespaceSpec | None = None
-    registration: Registration | None = None
 
 
 class Session:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.identity import Identity
 from kvoffd_client.link import Link
 from kvoffd_client.options import ClientOptions
 from kvoffd_client.pending import NEVER
-from kvoffd_client.session import Identity, Phase, Session
+from kvoffd_client.session import Phase, Session
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic

@@ -17,19 +17,22 @@ KEYS = [m.GroupKeys(0, bytes(64))]
 
 
 def misbehave(fake: FakeDaemon, dice: random.Random) -> None:
-    match dice.randrange(6):
-        case 0:
-            fake.restart()
-        case 1 if any(peer.role is m.Role.WORKER for peer in list(fake.peers.values())):
-            fake.end_session(m.Role.WORKER)
-        case 2 if any(peer.role is m.Role.SCHEDULER for peer in list(fake.peers.values())):
-            fake.send_raw(m.Role.SCHEDULER, b"\xc1")
-        case 3:
-            fake.drop_publications = not fake.drop_publications
-        case 4:
-            fake.answers[m.Store] = lambda *_: None  # lost inside the daemon
-        case _:
-            fake.answers.clear()
+    try:
+        match dice.randrange(6):
+            case 0:
+                fake.restart()
+            case 1:
+                fake.end_session(m.Role.WORKER)
+            case 2:
+                fake.send_raw(m.Role.SCHEDULER, b"\xc1")
+            case 3:
+                fake.drop_publications = not fake.drop_publications
+            case 4:
+                fake.answers[m.Store] = lambda *_: None  # lost inside the daemon
+            case _:
+                fake.answers.clear()
+    except LookupError:
+        pass  # whoever was meant is away just now
 
 
 def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(

@@ -116,8 +116,18 @@ class FakeDaemon:
 
     def do(self, step: Callable[[], None]) -> None:
         done = threading.Event()
-        self._steps.append((step, done))
+        errors: list[Exception] = []
+
+        def guarded() -> None:
+            try:
+                step()
+            except Exception as error:
+                errors.append(error)
+
+        self._steps.append((guarded, done))
         assert done.wait(5), "the fake daemon did not get to a step"
+        if errors:
+            raise errors[0]
 
     # --- a test's steps --------------------------------------------------------------------------
 
@@ -126,7 +136,10 @@ class FakeDaemon:
         self.do(self.frozen.set)
 
     def peer(self, role: m.Role) -> Peer:
-        return next(peer for peer in reversed(self.peers.values()) if peer.role is role)
+        found = [peer for peer in self.peers.values() if peer.role is role]
+        if not found:
+            raise LookupError(f"no {role} is connected")
+        return found[-1]
 
     def finish(self, job_id: int, ok: bool = True) -> None:
         self.do(lambda: self._finish(self.peer(m.Role.WORKER), job_id, ok))
