@@ -30,17 +30,27 @@ class Transfer:
 
     Args:
         deadline: on the engine's clock, in seconds; looked at before the transfer starts and between its steps.
-        on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying.
-            It must be quick and must not raise.
+        on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying,
+            when nothing touches its memory any more. It must be quick and must not raise.
+        on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after
+            the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
     """
 
-    __slots__ = ("abandoned", "deadline", "direction", "on_done", "plan")
+    __slots__ = ("abandoned", "deadline", "direction", "on_done", "on_overdue", "plan")
 
-    def __init__(self, direction: Direction, plan: Plan, deadline: float, on_done: OnDone) -> None:
+    def __init__(
+        self,
+        direction: Direction,
+        plan: Plan,
+        deadline: float,
+        on_done: OnDone,
+        on_overdue: Callable[[Transfer], None] | None = None,
+    ) -> None:
         self.direction = direction
         self.plan = plan
         self.deadline = deadline
         self.on_done = on_done
+        self.on_overdue = on_overdue
         self.abandoned = False
 
 

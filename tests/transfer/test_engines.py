@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
+from support.stub_cuda import fresh_stub
 
+from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host import HostEngine, copy_stroke
 from kvoffd.transfer.plan import Plan
@@ -65,7 +68,33 @@ class HostRig(Rig):
         self.engine = HostEngine(clock=self.clock, copy=copy)
 
 
-RIGS: list[Callable[[], Rig]] = [HostRig]
+class CudaRig(Rig):
+    """Over a stub driver, with batches of eight pieces, so that jobs have many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stub = fresh_stub()
+        context = stub.start()
+        driver = stub.driver()
+        batch = driver.batch_copy()
+        assert batch is not None
+
+        class Gated:
+            def __call__(_, *arguments: int) -> None:
+                self.step()
+                batch(*arguments)
+
+        driver.batch_copy = Gated  # type: ignore[assignment, method-assign]
+
+        def all_pinned(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+            return np.ones(addresses.size, dtype=np.bool_)
+
+        engine = CudaEngine(driver, context, all_pinned, clock=self.clock, step_pieces=8)
+        engine.open()
+        self.engine = engine
+
+
+RIGS: list[Callable[[], Rig]] = [HostRig, CudaRig]
 
 
 @pytest.fixture(params=RIGS)

@@ -1,0 +1,211 @@
+"""The engine for one GPU: its copy engines, driven by a load and a store thread. No kernels.
+
+What a transfer may touch, and until when: a step that was given to the driver runs to its end, whatever happens; so a
+transfer ends (``on_done``) only when the last of its steps has been waited for. On a GPU that hangs that may be never.
+``expire`` then tells the owner (``on_overdue``), who may answer a store, since nothing reads its slots before they are
+committed, but must not answer a load, since its bytes may still land in the engine's blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver, CudaError
+from kvoffd.transfer.cuda.numa import NOWHERE, Locality, run_near
+from kvoffd.transfer.cuda.steps import STEP_PIECES, IsPinned, Step, iterate_steps
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.lane import Lane, Turn
+
+_log = logging.getLogger(__name__)
+
+# Steps that the GPU has at a time: enough to keep it busy while the thread waits for the GIL, few enough that a load
+# behind them on a shared copy engine waits for 24 MiB at most, which is half a millisecond on PCIe 5.
+STEPS_IN_FLIGHT = 3
+
+
+class CudaEngine(TransferEngine):
+    """Copies between the pool and one GPU's memory.
+
+    ``open`` and ``close`` make calls of CUDA and belong to the GPU's control thread; the rest never does.
+
+    Args:
+        context: the device's primary context, retained by the caller until after ``close``.
+        is_pinned: which pool addresses are pinned by now.
+        name: of the GPU, for logs.
+        locality: where its copy threads should run.
+        clock: what deadlines are measured on, in seconds.
+        step_pieces: most pieces in a batch.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        context: int,
+        is_pinned: IsPinned,
+        *,
+        name: str = "GPU",
+        locality: Locality = NOWHERE,
+        clock: Callable[[], float] = time.monotonic,
+        step_pieces: int = STEP_PIECES,
+    ) -> None:
+        calls = CopyCalls(driver, name)
+        self._lanes = {
+            direction: Lane(
+                f"kvoffd-gpu-{direction.value}",
+                clock,
+                [_GpuCopier(driver, context, direction, is_pinned, calls, locality, step_pieces)],
+            )
+            for direction in Direction
+        }
+
+    def open(self) -> None:
+        """Waits until both threads have their streams. Raises CudaError when one has not; then ``close`` it."""
+        for lane in self._lanes.values():
+            lane.wait_open()
+
+    @property
+    def hangs(self) -> bool:
+        """A transfer is far beyond its deadline and its thread has not come back from the driver."""
+        return any(lane.hangs for lane in self._lanes.values())
+
+    def submit(self, transfer: Transfer) -> None:
+        self._lanes[transfer.direction].submit(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        return self._lanes[transfer.direction].cancel(transfer)
+
+    def abandon(self, transfer: Transfer) -> None:
+        transfer.abandoned = True
+
+    def expire(self) -> None:
+        for lane in self._lanes.values():
+            lane.expire()
+
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        return self._lanes[direction].load()
+
+    def close(self, timeout_s: float) -> bool:
+        # Threads wait in real time whatever clock the deadlines are on.
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.stop()
+        return all(lane.join(deadline) for lane in self._lanes.values())
+
+
+class CopyCalls:
+    """Which call one GPU's copies are made with: batches, until one of them is refused."""
+
+    def __init__(self, driver: CudaDriver, name: str) -> None:
+        self._driver = driver
+        self._name = name
+        self._batch: BatchCopy | None = driver.batch_copy()
+        if self._batch is None:
+            _log.info("%s: the driver knows no batches (CUDA 12.8 does); pieces are copied one by one.", name)
+
+    def launch(self, step: Step, stream: int) -> None:
+        """Puts a step into the stream. Raises CudaError; a part of the step may be in the stream all the same."""
+        count = step.size.size
+        batch = self._batch
+        if count and batch is not None:
+            try:
+                batch(step.destination.ctypes.data, step.source.ctypes.data, step.size.ctypes.data, count, stream)
+            except CudaError as error:
+                # Copying a piece twice does no harm, so it does not matter how far the batch came.
+                self._launch_plain(step, stream)
+                # Single copies do work, so it was the batch.
+                if self._batch is not None:
+                    self._batch = None
+                    _log.warning("%s: batches fail, pieces are copied one by one from now on: %s", self._name, error)
+        elif count:
+            self._launch_plain(step, stream)
+        for destination, source, size in step.plain:
+            self._driver.copy(destination, source, size, stream)
+
+    def _launch_plain(self, step: Step, stream: int) -> None:
+        columns = (step.destination.tolist(), step.source.tolist(), step.size.tolist())
+        for destination, source, size in zip(*columns, strict=True):
+            self._driver.copy(destination, source, size, stream)
+
+
+class _GpuCopier:
+    """One copy thread: its stream, and an event for each step that may be in it."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        context: int,
+        direction: Direction,
+        is_pinned: IsPinned,
+        calls: CopyCalls,
+        locality: Locality,
+        step_pieces: int,
+    ) -> None:
+        self._driver = driver
+        self._context = context
+        self._direction = direction
+        self._is_pinned = is_pinned
+        self._calls = calls
+        self._locality = locality
+        self._step_pieces = step_pieces
+        self._stream = 0
+        self._events: list[int] = []
+        self._in_flight: deque[tuple[int, int]] = deque()
+        """(event, bytes) of the steps in the stream, oldest first."""
+
+    def open(self) -> None:
+        run_near(self._locality)
+        self._driver.set_context(self._context)
+        self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
+        self._events = [self._driver.create_event() for _ in range(STEPS_IN_FLIGHT)]
+
+    def copy(self, transfer: Transfer, turn: Turn) -> Outcome:
+        try:
+            outcome = self._launch_steps(transfer, turn)
+        except BaseException:
+            self._settle(turn)
+            raise
+        while self._in_flight:
+            self._wait_oldest(turn)
+        return outcome
+
+    def close(self) -> None:
+        try:
+            for event in self._events:
+                self._driver.destroy_event(event)
+            self._driver.destroy_stream(self._stream)
+        except CudaError as error:
+            _log.warning("A stream could not be given up: %s", error.message)
+
+    def _launch_steps(self, transfer: Transfer, turn: Turn) -> Outcome:
+        steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)
+        for number, step in enumerate(steps):
+            if len(self._in_flight) == STEPS_IN_FLIGHT:
+                self._wait_oldest(turn)
+            if (early := turn.ending()) is not None:
+                return early
+            self._calls.launch(step, self._stream)
+            event = self._events[number % STEPS_IN_FLIGHT]
+            self._driver.record_event(event, self._stream)
+            self._in_flight.append((event, step.nbytes))
+        return Outcome.DONE
+
+    def _wait_oldest(self, turn: Turn) -> None:
+        event, nbytes = self._in_flight[0]
+        self._driver.wait_event(event)
+        self._in_flight.popleft()
+        turn.copied(nbytes)
+
+    def _settle(self, turn: Turn) -> None:
+        """After an error: waits for whatever is in the stream, a step that was launched in part included."""
+        try:
+            self._driver.record_event(self._events[0], self._stream)
+            self._driver.wait_event(self._events[0])
+        except CudaError as error:
+            # The context is lost, and its work with it: the driver has taken it off the GPU.
+            _log.error("The GPU's context is lost: %s", error.message)
+        else:
+            turn.copied(sum(nbytes for _, nbytes in self._in_flight))
+        self._in_flight.clear()

@@ -1,0 +1,171 @@
+"""Memory of engines on a GPU, mapped from handles. Everything here belongs to the GPU's control thread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from kvoffd.errors import KvoffdError, OutOfBounds
+from kvoffd.transfer.cuda.driver import INVALID_CONTEXT, CudaDriver, CudaError
+from kvoffd_proto.errors import ErrorCode
+
+# Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
+_MAX_SEGMENT_BYTES = 1 << 56
+
+_ADVICE = {
+    1: "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or GPU.",
+    205: "The driver cannot map it: container runtimes that split GPUs up between containers forbid that.",
+    217: "This GPU cannot reach the memory of the one it lies on; the engine must export memory of its own GPU.",
+    400: "The handle is stale: the engine has freed the memory, or has ended.",
+    711: "The GPU has as many peers as it can have.",
+    801: "CUDA's sharing of memory between processes does not work here, as in some virtual machines and sandboxes.",
+}
+
+
+class UnmappableHandle(KvoffdError):
+    """The driver does not map what the engine exported; the sentence says why as far as that is known."""
+
+    code = ErrorCode.UNSUPPORTED
+
+
+@dataclass(frozen=True)
+class IpcExport:
+    """An ordinary allocation of the engine's: what CudaIpcHandle says of it."""
+
+    handle: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class VmmExport:
+    """Memory of the virtual memory API: what CudaVmmHandle says of it, and its descriptors, which stay the caller's."""
+
+    fds: Sequence[int]
+    chunk_bytes: Sequence[int]
+
+
+class GpuSegment:
+    """``size_bytes`` of engine memory at ``address``."""
+
+    def __init__(self, address: int, size_bytes: int, undo: ExitStack) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self._undo = undo
+
+    def close(self) -> None:
+        """Unmaps it, so that the engine's GPU memory is free once the engine is gone too; repeatable. No copy may run.
+
+        Raises:
+            CudaError: a part could not be unmapped; the other parts are.
+        """
+        self._undo.close()
+
+
+@dataclass
+class _OpenHandle:
+    owner: bytes
+    address: int
+    segments: int
+
+
+class GpuMappings:
+    """Maps handles on one device. A handle is open once, and for one registration at a time.
+
+    The driver maps a handle once and answers every further opening with the same address. And memory that is freed and
+    allocated again can get the very same handle. So whether a handle that is open is still the right memory cannot be
+    seen from it: a second registration must wait until the first has let go of it, and is told so.
+    """
+
+    def __init__(self, driver: CudaDriver, device: int) -> None:
+        self._driver = driver
+        self._device = device
+        self._open: dict[bytes, _OpenHandle] = {}
+
+    @property
+    def empty(self) -> bool:
+        """No IPC handle is open."""
+        return not self._open
+
+    def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[GpuSegment]:
+        """Maps all segments of registration ``owner``, or none.
+
+        Raises:
+            UnmappableHandle: the driver refuses one.
+            OutOfBounds: an allocation is smaller than it was said to be.
+            KvoffdError: a handle is still open for another registration.
+        """
+        with ExitStack() as undo:
+            segments = []
+            for export in exports:
+                segment = self._open_ipc(owner, export) if isinstance(export, IpcExport) else self._import(export)
+                undo.callback(segment.close)
+                segments.append(segment)
+            undo.pop_all()
+        return segments
+
+    def _open_ipc(self, owner: bytes, export: IpcExport) -> GpuSegment:
+        known = self._open.get(export.handle)
+        if known is None:
+            try:
+                address = self._driver.open_ipc(export.handle)
+            except CudaError as error:
+                raise _unmappable(error) from error
+            known = self._open[export.handle] = _OpenHandle(owner, address, 0)
+        elif known.owner != owner:
+            raise KvoffdError(
+                "The memory is still mapped for another registration; unregister that one, or end its session, and "
+                "register again.",
+                ErrorCode.TOO_MANY,
+            )
+        known.segments += 1
+        with ExitStack() as undo:
+            undo.callback(self._close_ipc, export.handle)
+            base, size = self._driver.address_range(known.address)
+            if export.size_bytes > base + size - known.address:
+                raise OutOfBounds(
+                    f"The allocation has {base + size - known.address} bytes but was said to have {export.size_bytes}."
+                )
+            return GpuSegment(known.address, export.size_bytes, undo.pop_all())
+
+    def _close_ipc(self, handle: bytes) -> None:
+        known = self._open[handle]
+        known.segments -= 1
+        if not known.segments:
+            del self._open[handle]
+            self._driver.close_ipc(known.address)
+
+    def _import(self, export: VmmExport) -> GpuSegment:
+        driver, total = self._driver, sum(export.chunk_bytes)
+        if len(export.fds) != len(export.chunk_bytes) or not 0 < total <= _MAX_SEGMENT_BYTES:
+            raise UnmappableHandle(
+                f"{len(export.fds)} descriptors came for {len(export.chunk_bytes)} chunks of {total} bytes together."
+            )
+        with ExitStack() as undo:
+            try:
+                start = address = driver.reserve(total)
+                undo.callback(driver.free_reservation, start, total)
+                for fd, size in zip(export.fds, export.chunk_bytes, strict=True):
+                    allocation = driver.import_descriptor(fd)
+                    try:
+                        driver.map(address, size, allocation)
+                        undo.callback(driver.unmap, address, size)
+                    finally:
+                        driver.release(allocation)  # the mapping keeps it
+                    address += size
+                driver.allow_access(start, total, self._device)
+            except CudaError as error:
+                raise _unmappable(error) from error
+            return GpuSegment(start, total, undo.pop_all())
+        raise AssertionError("unreachable: the stack swallows nothing")
+
+
+def _unmappable(error: CudaError) -> UnmappableHandle:
+    advice = _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
+    if error.call.startswith("cuIpcOpen") and error.status == INVALID_CONTEXT:
+        advice = (
+            f"Most likely the engine's process and the daemon have the same process id ({os.getpid()}), each in its "
+            "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."
+        )
+    return UnmappableHandle(f"The engine's GPU memory cannot be mapped. {error.message} {advice}")

@@ -1,0 +1,188 @@
+"""Pins the pool for the GPUs, chunk by chunk, in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
+from kvoffd.transfer.cuda.steps import STEP_BYTES
+from kvoffd.transfer.plan import UInt64Array
+from kvoffd_proto.units import format_size
+
+_log = logging.getLogger(__name__)
+
+# Long calls hold locks that stop every process on every GPU of the machine, and beyond 512 GiB they fail.
+CHUNK_BYTES = 256 << 20
+_PAGE_BYTES = 4096
+
+
+class PinProgress(NamedTuple):
+    """How far it is. What is neither is not pinned yet."""
+
+    pool_bytes: int
+    pinned_bytes: int
+    refused_bytes: int
+    """Bytes the driver would not pin: copies of them are right but slow."""
+
+
+class PinnedPool:
+    """The pool's memory, pinned while at least one GPU uses it.
+
+    It is pinned once for all GPUs, under the primary context of the first one that asks, which therefore stays until
+    the last one goes. Copies may use any of it at any time: what is not pinned yet, or not at all, is copied by calls
+    that bear that. Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as
+    ``iterate_steps`` cuts, lies in two of them.
+
+    Args:
+        address: of the pool, on a page boundary; its pages have been touched.
+        size_bytes: of the pool.
+        chunk_bytes: pinned at a time; a multiple of STEP_BYTES.
+    """
+
+    def __init__(self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        if chunk_bytes % STEP_BYTES:
+            raise ValueError(f"Chunks of {chunk_bytes} bytes are no multiple of {STEP_BYTES} bytes.")
+        self._driver = driver
+        self._chunk_bytes = chunk_bytes
+        end = address + -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        self._first = address // chunk_bytes
+        self._chunks = list(pairwise([address, *range((self._first + 1) * chunk_bytes, end, chunk_bytes), end]))
+        self._size_bytes = size_bytes
+        # Written by the pinning thread, read by copy threads: a copy that sees too little pinned is merely slower.
+        self._pinned = np.zeros(len(self._chunks), dtype=np.bool_)
+        self._users = 0
+        self._change = threading.Lock()
+        self._run: _PinRun | None = None
+
+    def acquire(self, device: int) -> None:
+        """One more GPU uses the pool; the first one starts the pinning."""
+        with self._change:
+            self._users += 1
+            if self._users == 1:
+                # A run before this one may still unpin, or hang with its GPU: the new thread waits for it, nobody else.
+                self._run = _PinRun(self._driver, device, self._chunks, self._pinned, self._run)
+                self._run.start()
+
+    def release(self) -> None:
+        """One GPU less; with the last one all is unpinned, in the background. No copy of the GPU may be running."""
+        with self._change:
+            self._users -= 1
+            if self._users == 0 and self._run is not None:
+                self._run.stop()
+
+    def close(self, timeout_s: float) -> bool:
+        """Waits for the unpinning after the last release; False when it is not over in time. Then keep the memory."""
+        run = self._run
+        if run is None:
+            return True
+        run.join(timeout_s)
+        return not run.is_alive()
+
+    def is_pinned(self, addresses: UInt64Array) -> npt.NDArray[np.bool_]:
+        """For each address in the pool, [n], whether its chunk is pinned."""
+        index = addresses // np.uint64(self._chunk_bytes) - np.uint64(self._first)
+        return self._pinned[index.astype(np.int64)]
+
+    @property
+    def progress(self) -> PinProgress:
+        """How far it is."""
+        pinned = _bytes_of([chunk for chunk, done in zip(self._chunks, self._pinned.tolist(), strict=True) if done])
+        run = self._run
+        refused = run.refused_bytes if run is not None and self._users else 0
+        return PinProgress(self._size_bytes, min(pinned, self._size_bytes), min(refused, self._size_bytes))
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence for the operator when a part of the pool could not be pinned."""
+        refused_bytes = self.progress.refused_bytes
+        if not refused_bytes:
+            return None
+        return (
+            f"{format_size(refused_bytes)} of the pool could not be pinned, so GPU copies of them are slow; the log "
+            "has the driver's reason. A limit on locked memory, or too little memory, are the usual ones."
+        )
+
+
+class _PinRun(threading.Thread):
+    """From the first GPU that asks to the last that goes."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        device: int,
+        chunks: list[tuple[int, int]],
+        pinned: npt.NDArray[np.bool_],
+        before: _PinRun | None,
+    ) -> None:
+        super().__init__(name="kvoffd-pin", daemon=True)
+        self._driver = driver
+        self._device = device
+        self._chunks = chunks
+        self._pinned = pinned
+        self._before = before
+        self._registered: list[int] = []
+        self._stopping = threading.Event()
+        # Guards the step from "registered" to "seen as pinned" against a stop in between.
+        self._showing = threading.Lock()
+        self.refused_bytes = 0
+
+    def stop(self) -> None:
+        """From here on nothing counts as pinned; the thread unpins and ends."""
+        with self._showing:
+            self._stopping.set()
+            self._pinned[:] = False
+
+    def run(self) -> None:
+        if self._before is not None:
+            self._before.join()
+            self._before = None
+        try:
+            context = self._driver.retain_context(self._device)
+        except CudaError as error:
+            self.refused_bytes = _bytes_of(self._chunks)
+            _log.warning("The pool is not pinned: %s", error.message)
+            return
+        try:
+            self._driver.set_context(context)
+            self._pin()
+            self._stopping.wait()
+        finally:
+            self._unpin()
+            self._driver.set_context(0)
+            self._driver.release_context(self._device)
+
+    def _pin(self) -> None:
+        started = time.monotonic()
+        for index, (begin, end) in enumerate(self._chunks):
+            if self._stopping.is_set():
+                return
+            try:
+                self._driver.register_host(begin, end - begin)
+            except CudaError as error:
+                if not self.refused_bytes:
+                    _log.warning("A part of the pool cannot be pinned and is used as it is: %s", error.message)
+                self.refused_bytes += end - begin
+                continue
+            self._registered.append(begin)
+            with self._showing:
+                self._pinned[index] = not self._stopping.is_set()
+        pinned = _bytes_of(self._chunks) - self.refused_bytes
+        _log.info("%s of the pool are pinned after %.1f s.", format_size(pinned), time.monotonic() - started)
+
+    def _unpin(self) -> None:
+        for address in self._registered:
+            try:
+                self._driver.unregister_host(address)
+            except CudaError as error:
+                _log.warning("A part of the pool could not be unpinned: %s", error.message)
+
+
+def _bytes_of(chunks: list[tuple[int, int]]) -> int:
+    return sum(end - begin for begin, end in chunks)

@@ -1,0 +1,156 @@
+"""A CUDA driver without a GPU (stub_cuda.c), one of its own for each test."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvoffd.transfer.cuda.driver import CudaDriver
+
+SOURCE = Path(__file__).with_suffix(".c")
+WAIT_S = 10.0
+_numbers = count()
+
+
+class Ranges(IntEnum):
+    """Kinds of memory that the stub knows of."""
+
+    DEVICE = 1
+    IPC = 2
+    VMM = 3
+    RESERVED = 4
+    HOST = 5
+
+
+@cache
+def _build() -> TemporaryDirectory[str]:
+    """Compiles the library; skips the test where there is no C compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the stub driver with")
+    directory = TemporaryDirectory(prefix="kvoffd-stub-")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-lpthread"]
+    subprocess.run([*command, "-o", f"{directory.name}/libcuda.so"], check=True)
+    return directory
+
+
+def fresh_stub() -> StubCuda:
+    """A driver that nobody else uses: the loader takes a copy of the file for another library."""
+    directory = Path(_build().name)
+    return StubCuda(Path(shutil.copy(directory / "libcuda.so", directory / f"libcuda-{next(_numbers)}.so")))
+
+
+class StubCuda:
+    """The library loaded a first time, its knobs, and what it saw.
+
+    Args:
+        library: a file that nobody else has loaded.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self.path = str(library)
+        self._library = ctypes.CDLL(self.path)
+        self._library.stub_log_length.restype = ctypes.c_size_t
+
+    def driver(self) -> CudaDriver:
+        """The daemon's binding of it."""
+        return CudaDriver(self.path)
+
+    def set(self, what: str, value: int) -> None:
+        """version, devices, mig, same_pid_allowed, strict, batch_missing, handle_types."""
+        self._library.stub_set(what.encode(), value)
+
+    def fail(self, call: str, nth: int = 1, status: int = 999) -> None:
+        """The n-th call from now fails; 0 for every one."""
+        self._library.stub_fail(call.encode(), nth, status)
+
+    def hang(self, call: str, nth: int = 1) -> None:
+        """The n-th call from now does not return before ``release``; 0 for every one."""
+        self._library.stub_hang(call.encode(), nth)
+
+    def release(self) -> None:
+        """Ends all hanging."""
+        self._library.stub_release()
+
+    def wait_hanging(self) -> None:
+        """Waits until a call hangs."""
+        wait_until(lambda: self._library.stub_hanging() > 0)
+
+    def calls(self, name: str) -> int:
+        """How often it was called."""
+        return int(self._library.stub_calls(name.encode()))
+
+    def ranges(self, kind: Ranges) -> int:
+        """How many ranges of memory of one kind there are."""
+        return int(self._library.stub_ranges(int(kind)))
+
+    def contexts(self, device: int = 0) -> int:
+        """How often the device's primary context is retained."""
+        return int(self._library.stub_contexts(device))
+
+    def made_contexts(self) -> int:
+        """Contexts made so far."""
+        return int(self._library.stub_made_contexts())
+
+    def log(self) -> list[str]:
+        """What happened, a line each."""
+        room = int(self._library.stub_log_length()) + 4096
+        text = ctypes.create_string_buffer(room)
+        self._library.stub_log(text, room)
+        return text.value.decode().splitlines()
+
+    def start(self) -> int:
+        """Makes the context of device 0 and makes it current in this thread."""
+        driver = self.driver()
+        driver.init()
+        context = driver.retain_context(0)
+        driver.set_context(context)
+        return context
+
+    def allocate(self, size: int) -> DeviceBuffer:
+        """Ordinary device memory; needs a context."""
+        address = ctypes.c_uint64()
+        self._library.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        assert self._library.cuMemAlloc_v2(ctypes.byref(address), size) == 0
+        return DeviceBuffer(address.value, size, self.ipc_handle(address.value))
+
+    def free(self, buffer: DeviceBuffer) -> None:
+        """Frees it."""
+        self._library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+        assert self._library.cuMemFree_v2(buffer.address) == 0
+
+    def ipc_handle(self, address: int) -> bytes:
+        """The handle of an allocation."""
+        handle = ctypes.create_string_buffer(64)
+        self._library.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
+        assert self._library.cuIpcGetMemHandle(handle, address) == 0
+        return handle.raw
+
+
+class DeviceBuffer:
+    """Device memory that the test can look into, since it is host memory."""
+
+    def __init__(self, address: int, size: int, handle: bytes = b"") -> None:
+        self.address = address
+        self.handle = handle
+        self.view: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """Polls; fails after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.001)

@@ -1,0 +1,97 @@
+"""The binding says the same as the driver's header."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from support.copy_buffers import address_of, random_bytes
+from support.stub_cuda import StubCuda
+
+from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
+
+
+def test_a_machine_without_a_driver_is_told_so() -> None:
+    with pytest.raises(CudaMissing, match=r"nowhere/libcuda\.so.*KVOFFD_LIBCUDA"):
+        CudaDriver("/nowhere/libcuda.so")
+
+
+def test_a_library_that_is_no_driver_is_told_so() -> None:
+    with pytest.raises(CudaMissing, match="cuInit"):
+        CudaDriver("libc.so.6")
+
+
+def test_the_variable_names_the_library(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFD_LIBCUDA", stub.path)
+    CudaDriver().init()
+    assert stub.calls("cuInit") == 1
+
+
+def test_an_error_names_the_call_and_the_status(stub: StubCuda) -> None:
+    stub.fail("cuInit", status=801)
+    with pytest.raises(CudaError, match=r"cuInit failed: CUDA_ERROR_NOT_SUPPORTED \(801\)") as caught:
+        stub.driver().init()
+    assert (caught.value.call, caught.value.status, caught.value.name) == ("cuInit", 801, "CUDA_ERROR_NOT_SUPPORTED")
+    stub.fail("cuInit", status=12345)
+    with pytest.raises(CudaError, match=r"an unknown error \(12345\)"):
+        stub.driver().init()
+
+
+def test_a_call_needs_the_context_in_its_own_thread(stub: StubCuda) -> None:
+    context = stub.start()
+    driver = stub.driver()
+    stream = driver.create_stream(urgent=False)
+    seen: list[str] = []
+
+    def other_thread() -> None:
+        try:
+            driver.create_event()
+        except CudaError as error:
+            seen.append(error.name)
+        driver.set_context(context)
+        driver.destroy_event(driver.create_event())
+        driver.destroy_stream(stream)
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert seen == ["CUDA_ERROR_INVALID_CONTEXT"]
+
+
+@pytest.mark.parametrize(("version", "form"), [(12080, 12080), (12090, 12080), (13000, 13000), (13020, 13000)])
+def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version: int, form: int) -> None:
+    stub.set("version", version)
+    stub.start()
+    driver = stub.driver()
+    batch = driver.batch_copy()
+    assert batch is not None
+    assert f"batch form {form}" in stub.log()
+    stream, event = driver.create_stream(urgent=True), driver.create_event()
+    source = random_bytes(3 * 4096)
+    to = np.zeros_like(source)
+    offset = np.array([0, 4096, 8192], dtype=np.uint64)
+    columns = (offset + np.uint64(address_of(to)), offset + np.uint64(address_of(source)), np.full(3, 4096, np.uint64))
+    batch(columns[0].ctypes.data, columns[1].ctypes.data, columns[2].ctypes.data, 3, stream)
+    assert not to.any(), "a batch is asynchronous"
+    driver.record_event(event, stream)
+    driver.wait_event(event)
+    assert np.array_equal(to, source)
+    stub.fail("cuMemcpyBatchAsync", status=1)
+    with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_INVALID_VALUE"):
+        batch(columns[0].ctypes.data, columns[1].ctypes.data, columns[2].ctypes.data, 3, stream)
+
+
+@pytest.mark.parametrize("setting", [("version", 12070), ("batch_missing", 1)])
+def test_a_driver_without_batches_is_no_error(stub: StubCuda, setting: tuple[str, int]) -> None:
+    stub.set(*setting)
+    stub.start()
+    assert stub.driver().batch_copy() is None
+
+
+def test_loads_have_the_most_urgent_stream_and_stores_the_least(stub: StubCuda) -> None:
+    stub.start()
+    driver = stub.driver()
+    driver.create_stream(urgent=True)
+    driver.create_stream(urgent=False)
+    assert [line for line in stub.log() if "priority" in line] == ["stream priority -5", "stream priority 0"]

@@ -1,0 +1,166 @@
+"""Engine memory is mapped whole or not at all, only where it was said to be, and let go at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.stub_cuda import DeviceBuffer, Ranges, StubCuda
+
+from kvoffd.errors import KvoffdError, OutOfBounds
+from kvoffd.transfer.cuda.driver import CudaError
+from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, UnmappableHandle, VmmExport
+from kvoffd_proto.errors import ErrorCode
+
+SIZE = 1 << 20
+CHUNK = 2 << 20
+ONE, OTHER = b"1" * 16, b"2" * 16
+
+
+@pytest.fixture
+def mappings(stub: StubCuda) -> GpuMappings:
+    stub.set("same_pid_allowed", 1)
+    stub.start()
+    return GpuMappings(stub.driver(), 0)
+
+
+@pytest.fixture
+def chunks() -> Iterator[list[int]]:
+    """Descriptors of three chunks of CUDA's virtual memory."""
+    fds = [os.memfd_create(f"chunk-{index}") for index in range(3)]
+    for index, fd in enumerate(fds):
+        os.ftruncate(fd, CHUNK)
+        os.pwrite(fd, bytes([65 + index]), 0)
+    yield fds
+    for fd in fds:
+        os.close(fd)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, mappings: GpuMappings) -> None:
+    buffer = stub.allocate(SIZE)
+    (segment,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    assert segment.size_bytes == SIZE
+    DeviceBuffer(segment.address, SIZE).view[:] = 7
+    assert np.all(buffer.view == 7)
+    segment.close()
+    segment.close()
+    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+
+
+def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCuda, mappings: GpuMappings) -> None:
+    buffer = stub.allocate(SIZE)
+    first, second = mappings.open(ONE, [IpcExport(buffer.handle, SIZE), IpcExport(buffer.handle, SIZE // 2)])
+    assert first.address == second.address
+    assert stub.calls("cuIpcOpenMemHandle_v2") == 1
+    first.close()
+    assert stub.ranges(Ranges.IPC) == 1
+    second.close()
+    assert stub.ranges(Ranges.IPC) == 0
+
+
+def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: StubCuda, mappings: GpuMappings) -> None:
+    """Memory that was freed and allocated again may have the same handle; the driver would give out the old mapping."""
+    buffer = stub.allocate(SIZE)
+    (old,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    with pytest.raises(KvoffdError, match="still mapped for another registration") as caught:
+        mappings.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    assert caught.value.code is ErrorCode.TOO_MANY
+    old.close()
+    (new,) = mappings.open(OTHER, [IpcExport(buffer.handle, SIZE)])
+    assert stub.calls("cuIpcOpenMemHandle_v2") == 2
+    new.close()
+
+
+def test_memory_smaller_than_it_was_said_to_be_is_refused(stub: StubCuda, mappings: GpuMappings) -> None:
+    buffer = stub.allocate(SIZE)
+    with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was said to have {SIZE + 1}"):
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
+    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+
+
+def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, mappings: GpuMappings) -> None:
+    stub.set("same_pid_allowed", 0)
+    buffer = stub.allocate(SIZE)
+    with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [(217, "cannot reach"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")],
+)
+def test_refusals_of_the_driver_are_explained(
+    stub: StubCuda, mappings: GpuMappings, status: int, sentence: str
+) -> None:
+    buffer = stub.allocate(SIZE)
+    stub.fail("cuIpcOpenMemHandle_v2", status=status)
+    with pytest.raises(UnmappableHandle, match=rf"cuIpcOpenMemHandle_v2 failed.*\({status}\).*{sentence}"):
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    assert mappings.empty
+
+
+def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, mappings: GpuMappings) -> None:
+    buffers = [stub.allocate(SIZE) for _ in range(3)]
+    stub.fail("cuIpcOpenMemHandle_v2", 3, 400)
+    with pytest.raises(UnmappableHandle):
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE) for buffer in buffers])
+    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+
+
+def test_chunks_of_virtual_memory_lie_one_after_the_other(
+    stub: StubCuda, mappings: GpuMappings, chunks: list[int]
+) -> None:
+    before = descriptors()
+    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    view = DeviceBuffer(segment.address, 3 * CHUNK).view
+    assert bytes(view[::CHUNK]) == b"ABC"
+    view[CHUNK + 1] = 66
+    assert os.pread(chunks[1], 2, 0) == b"BB"
+    segment.close()
+    assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [
+        ("cuMemAddressReserve", 1),
+        ("cuMemImportFromShareableHandle", 1),
+        ("cuMemImportFromShareableHandle", 3),
+        ("cuMemMap", 1),
+        ("cuMemMap", 2),
+        ("cuMemRelease", 2),
+        ("cuMemSetAccess", 1),
+    ],
+)
+def test_an_import_that_fails_leaves_nothing_behind(
+    stub: StubCuda, mappings: GpuMappings, chunks: list[int], call: str, nth: int
+) -> None:
+    before = descriptors()
+    stub.fail(call, nth, 1)
+    with pytest.raises(UnmappableHandle, match=call):
+        mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    assert stub.ranges(Ranges.RESERVED) + stub.ranges(Ranges.VMM) == 0
+    assert descriptors() == before + (call == "cuMemRelease")  # the driver kept what it would not release
+
+
+@pytest.mark.parametrize("sizes", [[CHUNK], [CHUNK, CHUNK, 2 * CHUNK], [0, 0, 0], [1 << 62, 1 << 62, 1 << 62]])
+def test_chunks_of_wrong_sizes_are_refused(mappings: GpuMappings, chunks: list[int], sizes: list[int]) -> None:
+    with pytest.raises(UnmappableHandle):
+        mappings.open(ONE, [VmmExport(chunks, sizes)])
+
+
+def test_a_part_that_cannot_be_unmapped_does_not_keep_the_others(
+    stub: StubCuda, mappings: GpuMappings, chunks: list[int]
+) -> None:
+    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    stub.fail("cuMemUnmap", 1, 999)
+    with pytest.raises(CudaError):
+        segment.close()
+    assert stub.ranges(Ranges.VMM) == 1
