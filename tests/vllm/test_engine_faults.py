@@ -7,15 +7,15 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import pytest
 import zmq
-from support.engine import Completion, EngineProcess, completions, full_blocks, prompt
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEventBatch
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
 from kvoffd_client.admin import AdminClient
 from kvoffd_proto.messages import StatsReply
@@ -50,13 +50,14 @@ class Rig:
         self.until(lambda stats: stats.sessions >= 3)  # the engine's two and the one that asks
 
     def ensure_stored(self) -> None:
-        """All prompts' blocks are in the daemon and nowhere else."""
+        """All prompts' blocks are in the daemon, nothing else is, and the engine has none of its own."""
         self.ensure_daemon()
+        with AdminClient(self.daemon.directory) as admin:
+            admin.clear()
         self.engine.forget()
         self.engine.generate(self.prompts)
-        # The pool has one namespace and room for all; nothing but these prompts was stored, or it was dropped again.
-        wanted = sum(full_blocks(length + 1) // 32 for length in LENGTHS)
-        self.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) >= wanted)
+        wanted = sum(length // BLOCK_TOKENS for length in LENGTHS)
+        self.until(lambda stats: ready_blocks(stats) == wanted)
         self.engine.forget()
 
     def until(self, condition: Callable[[StatsReply], bool]) -> StatsReply:
@@ -73,6 +74,46 @@ def eventually(ask: Callable[[], T], condition: Callable[[T], bool]) -> T:
         assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {answer}"
         time.sleep(0.02)
     return answer
+
+
+class Subscriber:
+    """Reads KV events as vLLM's own example subscriber does, with vLLM's own decoder."""
+
+    def __init__(self, endpoint: str, topic: bytes) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.linger = 0
+        self._socket.subscribe(topic)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        self._events: list[KVCacheEvent] = []
+
+    def read(self) -> None:
+        """Take in what has come."""
+        while self._socket.poll(0):
+            _topic, sequence, payload = self._socket.recv_multipart()
+            assert len(sequence) == 8
+            self._events.extend(self._decoder.decode(payload).events)
+
+    def of(self, kind: type[T]) -> list[T]:
+        """Events of a kind, but for those of the engine's own cache."""
+        return [event for event in self._events if isinstance(event, kind) and getattr(event, "medium", "CPU") == "CPU"]
+
+    def hashes(self, kind: type[BlockStored] | type[BlockRemoved]) -> set[int]:
+        """Their block hashes, as the integers that vLLM's publisher makes of them by default."""
+        found = [item for event in self.of(kind) for item in event.block_hashes]
+        return {item if isinstance(item, int) else int.from_bytes(item, "big") & (1 << 64) - 1 for item in found}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def ready_blocks(stats: StatsReply) -> int:
+    return sum(item.ready_blocks for item in stats.namespaces)
 
 
 def tokens(answers: list[Completion]) -> list[list[int]]:
@@ -139,7 +180,7 @@ def test_a_failed_load_is_recomputed_and_its_blocks_are_not_believed_again(rig: 
     assert [answer.finish for answer in answers] == ["length"] * 3
     # One failure a request: none was looked up again.
     assert rig.failed_loads() == before + 3
-    rig.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) == 0)
+    rig.until(lambda stats: ready_blocks(stats) == 0)
 
 
 def test_a_daemon_that_lies_changes_tokens_so_these_tests_can_fail(rig: Rig) -> None:
@@ -167,7 +208,7 @@ def test_a_daemon_that_hangs_is_a_cache_miss(rig: Rig) -> None:
 def test_resetting_the_connector_drops_the_namespace(rig: Rig) -> None:
     rig.ensure_stored()
     assert rig.engine.call("reset", connector=True)
-    rig.until(lambda stats: sum(item.ready_blocks for item in stats.namespaces) == 0)
+    rig.until(lambda stats: ready_blocks(stats) == 0)
     answers = rig.engine.generate(rig.prompts)
     assert tokens(answers) == rig.expected
     assert [answer.cached for answer in answers] == [0, 0, 0]
@@ -175,49 +216,25 @@ def test_resetting_the_connector_drops_the_namespace(rig: Rig) -> None:
 
 def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the_daemon(rig: Rig) -> None:
     rig.ensure_daemon()
-    decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-    tokens_wanted = prompt(70, 10 * 32)
-    with zmq.Context() as context, context.socket(zmq.SUB) as engine, context.socket(zmq.SUB) as daemon:
-        for socket, endpoint in (
-            (engine, rig.events_endpoint),
-            (daemon, f"ipc://{SocketPaths(rig.daemon.directory).events}"),
-        ):
-            socket.linger = 0
-            socket.subscribe(b"kv@" if socket is daemon else b"")
-            socket.connect(endpoint)
-        collected: dict[str, list[EventBatch]] = {"engine": [], "daemon": []}
+    wanted = prompt(70, 10 * BLOCK_TOKENS)
+    daemon_endpoint = f"ipc://{SocketPaths(rig.daemon.directory).events}"
+    with Subscriber(rig.events_endpoint, b"") as engine, Subscriber(daemon_endpoint, b"kv@") as daemon:
+        rig.engine.generate([wanted], max_tokens=4)
 
-        def read() -> dict[str, list[EventBatch]]:
-            for name, socket in (("engine", engine), ("daemon", daemon)):
-                while socket.poll(0):
-                    _topic, sequence, payload = socket.recv_multipart()
-                    assert len(sequence) == 8
-                    collected[name].append(decoder.decode(payload))
-            return collected
-
-        def hashes(name: str, kind: type) -> set[bytes]:
-            events = [event for batch in collected[name] for event in batch.events if isinstance(event, kind)]
-            return {item for event in events if event.medium == "CPU" for item in event.block_hashes}
-
-        rig.engine.generate([tokens_wanted], max_tokens=4)
-
-        def stepped() -> dict[str, list[EventBatch]]:
+        def stepped() -> None:
             rig.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
-            return read()
+            engine.read()
+            daemon.read()
 
-        eventually(stepped, lambda _: len(hashes("engine", BlockStored)) >= 10)
-        assert hashes("engine", BlockStored) == hashes("daemon", BlockStored)
-        described = [
-            event
-            for batch in collected["engine"]
-            for event in batch.events
-            if isinstance(event, BlockStored) and event.medium == "CPU"
-        ]
-        assert sorted(token for event in described for token in event.token_ids) == sorted(tokens_wanted)
+        eventually(stepped, lambda _: len(engine.hashes(BlockStored)) >= 10)
+        assert engine.hashes(BlockStored) == daemon.hashes(BlockStored)
+        described = [token for event in engine.of(BlockStored) for token in event.token_ids]
+        assert sorted(described) == sorted(wanted)
         with AdminClient(rig.daemon.directory) as admin:
             admin.clear()
-        eventually(stepped, lambda _: hashes("engine", BlockRemoved) >= hashes("engine", BlockStored))
-        assert any(isinstance(event, AllBlocksCleared) for batch in collected["daemon"] for event in batch.events)
+        eventually(stepped, lambda _: engine.hashes(BlockRemoved) >= engine.hashes(BlockStored))
+        assert daemon.of(AllBlocksCleared)
+        assert not engine.of(AllBlocksCleared), "the engine's own blocks are still there"
 
 
 def test_killing_the_engine_in_mid_store_leaves_nothing_behind(rig: Rig) -> None:

@@ -95,8 +95,8 @@ class Setting:
     clock: Callable[[], float]
 
     def release(self, question: Question | None) -> None:
-        """End a question's lease, if there is one."""
-        if question is not None and question.ticket.lease_id:
+        """End a question's lease, if there is or will be one."""
+        if question is not None and not (question.ticket.done and question.ticket.pinned == 0):
             self.asker.release(question.ticket.lease_id)
 
 
@@ -213,7 +213,9 @@ class Inquiry:
         wanted = [list(keys[:room]) for keys in groups]
         beyond = [key for keys in groups for key in keys[room:]]
         for key in self.extra:
-            wanted[self.setting.positions[key[-GROUP_ID_BYTES:]]].append(key)
+            group = wanted[self.setting.positions[key[-GROUP_ID_BYTES:]]]
+            if key not in group:  # the daemon refuses a key that is there twice
+                group.append(key)
         message = [
             GroupKeys(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]))
             for index, keys in enumerate(wanted)
