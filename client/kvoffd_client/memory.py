@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -9,9 +10,15 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, Linux 5.14; not in Python's mmap
+PAGE_BYTES = 4096
+
 
 class SharedMemory:
     """A sealed memfd and this process's mapping of it, zero-filled at first.
+
+    All of it is resident from the start. Pages belong, in a container's books too, to who touches them first, and
+    that must not be the daemon; and a copy into pages that are not there yet runs at a tenth of the speed.
 
     Args:
         size_bytes: size, at least 1.
@@ -37,6 +44,7 @@ class SharedMemory:
             # The daemon maps it too: a shrunk file would kill it with SIGBUS, so it takes sealed ones only.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, size_bytes)
+            _touch(self._map, size_bytes)
         except BaseException:
             os.close(self.fd)
             raise
@@ -64,3 +72,13 @@ class SharedMemory:
         if getattr(self, "fd", -1) >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _touch(mapping: mmap.mmap, size_bytes: int) -> None:
+    """Make every page resident."""
+    try:
+        mapping.madvise(MADV_POPULATE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # ENOMEM and the like
+            raise
+        np.frombuffer(mapping, dtype=np.uint8)[:size_bytes:PAGE_BYTES] = 0  # Linux before 5.14

@@ -104,7 +104,7 @@ def _audit_writers(stores: Iterable[StoreTicket], half_stored: Collection[Block]
 
 
 def _audit_pins(leases: LeaseBook, loads: Iterable[LoadTicket], blocks: set[Block]) -> None:
-    pins = Counter(block for lease in leases for group in lease.blocks.values() for block in group.values())
+    pins = Counter(block for lease in leases for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in loads for block in ticket.blocks)
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"

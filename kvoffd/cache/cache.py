@@ -132,17 +132,14 @@ class BlockCache:
 
     def _find_and_pin(self, lease: Lease, group: int, keys: list[bytes]) -> bytes:
         found = list(map(lease.namespace.index[group].get, keys))
-        states = bytes([ABSENT if block is None else block.state for block in found])
-        if states.count(READY) == len(states):  # the usual case, and the faster way
-            ready = cast("dict[bytes, Block]", dict(zip(keys, found, strict=True)))
+        if None not in found and not lease.namespace.writing_blocks:  # the usual case, and three times as fast
+            ready, states = cast("list[Block]", found), _READY_BYTE * len(found)
         else:
-            ready = {block.key: block for block in found if block is not None and block.state is READY}
-        held = lease.blocks.get(group)
-        if held is not None:
-            ready = {key: block for key, block in ready.items() if key not in held}
+            states = bytes([ABSENT if block is None else block.state for block in found])
+            ready = [block for block in found if block is not None and block.state is READY]
         if ready:
-            self._blocks.pin(ready.values())
-            lease.blocks[group] = ready if held is None else held | ready
+            self._blocks.pin(ready)
+            lease.blocks.setdefault(group, []).extend(ready)
         return states
 
     def touch(self, lease_id: int) -> None:
@@ -150,7 +147,7 @@ class BlockCache:
         lease = self.leases.get(lease_id)
         if lease is not None:
             for blocks in lease.blocks.values():
-                self.policy.touch([block for block in blocks.values() if block.state is READY])
+                self.policy.touch([block for block in blocks if block.state is READY])
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -178,7 +175,7 @@ class BlockCache:
         for lease in leases:
             self.leases.remove(lease)
             for blocks in lease.blocks.values():
-                self._blocks.unpin(blocks.values())
+                self._blocks.unpin(blocks)
         return len(leases)
 
     def expire(self) -> int:
@@ -262,7 +259,7 @@ class BlockCache:
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        held = lease.blocks.get(group, {})
+        held = lease.by_key(group)
         found = [held.get(key) for key in split]
         blocks = [block for block in found if block is not None]
         shards = [block.shards[rank] for block in blocks]
@@ -355,7 +352,7 @@ class BlockCache:
 
 def _states_under(lease: Lease, group: int, keys: Sequence[bytes]) -> bytes:
     """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
-    held = lease.blocks.get(group, {})
+    held = lease.by_key(group)
     index = lease.namespace.index[group]
     states = bytearray(len(keys))
     for number, key in enumerate(keys):

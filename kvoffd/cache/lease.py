@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import Namespace
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pins on the ready blocks of one lookup. Each of its blocks carries exactly one pin of it."""
+    """Pins on the ready blocks of one lookup: one for each time a block was asked for, which is once as a rule."""
 
     lease_id: int
     owner: int
@@ -19,15 +19,19 @@ class Lease:
     namespace: Namespace
     deadline: float = 0.0
     """Time of the clock, in seconds, from which it may be ended."""
-    blocks: dict[int, dict[bytes, Block]] = field(default_factory=dict)
-    """By group and key, in the order of the request: root first."""
+    blocks: dict[int, list[Block]] = field(default_factory=dict)
+    """By group, in the order of the request: root first."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under it."""
 
     @property
     def pinned(self) -> int:
-        """Blocks under the lease."""
+        """Pins under the lease."""
         return sum(map(len, self.blocks.values()))
+
+    def by_key(self, group: int) -> dict[bytes, Block]:
+        """The lease's blocks of one group. Made when asked for: most leases are read once, by one load."""
+        return {block.key: block for block in self.blocks.get(group, ())}
 
 
 class LeaseBook:

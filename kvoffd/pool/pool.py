@@ -28,9 +28,11 @@ class Pool:
     """
 
     def __init__(self, size_bytes: int, *, region_bytes: int | None = None, limit: MemoryLimit | None = None) -> None:
+        limit = memory_limit() if limit is None else limit
+        check_fits(size_bytes, limit)  # before the books of an absurd pool are drawn up
         self._slots = SlotAllocator(size_bytes, region_bytes)
         self.table_bytes = table_bytes(size_bytes, self._slots.region_bytes)
-        check_fits(size_bytes + self.table_bytes, memory_limit() if limit is None else limit)
+        check_fits(size_bytes + self.table_bytes, limit)
         self._memory = PoolMemory.create(size_bytes, "kvoffd-pool")
         try:
             self._table = SlotTable(size_bytes, self._slots.region_bytes)

@@ -142,6 +142,8 @@ class SlotTable:
     def __init__(self, pool_bytes: int, region_bytes: int, boot_id: bytes | None = None) -> None:
         self._geometry = _Geometry.of(pool_bytes, region_bytes)
         self.size_bytes = self._geometry.size_bytes
+        self._records_at = self._geometry.records_at
+        self._last_slot_at = pool_bytes - MIN_SLOT_BYTES
         self._memory = PoolMemory.create(self.size_bytes, "kvoffd-slot-table")
         self._bytes = memoryview((ctypes.c_uint8 * self.size_bytes).from_address(self._memory.address)).cast("B")
         self._words = self._bytes.cast("Q")  # an assignment to an item is one aligned store
@@ -208,9 +210,9 @@ class SlotTable:
         self._memory.close()
 
     def _record(self, offset: int) -> int:
-        if offset % PAGE_BYTES or not 0 <= offset <= self._geometry.pool_bytes - MIN_SLOT_BYTES:
+        if offset % PAGE_BYTES or not 0 <= offset <= self._last_slot_at:
             raise ValueError(f"No slot begins at offset {offset}.")
-        return self._geometry.records_at + offset // MIN_SLOT_BYTES * RECORD_BYTES
+        return self._records_at + offset // MIN_SLOT_BYTES * RECORD_BYTES
 
 
 class _Entry(NamedTuple):

@@ -92,6 +92,8 @@ class Transport:
             else:
                 # Not one frame of ours: let the decoder refuse it, so that the sender hears why.
                 self._service.handle(frames[0], b"")
+            # A reply must not wait until all other messages are read.
+            self.flush()
         return True
 
     def flush(self) -> bool:

@@ -71,7 +71,8 @@ def test_a_key_twice_in_a_lookup_is_harmless() -> None:
     rig.put(namespace, keys_of(1, 2))
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 1)), (0, keys_of(2, 3))])
     assert answer.states == [bytes([R, R, R]), bytes([R, A])]
-    assert answer.pinned == 2
+    assert answer.pinned == 4, "a pin for each time it was asked for"
+    assert rig.cache.pinned_blocks == 2
     rig.cache.check()
     rig.cache.release(1, [5])
     rig.cache.check()

@@ -53,6 +53,7 @@ class ModelLease:
     space: int
     deadline: float
     blocks: dict[Name, Model]
+    pinned: list[Model]
     loaded: set[int] = field(default_factory=set)
 
 
@@ -165,12 +166,14 @@ class CacheMachine(RuleBasedStateMachine):
         answer = self.cache.lookup(namespace, lease_id, owner, request)
         names = [[(space, group, key) for key in chain], [(space, 0, key) for key in more]]
         assert answer.states == [bytes(self.model_state(name) for name in part) for part in names]
-        found = {name: self.index[name] for name in names[0] + names[1] if self.model_state(name) is BlockState.READY}
-        assert answer.pinned == len(found)
-        for model in found.values():
+        ready = [name for name in names[0] + names[1] if self.model_state(name) is BlockState.READY]
+        found = {name: self.index[name] for name in ready}
+        pinned = [found[name] for name in ready]  # one pin for each time a key was asked for
+        assert answer.pinned == len(pinned)
+        for model in pinned:
             model.pins += 1
         if found:
-            self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found)
+            self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found, pinned)
         if touch:
             self.cache.touch(lease_id)
 
@@ -295,7 +298,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def end_leases(self, lease_ids: list[int]) -> None:
         for lease_id in lease_ids:
-            for model in self.leases.pop(lease_id).blocks.values():
+            for model in self.leases.pop(lease_id).pinned:
                 model.pins -= 1
 
     # --- what always holds -----------------------------------------------------------------------

@@ -163,8 +163,9 @@ def test_runs_end_with_their_region(first: int) -> None:
     assert slots.take(4 * MIB, 2) == [0, 4 * MIB]
 
 
-def test_regions_are_a_64th_of_the_pool_but_never_tiny() -> None:
-    assert SlotAllocator(64 << 30).region_bytes == 1 << 30
+def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
+    assert SlotAllocator(64 << 30).region_bytes == 256 * MIB
+    assert SlotAllocator(8 << 30).region_bytes == 128 * MIB
     assert SlotAllocator(64 * MIB).region_bytes == 4 * MIB
     assert SlotAllocator(10_000).region_bytes == 8192
     assert SlotAllocator(1_000_000_000).region_bytes % 4096 == 0
