@@ -1,0 +1,276 @@
+"""What CudaEngine promises beyond every engine: bounded steps, fallbacks, and what a GPU that hangs may keep."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.copy_buffers import address_of, random_bytes
+from support.stub_cuda import DeviceBuffer, StubCuda, wait_until
+
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.transfer.cuda.engine import STEPS_IN_FLIGHT, CudaEngine
+from kvoffd.transfer.cuda.pinning import PinnedPool
+from kvoffd.transfer.cuda.steps import STEP_BYTES, STEP_PIECES
+from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.plan import Plan
+
+FOREVER = float("inf")
+KIB = 1 << 10
+POOL = 4 * STEP_BYTES
+GRACE_S = 1.5
+SIZES = [1, 511, 4 * KIB, 16 * KIB - 8, 64 * KIB, 256 * KIB - 1, 256 * KIB, 300 * KIB, STEP_BYTES + 12345]
+
+
+class Machine:
+    """A stub GPU, a pinned pool, an engine between them, and a clock."""
+
+    def __init__(self, stub: StubCuda) -> None:
+        self.stub = stub
+        self.now = 100.0
+        self.context = stub.start()
+        self.driver = stub.driver()
+        self.memory = PoolMemory.create(POOL, "test")
+        self.pool = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * POOL).from_address(self.memory.address))
+        self.pins = PinnedPool(self.driver, self.memory.address, POOL, STEP_BYTES)
+        self.gpu = stub.allocate(POOL)
+        self._engine: CudaEngine | None = None
+
+    def pin(self) -> None:
+        self.pins.acquire(0)
+        wait_until(lambda: self.pins.progress.pinned_bytes == POOL)
+
+    @property
+    def engine(self) -> CudaEngine:
+        if self._engine is None:
+            self._engine = CudaEngine(self.driver, self.context, self.pins.is_pinned, clock=lambda: self.now)
+            self._engine.open()
+        return self._engine
+
+    def close(self) -> None:
+        self.stub.release()
+        if self._engine is not None:
+            assert self._engine.close(10)
+        if self.pins.progress.pinned_bytes:
+            self.pins.release()
+        assert self.pins.close(10)
+        self.memory.close()
+
+
+@pytest.fixture
+def machine(stub: StubCuda) -> Iterator[Machine]:
+    machine = Machine(stub)
+    yield machine
+    machine.close()
+
+
+class Job:
+    """Pieces of the given sizes, some bytes apart, at the same offsets of pool and GPU."""
+
+    def __init__(
+        self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, deadline: float = FOREVER
+    ) -> None:
+        self.outcome: Outcome | None = None
+        self.overdue = 0
+        self.done = threading.Event()
+        offset = np.cumsum([24, *(size + 8 for size in sizes[:-1])]).astype(np.uint64)
+        assert int(offset[-1]) + sizes[-1] <= POOL
+        pool, gpu = (offset + np.uint64(base) for base in (machine.memory.address, machine.gpu.address))
+        columns = (pool, gpu) if direction is Direction.STORE else (gpu, pool)
+        self.plan = Plan(*columns, np.array(sizes, dtype=np.uint64), sum(sizes))
+        self.expected_to = np.zeros(POOL, dtype=np.uint8)
+        self.source = random_bytes(POOL, 5)
+        for begin, size in zip(offset.tolist(), sizes, strict=True):
+            self.expected_to[begin : begin + size] = self.source[begin : begin + size]
+        self._from, self._to = (machine.gpu.view, machine.pool)[:: 1 if direction is Direction.STORE else -1]
+        self._from[:] = self.source
+        self._to[:] = 0
+        self.transfer = Transfer(direction, self.plan, deadline, self._on_done, self._on_overdue)
+        machine.engine.submit(self.transfer)
+
+    def _on_done(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+        self.outcome = outcome
+        self.done.set()
+
+    def _on_overdue(self, transfer: Transfer) -> None:
+        assert transfer is self.transfer
+        self.overdue += 1
+
+    def wait(self) -> Outcome | None:
+        assert self.done.wait(10), "the transfer did not end"
+        return self.outcome
+
+    def is_copied(self) -> bool:
+        """Every byte that should be there, and no other."""
+        return bool(np.array_equal(self._to, self.expected_to))
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("version", [12070, 12080, 13000])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pieces_of_every_size_arrive_whole(machine: Machine, direction: Direction, version: int, pinned: bool) -> None:
+    machine.stub.set("version", version)
+    machine.stub.set("strict", 1)
+    if pinned:
+        machine.pin()
+    job = Job(machine, SIZES, direction)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    assert machine.engine.load_of(direction).bytes == sum(SIZES)
+    batches = machine.stub.calls("cuMemcpyBatchAsync")
+    assert (batches > 0) == (pinned and version >= 12080)
+
+
+def test_batches_have_a_bounded_number_of_pieces_and_bytes(machine: Machine) -> None:
+    machine.pin()
+    job = Job(machine, [4 * KIB] * 2000 + [64 * KIB] * 350)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    batches = [line.split()[1::2] for line in machine.stub.log() if line.startswith("batch ") and "of" in line]
+    assert max(int(count) for count, _ in batches) == STEP_PIECES
+    assert max(int(nbytes) for _, nbytes in batches) <= STEP_BYTES
+    assert machine.stub.calls("cuMemcpyAsync") == 0
+
+
+def test_a_refused_batch_is_copied_one_by_one_and_so_is_everything_after_it(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.pin()
+    machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            job = Job(machine, [4 * KIB] * 100)
+            assert job.wait() is Outcome.DONE
+            assert job.is_copied()
+        load = Job(machine, [4 * KIB] * 100, Direction.LOAD)
+        assert load.wait() is Outcome.DONE
+        assert load.is_copied()
+    assert machine.stub.calls("cuMemcpyBatchAsync") == 1
+    (record,) = caplog.records
+    assert "batches fail" in record.message
+    assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
+
+
+def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.fail("cuMemcpyBatchAsync", 1, 700)
+    machine.stub.fail("cuMemcpyAsync", 1, 700)
+    assert Job(machine, [4 * KIB] * 10).wait() is Outcome.FAILED
+    good = Job(machine, [4 * KIB] * 10)
+    assert good.wait() is Outcome.DONE
+    assert good.is_copied()
+    assert machine.stub.calls("cuMemcpyBatchAsync") == 2
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"])
+def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str) -> None:
+    machine.pin()
+    assert machine.engine.load_of(Direction.STORE).bytes == 0
+    machine.stub.fail(call, 2, 700)
+    bad = Job(machine, [2 << 20] * 12)
+    assert bad.wait() is Outcome.FAILED
+    first = slice(0, 24 + (2 << 20))
+    assert np.array_equal(machine.pool[first], bad.expected_to[first]), "a copy was left in the stream"
+    good = Job(machine, [4 * KIB] * 10, Direction.LOAD)
+    assert good.wait() is Outcome.DONE
+    assert good.is_copied()
+
+
+def test_few_steps_are_with_the_gpu_at_a_time(machine: Machine) -> None:
+    """So that a load behind a store on the same copy engine waits for them, and not for the store."""
+    machine.pin()
+    machine.stub.hang("cuEventSynchronize")
+    job = Job(machine, [64 * KIB] * 480)
+    machine.stub.wait_hanging()
+    launched = [int(line.split()[3]) for line in machine.stub.log() if line.startswith("batch ") and "of" in line]
+    assert len(launched) == STEPS_IN_FLIGHT
+    assert sum(launched) <= STEPS_IN_FLIGHT * STEP_BYTES
+    machine.stub.release()
+    assert job.wait() is Outcome.DONE
+
+
+def test_a_small_load_is_done_while_a_store_hangs(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.hang("cuEventSynchronize")
+    store = Job(machine, [64 * KIB])
+    machine.stub.wait_hanging()
+    load = Job(machine, [4 * KIB], Direction.LOAD)
+    assert load.wait() is Outcome.DONE
+    assert not store.done.is_set()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_copy_that_hangs_is_told_of_once_and_ends_only_when_the_gpu_lets_go(
+    machine: Machine, direction: Direction
+) -> None:
+    machine.pin()
+    machine.stub.hang("cuEventSynchronize")
+    job = Job(machine, [4 * KIB] * 8, direction, deadline=machine.now + 5)
+    behind = Job(machine, [4 * KIB], direction, deadline=machine.now + 5)
+    machine.stub.wait_hanging()
+    machine.now += 5
+    machine.engine.expire()
+    assert behind.outcome is Outcome.DEADLINE, "it never started, so nothing of it can land"
+    assert (job.overdue, machine.engine.hangs) == (0, False)
+    machine.now += GRACE_S
+    machine.engine.expire()
+    machine.engine.expire()
+    assert (job.overdue, job.outcome, machine.engine.hangs) == (1, None, True)
+    machine.stub.release()
+    assert job.wait() in (Outcome.DONE, Outcome.DEADLINE)
+    wait_until(lambda: not machine.engine.hangs)
+    after = Job(machine, [4 * KIB], direction)
+    assert after.wait() is Outcome.DONE
+
+
+def test_closing_does_not_wait_for_a_gpu_that_hangs(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.hang("cuMemcpyBatchAsync")
+    job = Job(machine, [4 * KIB] * 8)
+    machine.stub.wait_hanging()
+    assert not machine.engine.close(0.0)
+    assert job.outcome is None
+    machine.stub.release()
+    assert machine.engine.close(10)
+    assert job.outcome is not None
+
+
+def test_threads_without_a_stream_are_an_error_at_once(machine: Machine) -> None:
+    machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
+    engine = CudaEngine(machine.driver, machine.context, machine.pins.is_pinned)
+    with pytest.raises(Exception, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        engine.open()
+    assert engine.close(10)
+
+
+def test_streams_and_events_are_given_up(machine: Machine) -> None:
+    engine = CudaEngine(machine.driver, machine.context, machine.pins.is_pinned)
+    engine.open()
+    assert engine.close(10)
+    calls = machine.stub.calls
+    assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") == 2
+    assert calls("cuEventDestroy_v2") == calls("cuEventCreate") == 2 * STEPS_IN_FLIGHT
+
+
+def test_the_pool_may_be_pinned_in_the_middle_of_a_transfer(machine: Machine) -> None:
+    machine.stub.set("strict", 1)
+    machine.stub.hang("cuEventSynchronize")
+    job = Job(machine, [4 * KIB] * 4000)
+    machine.stub.wait_hanging()
+    machine.pin()
+    machine.stub.release()
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    assert machine.stub.calls("cuMemcpyBatchAsync") > 0
+    assert machine.stub.calls("cuMemcpyAsync") > 0
+
+
+def test_buffers_of_the_test_are_what_they_seem(machine: Machine) -> None:
+    buffer: npt.NDArray[np.uint8] = DeviceBuffer(machine.gpu.address, 16).view
+    machine.gpu.view[3] = 9
+    assert buffer[3] == 9
+    assert address_of(machine.pool) == machine.memory.address

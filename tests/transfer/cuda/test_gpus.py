@@ -1,0 +1,266 @@
+"""GPUs come into use with their first registration and out of it with their last, and hang alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.stub_cuda import Ranges, StubCuda, fresh_stub, wait_until
+
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.transfer.cuda.control import WAITING_LIMIT, ControlThread
+from kvoffd.transfer.cuda.device import NoSuchGpu
+from kvoffd.transfer.cuda.driver import CudaMissing
+from kvoffd.transfer.cuda.gpu import GpuMemory
+from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
+from kvoffd.transfer.plan import Plan
+
+POOL = 16 << 20
+SIZE = 1 << 20
+FIRST, SECOND = bytes([0x10] * 16), bytes([0x11] * 16)
+ONE, TWO, THREE = (bytes([number] * 16) for number in (1, 2, 3))
+NOTHING = DirectionLoad(0, 0, 0.0, 0)
+
+
+class Engines:
+    """The engines' side: a stub in whose memory they are, and what the daemon made of it."""
+
+    def __init__(self) -> None:
+        self.stub = fresh_stub()
+        self.stub.set("devices", 2)
+        self.stub.set("same_pid_allowed", 1)
+        self.exporter = fresh_stub()  # another process would have its own driver too
+        self.exporter.start()
+        self.now = 0.0
+        self.pool = PoolMemory.create(POOL, "test")
+        self.gpus = Gpus(self.pool.address, POOL, lambda: self.now, self.stub.path)
+
+    def export(self) -> IpcExport:
+        return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
+
+    def map(self, uuid: bytes = FIRST, owner: bytes = ONE, *exports: IpcExport | VmmExport) -> Answer:
+        answer = Answer()
+        self.gpus.map(uuid, owner, exports or [self.export()], answer)
+        return answer
+
+
+class Answer:
+    """What came of a mapping."""
+
+    def __init__(self) -> None:
+        self._came = threading.Event()
+        self._what: GpuMemory | KvoffdError | None = None
+        self.calls = 0
+
+    def __call__(self, what: GpuMemory | KvoffdError) -> None:
+        self._what = what
+        self.calls += 1
+        self._came.set()
+
+    @property
+    def came(self) -> bool:
+        return self._came.is_set()
+
+    def memory(self) -> GpuMemory:
+        assert self._came.wait(10)
+        if isinstance(self._what, KvoffdError):
+            raise self._what
+        assert self._what is not None
+        return self._what
+
+
+@pytest.fixture
+def engines() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    engines.stub.release()
+    assert engines.gpus.stop(10)
+    assert engines.gpus.close(10)
+    engines.pool.close()
+
+
+def unmap(memory: GpuMemory) -> None:
+    closed = threading.Event()
+    memory.close(closed.set)
+    assert closed.wait(10)
+
+
+def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
+    """Copies the first page of the memory to the pool; the outcomes, and how often it was told overdue."""
+    outcomes: list[Outcome] = []
+    overdue: list[int] = []
+    columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.address, memory.segments[0].address, 4096)]
+    memory.engine.submit(
+        Transfer(
+            Direction.STORE,
+            Plan(*columns, 4096),
+            deadline,
+            lambda _, outcome, __: outcomes.append(outcome),
+            lambda _: overdue.append(1),
+        )
+    )
+    return outcomes, overdue
+
+
+def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
+    gpus = Gpus(0, POOL, library="/nowhere/libcuda.so")
+    assert not gpus.available
+    with pytest.raises(CudaMissing, match="cannot be used"):
+        gpus.map(FIRST, ONE, [], Answer())
+    assert gpus.load_of(Direction.LOAD) == NOTHING
+    assert gpus.problems == []
+    gpus.expire()
+    assert gpus.stop(0)
+    assert gpus.close(0)
+
+
+def test_nothing_of_cuda_happens_before_the_first_registration(engines: Engines) -> None:
+    assert engines.gpus.available
+    engines.gpus.expire()
+    assert engines.gpus.load_of(Direction.STORE) == NOTHING
+    assert engines.stub.log() == []
+    assert engines.stub.calls("cuInit") == 0
+
+
+def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engines) -> None:
+    first = engines.map(owner=ONE).memory()
+    second = engines.map(owner=TWO).memory()
+    assert first.engine is second.engine
+    assert engines.stub.contexts(0) >= 1
+    outcomes, _ = store(first, engines)
+    wait_until(lambda: outcomes == [Outcome.DONE])
+    unmap(first)
+    assert engines.stub.contexts(0) >= 1
+    assert engines.stub.ranges(Ranges.IPC) == 1
+    unmap(second)
+    wait_until(lambda: engines.stub.contexts(0) == 0)
+    assert engines.stub.ranges(Ranges.IPC) == 0
+    assert engines.stub.ranges(Ranges.HOST) == 0
+    assert engines.gpus.load_of(Direction.STORE).bytes == 4096
+    again = engines.map(owner=THREE).memory()
+    outcomes, _ = store(again, engines)
+    wait_until(lambda: outcomes == [Outcome.DONE])
+    assert engines.gpus.load_of(Direction.STORE).bytes == 8192
+    unmap(again)
+
+
+def test_a_refused_registration_leaves_no_context(engines: Engines) -> None:
+    with pytest.raises(NoSuchGpu):
+        engines.map(bytes(16)).memory()
+    assert engines.stub.made_contexts() == 0
+    with pytest.raises(UnmappableHandle):
+        engines.map(FIRST, ONE, IpcExport(bytes(64), SIZE)).memory()
+    wait_until(lambda: engines.stub.contexts(0) == 0)
+    unmap(engines.map().memory())
+
+
+@pytest.mark.parametrize("call", ["cuInit", "cuDevicePrimaryCtxRetain", "cuStreamCreateWithPriority", "cuEventCreate"])
+def test_a_gpu_that_cannot_be_used_is_tried_again(engines: Engines, call: str) -> None:
+    engines.stub.fail(call, 1, 2)
+    with pytest.raises(KvoffdError, match=call):
+        engines.map().memory()
+    assert engines.stub.contexts(0) == 0
+    unmap(engines.map().memory())
+    wait_until(lambda: engines.stub.contexts(0) == 0)
+
+
+def test_two_gpus_have_engines_of_their_own(engines: Engines) -> None:
+    first, second = engines.map(FIRST).memory(), engines.map(SECOND, TWO).memory()
+    assert first.engine is not second.engine
+    for memory in (first, second):
+        outcomes, _ = store(memory, engines)
+        wait_until(lambda outcomes=outcomes: outcomes == [Outcome.DONE])  # type: ignore[misc]
+    assert engines.gpus.load_of(Direction.STORE).bytes == 2 * 4096
+    unmap(first)
+    unmap(second)
+
+
+def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
+    sick, well = engines.map(FIRST).memory(), engines.map(SECOND, TWO).memory()
+    wait_until(lambda: engines.stub.ranges(Ranges.HOST) > 0)
+    engines.stub.hang("cuEventSynchronize")
+    outcomes, overdue = store(sick, engines, deadline=5)
+    engines.stub.wait_hanging()
+    engines.now = 7
+    engines.gpus.expire()
+    assert (outcomes, overdue) == ([], [1])
+    (problem,) = engines.gpus.problems
+    assert "Stub 0 GPU-1010" in problem
+    assert "does not answer" in problem
+    good, _ = store(well, engines)
+    wait_until(lambda: good == [Outcome.DONE])
+    third = engines.map(SECOND, THREE).memory()
+    unmap(third)
+    unmap(well)
+    engines.stub.release()
+    wait_until(lambda: len(outcomes) == 1)
+    assert engines.gpus.problems == []
+    unmap(sick)
+
+
+def test_a_registration_that_hangs_hurts_no_other_gpu_and_is_bounded(engines: Engines) -> None:
+    well = engines.map(SECOND, TWO).memory()
+    engines.stub.hang("cuIpcOpenMemHandle_v2")
+    sick = engines.map(FIRST)
+    engines.stub.wait_hanging()
+    export = engines.export()
+    waiting = [engines.map(FIRST, bytes([9, number] * 8), export) for number in range(WAITING_LIMIT)]
+    with pytest.raises(KvoffdError, match="has not answered"):
+        engines.map(FIRST, THREE, export)
+    engines.now = 60
+    assert [problem for problem in engines.gpus.problems if "Stub 0" in problem]
+    good, _ = store(well, engines)
+    wait_until(lambda: good == [Outcome.DONE])
+    unmap(well)
+    assert not sick.came
+    engines.stub.release()
+    mapped = [sick.memory(), waiting[0].memory()]
+    for answer in waiting[1:]:
+        with pytest.raises(KvoffdError, match="another registration"):
+            answer.memory()
+    for memory in mapped:
+        unmap(memory)
+
+
+def test_stopping_abandons_what_runs_and_closing_lets_the_pool_go(engines: Engines) -> None:
+    memory = engines.map().memory()
+    engines.stub.hang("cuMemcpyAsync", 0)
+    engines.stub.hang("cuMemcpyBatchAsync", 0)
+    outcomes, _ = store(memory, engines)
+    engines.stub.wait_hanging()
+    assert not engines.gpus.stop(0)
+    engines.stub.release()
+    assert engines.gpus.stop(10)
+    assert len(outcomes) == 1
+    late, _ = store(memory, engines)
+    assert late == [Outcome.CANCELLED]
+    unmap(memory)
+    assert engines.gpus.close(10)
+    assert engines.stub.ranges(Ranges.HOST) == 0
+    assert engines.stub.contexts(0) == 0
+
+
+def test_descriptors_stay_the_callers(engines: Engines) -> None:
+    fd = os.memfd_create("chunk")
+    os.ftruncate(fd, 2 << 20)
+    memory = engines.map(FIRST, ONE, VmmExport([fd], [2 << 20])).memory()
+    os.fstat(fd)
+    os.close(fd)
+    outcomes, _ = store(memory, engines)
+    wait_until(lambda: outcomes == [Outcome.DONE])
+    unmap(memory)
+
+
+def test_a_task_that_raises_does_not_end_its_thread(stub: StubCuda) -> None:
+    control = ControlThread("test", "The test")
+    done = threading.Event()
+    control.submit(lambda: [][0])
+    control.submit(done.set)
+    assert done.wait(10)
+    assert control.close(10)
