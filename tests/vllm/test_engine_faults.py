@@ -116,6 +116,10 @@ def ready_blocks(stats: StatsReply) -> int:
     return sum(item.ready_blocks for item in stats.namespaces)
 
 
+def invalidated_blocks(stats: StatsReply) -> int:
+    return sum(item.invalidated_blocks for item in stats.namespaces)
+
+
 def tokens(answers: list[Completion]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
@@ -174,13 +178,16 @@ def test_killing_the_daemon_while_stores_run_changes_no_token(rig: Rig) -> None:
 def test_a_failed_load_is_recomputed_and_its_blocks_are_not_believed_again(rig: Rig) -> None:
     rig.ensure_stored()
     before = rig.failed_loads()
+    dropped = invalidated_blocks(rig.until(lambda stats: True))
     with rig.daemon.fault("load fails"):
         answers = rig.engine.generate(rig.prompts)
     assert tokens(answers) == rig.expected
     assert [answer.finish for answer in answers] == ["length"] * 3
     # One failure a request: none was looked up again.
     assert rig.failed_loads() == before + 3
-    rig.until(lambda stats: ready_blocks(stats) == 0)
+    # vLLM 0.33 stores the recomputed blocks at once, 0.32 with the next request that has them.
+    wanted = sum(full_blocks(length) // BLOCK_TOKENS for length in LENGTHS)
+    rig.until(lambda stats: invalidated_blocks(stats) == dropped + wanted)
 
 
 def test_a_daemon_that_lies_changes_tokens_so_these_tests_can_fail(rig: Rig) -> None:

@@ -29,16 +29,30 @@ def expected(model: Path) -> list[Completion]:
         return engine.generate(PROMPTS, MAX_TOKENS)
 
 
-@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+@pytest.mark.parametrize(
+    ("blocks_per_chunk", "store_seconds", "store_fence_timeout_s"),
+    [
+        pytest.param(1, 0.2, 30.0, id="fences-wait"),
+        pytest.param(4, 3.0, 0.2, id="fences-give-up"),
+    ],
+)
 def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
-    model: Path, expected: list[Completion], blocks_per_chunk: int
+    model: Path,
+    expected: list[Completion],
+    blocks_per_chunk: int,
+    store_seconds: float,
+    store_fence_timeout_s: float,
 ) -> None:
-    extra = {"offload_prompt_only": False, "blocks_per_chunk": blocks_per_chunk}
+    extra = {
+        "offload_prompt_only": False,
+        "blocks_per_chunk": blocks_per_chunk,
+        "store_fence_timeout_s": store_fence_timeout_s,
+    }
     with (
         FaultyDaemon("256MiB") as daemon,
         EngineProcess(model, daemon.directory, num_blocks=FEW_BLOCKS, extra_config=extra) as engine,
     ):
-        with daemon.fault("store slow 0.2"):
+        with daemon.fault(f"store slow {store_seconds}"):
             runs = [engine.generate(PROMPTS, MAX_TOKENS)]
             engine.forget()
             runs.append(engine.generate(PROMPTS, MAX_TOKENS))

@@ -11,22 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support.models import make_tiny_gemma3, make_tiny_llama
-from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from support.vllm_config import HEADS, cache_config, full_attention, make_config
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm.facts import gather_facts, hash_probe, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import EngineFacts
 from kvoffd_client.vllm.options import ConnectorOptions
 
 OPTIONS = ConnectorOptions()
-HEADS = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
 
 
 @pytest.fixture(scope="module")
@@ -40,23 +32,6 @@ def engine_config(model: Path) -> Any:
     return make_config(model)
 
 
-def make_config(model: Path, **arguments: Any) -> Any:
-    settings = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "skip_tokenizer_init": True, **arguments}
-    config = EngineArgs(model=str(model), **settings).create_engine_config()
-    config.kv_transfer_config = KVTransferConfig(kv_connector="KvoffdConnector", kv_role="kv_both")
-    config.cache_config.kv_cache_layout = "LBHNC"
-    return config
-
-
-def full(**changes: Any) -> FullAttentionSpec:
-    return FullAttentionSpec(block_size=32, **{**HEADS, **changes})
-
-
-def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:
-    found = groups or (KVCacheGroupSpec(layer_names=["layer.0", "layer.1"], kv_cache_spec=full()),)
-    return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=list(found), kv_cache_layout="LBHNC")
-
-
 def facts_of(config: Any, cache: KVCacheConfig | None = None, options: ConnectorOptions = OPTIONS) -> EngineFacts:
     return gather_facts(config, cache or cache_config(), options)
 
@@ -68,22 +43,24 @@ def test_reading_twice_gives_the_same_facts(engine_config: Any) -> None:
 def test_a_worker_of_another_rank_comes_to_the_same_facts(engine_config: Any) -> None:
     worker = copy.deepcopy(engine_config)
     worker.parallel_config.rank = 1
-    layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full())
+    layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full_attention())
     assert facts_of(worker, cache_config(layers)) == facts_of(engine_config)
 
 
 def test_a_worker_with_specs_per_layer_agrees_with_the_scheduler_that_kept_the_first(engine_config: Any) -> None:
-    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full(head_size=64)})
+    specs = UniformTypeKVCacheSpecs(
+        block_size=32, kv_cache_specs={"a": full_attention(), "b": full_attention(head_size=64)}
+    )
     worker = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
-    scheduler = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=full()))
+    scheduler = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=full_attention()))
     assert facts_of(engine_config, worker) == facts_of(engine_config, scheduler)
 
 
 def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:
     config = copy.deepcopy(engine_config)
     config.parallel_config.pipeline_parallel_size = 2
-    first = KVCacheGroupSpec(layer_names=["0", "1"], kv_cache_spec=full())
-    last = KVCacheGroupSpec(layer_names=["2"], kv_cache_spec=full())
+    first = KVCacheGroupSpec(layer_names=["0", "1"], kv_cache_spec=full_attention())
+    last = KVCacheGroupSpec(layer_names=["2"], kv_cache_spec=full_attention())
     assert facts_of(config, cache_config(first)) == facts_of(config, cache_config(last))
 
 
@@ -129,7 +106,7 @@ def test_group_facts_follow_the_spec_of_the_group(engine_config: Any) -> None:
     window = SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS)
     groups = [
         KVCacheGroupSpec(layer_names=["0"], kv_cache_spec=window),
-        KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full(dtype=torch.bfloat16)),
+        KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full_attention(dtype=torch.bfloat16)),
     ]
     sliding, dense = facts_of(engine_config, cache_config(*groups)).groups
     assert (sliding.kind, sliding.window_tokens, sliding.layers) == ("sliding_window", 256, 1)
@@ -179,8 +156,8 @@ def test_the_label_is_the_directorys_name_or_what_the_model_is_served_as(engine_
 
 
 def test_shard_bytes_are_all_layers_of_all_blocks_of_a_key() -> None:
-    page = full().page_size_bytes
+    page = full_attention().page_size_bytes
     assert shard_bytes_of(cache_config(), (0,), 3) == (3 * 2 * page,)
-    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full(), "b": full()})
+    specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": full_attention(), "b": full_attention()})
     mixed = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
     assert shard_bytes_of(mixed, (0,), 3) == (3 * 2 * page,)

@@ -95,8 +95,10 @@ class Setting:
     clock: Callable[[], float]
 
     def release(self, question: Question | None) -> None:
-        """End a question's lease, if there is or will be one."""
-        if question is not None and not (question.ticket.done and question.ticket.pinned == 0):
+        """End a question's lease, if there is one, or may be one since no answer told."""
+        if question is None or question.ticket.lease_id == 0:
+            return
+        if question.ticket.pinned or question.ticket.failed or not question.ticket.done:
             self.asker.release(question.ticket.lease_id)
 
 
