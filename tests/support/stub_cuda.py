@@ -131,6 +131,21 @@ class StubCuda:
         self._library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
         assert self._library.cuMemFree_v2(buffer.address) == 0
 
+    def map_chunks(self, sizes: list[int], handle_types: int = 1) -> DeviceBuffer:
+        """Memory of the virtual memory API, in chunks; needs a context."""
+        library, size, device = self._library, ctypes.c_size_t, 0
+        driver = self.driver()
+        address = at = driver.reserve(sum(sizes))
+        properties = (ctypes.c_uint32 * 8)(1, handle_types, 1, device)
+        for length in sizes:
+            allocation = ctypes.c_uint64()
+            assert library.cuMemCreate(ctypes.byref(allocation), size(length), properties, ctypes.c_uint64(0)) == 0
+            driver.map(at, length, allocation.value)
+            driver.release(allocation.value)
+            at += length
+        driver.allow_access(address, sum(sizes), device)
+        return DeviceBuffer(address, sum(sizes))
+
     def ipc_handle(self, address: int) -> bytes:
         """The handle of an allocation."""
         handle = ctypes.create_string_buffer(64)

@@ -1,0 +1,168 @@
+"""Turns GPU tensors' addresses into handles that the daemon can map: whole allocations, each once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvoffd_client.cuda.driver import HANDLE_TYPE_FABRIC, CudaError, ExportDriver
+from kvoffd_client.errors import KvoffdClientError
+
+
+class NotExportable(KvoffdClientError):
+    """The memory cannot be handed to another process; the sentence says why and what to change."""
+
+
+@dataclass(frozen=True)
+class GpuSegment:
+    """A stretch of this process's GPU memory, exported.
+
+    Attributes:
+        address: where it begins, here.
+        gpu_uuid: 16 bytes; a MIG instance has its own.
+        chunk_bytes: its allocations' sizes, in the order of their addresses; the only one's for ordinary memory.
+        handle: the 64-byte IPC handle of ordinary memory; None for memory of the virtual memory API.
+        fds: that memory's descriptors, one a chunk, owned by this object; empty for ordinary memory.
+    """
+
+    address: int
+    gpu_uuid: bytes
+    chunk_bytes: tuple[int, ...]
+    handle: bytes | None = None
+    fds: tuple[int, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole segment."""
+        return sum(self.chunk_bytes)
+
+    def close(self) -> None:
+        """Closes the descriptors, which keep the memory allocated as long as they are open. Once."""
+        for fd in self.fds:
+            os.close(fd)
+
+
+def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | None = None) -> list[GpuSegment]:
+    """Exports the allocations that ``spans``, (address, size in bytes) of tensors, lie in, each once.
+
+    All lie on one GPU. A span of the virtual memory API may lie in many chunks; chunks that follow each other are one
+    segment. The segments are in the order of their addresses; they export whole allocations, so that they may hold more
+    than the spans.
+
+    Raises:
+        NotExportable: this memory cannot be exported.
+        KvoffdClientError: there is no driver.
+    """
+    if not spans:
+        return []
+    driver = driver if driver is not None else ExportDriver()
+    devices = {_device_of(driver, address) for address, _ in spans}
+    if len(devices) > 1:
+        raise NotExportable(f"The tensors lie on {len(devices)} GPUs; register those of one GPU at a time.")
+    (device,) = devices
+    ordinary: dict[int, int] = {}
+    chunks: dict[int, int] = {}
+    with _context(driver, device):
+        for address, size in spans:
+            found = ordinary if _has_ipc_handle(driver, address) else chunks
+            end = address + size
+            while address < end:
+                base, length = driver.address_range(address)
+                found[base] = length
+                address = base + length
+        uuid = driver.device_uuid(device)
+        segments = [_ordinary_segment(driver, base, size, uuid) for base, size in ordinary.items()]
+        try:
+            # Not extend(): what was exported before an error must be closed.
+            for run in _runs(chunks):
+                segments.append(_virtual_segment(driver, run, uuid))  # noqa: PERF401
+        except BaseException:
+            for segment in segments:
+                segment.close()
+            raise
+    return sorted(segments, key=lambda segment: segment.address)
+
+
+def _device_of(driver: ExportDriver, address: int) -> int:
+    try:
+        return driver.device_of(address)
+    except CudaError as error:
+        raise NotExportable(f"Address {address:#x} is not memory of a GPU. {error}") from error
+
+
+def _has_ipc_handle(driver: ExportDriver, address: int) -> bool:
+    try:
+        return driver.has_ipc_handle(address)
+    except CudaError as error:
+        raise NotExportable(f"The driver does not say whether the memory can be shared. {error}") from error
+
+
+def _ordinary_segment(driver: ExportDriver, base: int, size: int, uuid: bytes) -> GpuSegment:
+    try:
+        return GpuSegment(base, uuid, (size,), handle=driver.ipc_handle(base))
+    except CudaError as error:
+        raise NotExportable(
+            f"The driver gives no handle for the memory at {base:#x}. {error} CUDA's sharing between processes is "
+            "missing in some virtual machines and sandboxes, and MIG instances of different GPUs cannot share."
+        ) from error
+
+
+def _virtual_segment(driver: ExportDriver, run: Sequence[tuple[int, int]], uuid: bytes) -> GpuSegment:
+    fds: list[int] = []
+    try:
+        for address, _ in run:
+            fd, types = driver.export_chunk(address)
+            if fd < 0:
+                raise NotExportable(_no_descriptor(types))
+            fds.append(fd)
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if isinstance(error, CudaError):
+            raise NotExportable(
+                f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported. {error} If it is the number of open "
+                "files, raise its limit (ulimit -n)."
+            ) from error
+        raise
+    return GpuSegment(run[0][0], uuid, tuple(size for _, size in run), fds=tuple(fds))
+
+
+def _no_descriptor(types: int) -> str:
+    if types & HANDLE_TYPE_FABRIC:
+        return (
+            "The memory was made for fabric handles only, which need NVIDIA's IMEX service. Have the engine allocate "
+            "it with descriptors too (vLLM's cumem allocator does so where fabric handles are not permitted), or start "
+            "it without sleep mode."
+        )
+    return (
+        "The memory is of CUDA's virtual memory API and was not made to be shared; start the engine without "
+        "expandable_segments and without sleep mode."
+    )
+
+
+def _runs(chunks: dict[int, int]) -> Iterator[list[tuple[int, int]]]:
+    """Chunks (address, size) that follow each other without a gap."""
+    run: list[tuple[int, int]] = []
+    for address, size in sorted(chunks.items()):
+        if run and run[-1][0] + run[-1][1] != address:
+            yield run
+            run = []
+        run.append((address, size))
+    if run:
+        yield run
+
+
+@contextmanager
+def _context(driver: ExportDriver, device: int) -> Iterator[None]:
+    """The calls need a context in their thread; torch made one, but maybe in another."""
+    if driver.current_context():
+        yield
+        return
+    driver.set_context(driver.retain_context(device))
+    try:
+        yield
+    finally:
+        driver.set_context(0)
+        driver.release_context(device)

@@ -1,0 +1,133 @@
+"""Memory of this process's GPU is exported whole, each allocation once; what cannot be is told apart."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import numpy as np
+import pytest
+from support.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
+
+from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
+from kvoffd_client.cuda.driver import ExportDriver
+from kvoffd_client.cuda.export import GpuSegment, NotExportable, export_segments
+from kvoffd_client.errors import KvoffdClientError
+
+SIZE = 1 << 20
+CHUNK = 2 << 20
+
+
+def export(stub: StubCuda, *spans: tuple[int, int]) -> list[GpuSegment]:
+    return export_segments(spans, ExportDriver(stub.path))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_no_tensors_need_no_driver() -> None:
+    assert export_segments([]) == []
+
+
+def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVOFFD_LIBCUDA", "/nowhere/libcuda.so")
+    with pytest.raises(KvoffdClientError, match=r"nowhere/libcuda\.so.*KVOFFD_LIBCUDA"):
+        export_segments([(1, 1)])
+
+
+def test_tensors_of_one_allocation_are_one_segment(stub: StubCuda) -> None:
+    one, other = sorted((stub.allocate(SIZE) for _ in range(2)), key=lambda buffer: buffer.address)
+    spans = [(one.address + 4096, 100), (other.address, SIZE), (one.address, 4096), (one.address + SIZE - 1, 1)]
+    first, second = export(stub, *spans)
+    assert (first.address, first.size_bytes, first.handle) == (one.address, SIZE, one.handle)
+    assert (second.address, second.handle) == (other.address, other.handle)
+    assert first.gpu_uuid == bytes([0x10] * 16)
+    assert stub.calls("cuIpcGetMemHandle") == 4  # two by the test itself
+
+
+def test_virtual_memory_is_exported_by_the_chunks_that_the_tensors_touch(stub: StubCuda) -> None:
+    buffer = stub.map_chunks([CHUNK, 2 * CHUNK, CHUNK, CHUNK])
+    before = descriptors()
+    (segment,) = export(stub, (buffer.address + CHUNK + 5, 2 * CHUNK), (buffer.address + 3 * CHUNK, 7))
+    assert (segment.address, segment.chunk_bytes, segment.handle) == (buffer.address + CHUNK, (2 * CHUNK, CHUNK), None)
+    assert descriptors() == before + 2
+    first, last = export(stub, (buffer.address, 1), (buffer.address + 4 * CHUNK, 1))
+    assert (first.chunk_bytes, last.chunk_bytes) == ((CHUNK,), (CHUNK,))
+    for exported in (segment, first, last):
+        exported.close()
+    assert descriptors() == before
+
+
+def test_what_is_exported_is_what_the_daemon_maps(stub: StubCuda) -> None:
+    """Both bindings, over drivers of their own, as two processes have them."""
+    ordinary, chunked = stub.allocate(SIZE), stub.map_chunks([CHUNK, CHUNK])
+    ordinary.view[:] = np.arange(SIZE) % 251
+    chunked.view[:] = np.arange(2 * CHUNK) % 241
+    daemon = fresh_stub()
+    daemon.set("same_pid_allowed", 1)
+    daemon.start()
+    mappings = GpuMappings(daemon.driver(), 0)
+    for buffer in (ordinary, chunked):
+        (exported,) = export(stub, (buffer.address + 10, buffer.view.size - 10))
+        handle = (
+            VmmExport(exported.fds, exported.chunk_bytes)
+            if exported.handle is None
+            else IpcExport(exported.handle, exported.size_bytes)
+        )
+        (mapped,) = mappings.open(b"1" * 16, [handle])
+        exported.close()
+        view = DeviceBuffer(mapped.address, mapped.size_bytes).view
+        assert mapped.address != buffer.address
+        assert np.array_equal(view, buffer.view)
+        view[77] = 3
+        assert buffer.view[77] == 3
+        mapped.close()
+
+
+def test_a_thread_without_a_context_exports_too_and_leaves_none(stub: StubCuda) -> None:
+    buffer = stub.allocate(SIZE)
+    before = stub.contexts()
+    found: list[GpuSegment] = []
+    left: list[int] = []
+
+    def run() -> None:
+        driver = ExportDriver(stub.path)
+        found.extend(export_segments([(buffer.address, SIZE)], driver))
+        left.append(driver.current_context())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found[0].handle == buffer.handle
+    assert left == [0]
+    assert stub.contexts() == before
+
+
+def test_memory_of_no_gpu_is_refused(stub: StubCuda) -> None:
+    with pytest.raises(NotExportable, match="0x10 is not memory of a GPU"):
+        export(stub, (16, 1))
+
+
+@pytest.mark.parametrize(("types", "sentence"), [(8, "fabric handles only.*IMEX"), (0, "was not made to be shared")])
+def test_virtual_memory_without_descriptors_is_told_apart(stub: StubCuda, types: int, sentence: str) -> None:
+    buffer = stub.map_chunks([CHUNK], types)
+    with pytest.raises(NotExportable, match=sentence):
+        export(stub, (buffer.address, 1))
+
+
+def test_sharing_that_does_not_work_here_is_told_apart(stub: StubCuda) -> None:
+    buffer = stub.allocate(SIZE)
+    stub.fail("cuIpcGetMemHandle", status=801)
+    with pytest.raises(NotExportable, match=r"CUDA_ERROR_NOT_SUPPORTED \(801\).*virtual machines and sandboxes"):
+        export(stub, (buffer.address, 1))
+
+
+@pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemRetainAllocationHandle"])
+def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -> None:
+    buffer = stub.map_chunks([CHUNK] * 3)
+    before = descriptors()
+    stub.fail(call, 3, 304)
+    with pytest.raises(NotExportable, match=rf"Chunk 2 of 3.*{call} failed.*ulimit"):
+        export(stub, (buffer.address, 3 * CHUNK))
+    assert descriptors() == before

@@ -1,0 +1,150 @@
+"""A job goes out after its event and not before, and can be taken back until then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvoffd_client.cuda.order import OrderedSender
+
+WAIT_S = 10.0
+
+
+class FakeEvent:
+    """Happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.waited_for = threading.Event()
+        self.error: Exception | None = None
+
+    def synchronize(self) -> None:
+        self.waited_for.set()
+        assert self.happened.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+
+
+class Gpu:
+    """Events in the order in which they were recorded, and what was sent."""
+
+    def __init__(self) -> None:
+        self.events: list[FakeEvent] = []
+        self.sent: list[int] = []
+        self.failed: list[int] = []
+        self.sender = OrderedSender(self.record)
+
+    def record(self) -> FakeEvent:
+        event = FakeEvent()
+        self.events.append(event)
+        return event
+
+    def submit(self, job_id: int) -> FakeEvent:
+        self.sender.submit(job_id, lambda: self.sent.append(job_id), lambda: self.failed.append(job_id))
+        return self.events[-1]
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    gpu = Gpu()
+    yield gpu
+    gpu.sender.close()
+    for event in gpu.events:
+        event.happened.set()
+    gpu.sender._thread.join(WAIT_S)
+    assert not gpu.sender._thread.is_alive()
+
+
+def test_a_job_is_sent_when_its_event_has_happened_and_not_before(gpu: Gpu) -> None:
+    event = gpu.submit(1)
+    assert event.waited_for.wait(WAIT_S)
+    assert not gpu.sender.wait_sent([1], 0.05)
+    assert gpu.sent == []
+    event.happened.set()
+    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert gpu.sent == [1]
+
+
+def test_the_event_is_recorded_when_the_job_is_submitted(gpu: Gpu) -> None:
+    """Not when the thread gets to it: by then the stream holds kernels of later steps."""
+    gpu.submit(1)
+    gpu.submit(2)
+    assert len(gpu.events) == 2
+    assert not gpu.events[1].waited_for.is_set()
+
+
+def test_submitting_does_not_wait_for_the_gpu(gpu: Gpu) -> None:
+    started = time.monotonic()
+    for job_id in range(100):
+        gpu.submit(job_id)
+    assert time.monotonic() - started < WAIT_S / 2
+    assert gpu.sender.waiting == list(range(100))
+
+
+def test_jobs_are_sent_in_their_order(gpu: Gpu) -> None:
+    events = [gpu.submit(job_id) for job_id in range(10)]
+    for event in reversed(events):
+        event.happened.set()
+    assert gpu.sender.wait_sent(range(10), WAIT_S)
+    assert gpu.sent == list(range(10))
+
+
+def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
+    first, second = gpu.submit(1), gpu.submit(2)
+    gpu.submit(3).happened.set()
+    assert first.waited_for.wait(WAIT_S)
+    assert gpu.sender.withdraw([1, 2, 99]) == [1, 2]
+    assert gpu.sender.waiting == [3]
+    first.happened.set()
+    second.happened.set()
+    assert gpu.sender.wait_sent([3], WAIT_S)
+    assert (gpu.sent, gpu.failed) == ([3], [])
+    assert gpu.sender.withdraw([3]) == []
+
+
+def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu) -> None:
+    old = gpu.submit(1)
+    assert old.waited_for.wait(WAIT_S)
+    gpu.sender.withdraw([1])
+    new = gpu.submit(1)
+    old.happened.set()
+    assert new.waited_for.wait(WAIT_S)
+    assert gpu.sent == []
+    new.happened.set()
+    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert gpu.sent == [1]
+
+
+def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
+    event = gpu.submit(1)
+    event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    event.happened.set()
+    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert (gpu.sent, gpu.failed) == ([], [1])
+    gpu.submit(2).happened.set()
+    assert gpu.sender.wait_sent([2], WAIT_S)
+    assert gpu.sent == [2]
+
+
+def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
+    def send() -> None:
+        raise ValueError("a bug")
+
+    gpu.sender.submit(1, send, lambda: gpu.failed.append(1))
+    gpu.events[0].happened.set()
+    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert gpu.failed == [1]
+
+
+def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:
+    event = gpu.submit(1)
+    assert event.waited_for.wait(WAIT_S)
+    started = time.monotonic()
+    gpu.sender.close()
+    assert time.monotonic() - started < WAIT_S / 2
+    event.happened.set()
+    gpu.sender._thread.join(WAIT_S)
+    assert gpu.sent == []
