@@ -56,12 +56,16 @@ def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
             runs = [engine.generate(PROMPTS, MAX_TOKENS)]
             engine.forget()
             runs.append(engine.generate(PROMPTS, MAX_TOKENS))
-        engine.forget()
-        runs.append(engine.generate(PROMPTS, MAX_TOKENS))
+        failed_stores = engine.metrics().get("vllm:kvoffd_failed_stores", 0)
+        for _ in range(2):
+            engine.forget()
+            runs.append(engine.generate(PROMPTS, MAX_TOKENS))
         metrics = engine.metrics()
     for run in runs:
         assert [answer.tokens for answer in run] == [answer.tokens for answer in expected]
         assert all(answer.finish == "length" for answer in run)
     assert metrics["vllm:num_preemptions"] > 0
     assert metrics["vllm:kv_offload_load_bytes"] > 0
-    assert sum(answer.cached for answer in runs[2]) >= len(PROMPTS) * BLOCK_TOKENS
+    assert sum(answer.cached for answer in runs[-1]) >= len(PROMPTS) * BLOCK_TOKENS
+    # A store that runs when its time is up is given up by the client; what waits is cancelled.
+    assert failed_stores > 0 or store_seconds < store_fence_timeout_s
