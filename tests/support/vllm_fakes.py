@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.tickets import LookupTicket
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult
@@ -37,6 +38,9 @@ class FakeSchedulerClient:
     resets: int = 0
     reset_works: bool = True
     closed: bool = False
+
+    def join(self, namespace: NamespaceSpec) -> None:
+        """Joined from the start."""
 
     def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
         ticket = LookupTicket((1 << 32) + len(self.asked) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 import kvoffd_client.vllm
 from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.handshake import KvoffdHandshake
 from kvoffd_client.vllm.log import ConnectionWatch, RefusalFilter, logger
 from kvoffd_client.vllm.specs import FailedJob, KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -122,9 +124,32 @@ def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) ->
     assert [memory.size_bytes for memory in connector.connector_worker.spec.setup.memory.memories] == [4096]
 
 
-def test_both_roles_come_to_one_namespace(config: Any, scheduler: KvoffdConnector) -> None:
-    worker = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
-    assert worker._setup.namespace == scheduler._setup.namespace
+def told(connector: KvoffdConnector) -> KvoffdHandshake:
+    handshake = connector.get_handshake_metadata()
+    assert handshake is not None
+    received = pickle.loads(pickle.dumps(handshake))  # noqa: S301 - our own bytes
+    assert isinstance(received, KvoffdHandshake)
+    return received
+
+
+def test_the_scheduler_joins_the_namespace_its_workers_tell_it(
+    config: Any, scheduler: KvoffdConnector, said: list[str]
+) -> None:
+    workers = [KvoffdConnector(config, KVConnectorRole.WORKER, cache_config()) for _ in range(2)]
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): told(item) for rank, item in enumerate(workers)})
+    assert any(told(workers[0]).namespace.fingerprint.hex()[:16] in line for line in said)
+    assert scheduler.get_handshake_metadata() is None
+
+
+def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
+    config: Any, scheduler: KvoffdConnector, said: list[str]
+) -> None:
+    agreed = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+    config.model_config.dtype = torch.bfloat16
+    other = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told(agreed), (0, 1): told(other)})
+    assert any("disagree on" in line and "weights_dtype" in line for line in said)
+    assert not scheduler._manager._client.connected
 
 
 def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(

@@ -47,13 +47,31 @@ def test_a_worker_of_another_rank_comes_to_the_same_facts(engine_config: Any) ->
     assert facts_of(worker, cache_config(layers)) == facts_of(engine_config)
 
 
-def test_a_worker_with_specs_per_layer_agrees_with_the_scheduler_that_kept_the_first(engine_config: Any) -> None:
-    specs = UniformTypeKVCacheSpecs(
-        block_size=32, kv_cache_specs={"a": full_attention(), "b": full_attention(head_size=64)}
-    )
-    worker = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs))
-    scheduler = cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=full_attention()))
-    assert facts_of(engine_config, worker) == facts_of(engine_config, scheduler)
+def test_of_a_mixed_group_every_layers_spec_counts(engine_config: Any) -> None:
+    def facts(head_size: int) -> EngineFacts:
+        per_layer = {"a": full_attention(), "b": full_attention(head_size=head_size)}
+        specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=per_layer)
+        return facts_of(engine_config, cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs)))
+
+    assert facts(32) == facts(32)
+    assert facts(32).groups[0].layout != facts(64).groups[0].layout
+
+
+def test_what_a_model_says_about_where_it_came_from_is_no_fact(engine_config: Any) -> None:
+    config = copy.deepcopy(engine_config)
+    config.model_config.hf_config._name_or_path = "/somewhere/else"
+    assert facts_of(config) == facts_of(engine_config)
+
+
+def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config: Any) -> None:
+    def facts(length: int, rope: str) -> EngineFacts:
+        config = copy.deepcopy(engine_config)
+        config.model_config.max_model_len = length
+        config.model_config.hf_config.rope_parameters = {"rope_type": rope}
+        return facts_of(config)
+
+    assert facts(1024, "default") == facts(2048, "default")
+    assert facts(1024, "longrope") != facts(2048, "longrope")
 
 
 def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:

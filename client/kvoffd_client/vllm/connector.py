@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +14,7 @@ from kvoffd_client.vllm.version import require_supported
 require_supported(vllm.__version__)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
@@ -21,6 +22,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffd_client.vllm.facts import gather_facts, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
+from kvoffd_client.vllm.handshake import KvoffdHandshake, NamespacesDiffer, common_namespace
 from kvoffd_client.vllm.log import RefusalFilter, logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.options import ConnectorOptions, parse_options
@@ -109,7 +111,7 @@ class KvoffdConnector(OffloadingConnector):
                 "kvoffd: kv_connector_extra_config has keys that nobody reads: %s.", ", ".join(sorted(unknown))
             )
         _name_spec(transfer_config)
-        self._setup = _setup_of(vllm_config, kv_cache_config, options)
+        self._setup = _setup_of(vllm_config, kv_cache_config, options, role)
         token = SETUP.set(self._setup)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
@@ -120,12 +122,6 @@ class KvoffdConnector(OffloadingConnector):
         else:
             _settle_load_failures(transfer_config, options)
             RefusalFilter.install(STORE_LOGGER)
-            logger.info(
-                "kvoffd: namespace %s (%s), daemon in %s.",
-                self._setup.namespace.fingerprint.hex()[:16],
-                self._setup.namespace.label,
-                options.socket_directory,
-            )
         self._reset_jobs: dict[int, int] = {}
 
     # --- worker ---
@@ -133,6 +129,11 @@ class KvoffdConnector(OffloadingConnector):
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """On CPU: has the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
         return self._setup.memory if current_platform.is_cpu() else None
+
+    def get_handshake_metadata(self) -> KvoffdHandshake | None:
+        """What vLLM hands to the scheduler's half once the KV caches are registered."""
+        namespace = self._setup.namespace
+        return KvoffdHandshake(namespace) if namespace is not None else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As get_finished(), with the requests whose load failed."""
@@ -142,6 +143,24 @@ class KvoffdConnector(OffloadingConnector):
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     # --- scheduler ---
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Join the namespace that all workers derived. Where they disagree the engine runs without kvoffd."""
+        namespaces = [item.namespace for item in metadata.values() if isinstance(item, KvoffdHandshake)]
+        if not namespaces:
+            return
+        try:
+            namespace = common_namespace(namespaces)
+        except NamespacesDiffer as reason:
+            logger.error("kvoffd: the engine runs without the daemon. %s Please report this.", reason)
+            return
+        self._manager.join(namespace)
+        logger.info(
+            "kvoffd: namespace %s (%s), daemon in %s.",
+            namespace.fingerprint.hex()[:16],
+            namespace.label,
+            self._setup.options.socket_directory,
+        )
 
     def on_new_request(self, request: Any) -> None:
         """Look all keys of the request up now, so that the answer is there when it is scheduled."""
@@ -236,14 +255,17 @@ def _name_spec(kv_transfer_config: Any) -> None:
     kv_transfer_config.kv_connector_extra_config["spec_name"] = SPEC_NAME
 
 
-def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineSetup:
-    facts = gather_facts(vllm_config, kv_cache_config, options)
-    group_ids = tuple(group.group_id for group in facts.groups)
+def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions, role: KVConnectorRole) -> EngineSetup:
+    offloading = build_offloading_config(vllm_config, kv_cache_config)
+    group_ids = tuple(group.group_id for group in offloading.groups)
+    namespace = None
+    if role == KVConnectorRole.WORKER:
+        namespace = namespace_of(gather_facts(vllm_config, kv_cache_config, options), label_of(vllm_config))
     return EngineSetup(
         options=options,
-        namespace=namespace_of(facts, label_of(vllm_config)),
+        namespace=namespace,
         group_ids=group_ids,
-        shard_bytes=shard_bytes_of(kv_cache_config, group_ids, facts.blocks_per_chunk),
+        shard_bytes=shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk),
     )
 
 

@@ -1,7 +1,7 @@
 """Reads from vLLM's configuration what the fingerprint is made of.
 
-The scheduler and every worker do this on their own and must come to the same result, although a worker's KV cache
-config names its own layers and may hold per-layer specs where the scheduler's holds one of them.
+Every worker does this on its own after it loaded the model, and all of one engine must come to the same result (see
+handshake.py), as must an engine that starts again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from kvoffd_client.vllm.fingerprint import EngineFacts, GroupFacts, digest
+from kvoffd_client.vllm.fingerprint import EngineFacts, GroupFacts, canonical_json, digest
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.options import ConnectorOptions
 from kvoffd_client.vllm.version import release_of
@@ -34,9 +34,9 @@ VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers
 
 
 def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineFacts:
-    """Return the facts of one engine, equal in its scheduler and all its workers.
+    """Return the facts of one engine, equal in all its workers.
 
-    ``vllm_config`` is a vllm.config.VllmConfig and ``kv_cache_config`` a KVCacheConfig, the scheduler's or a worker's.
+    ``vllm_config`` is a worker's vllm.config.VllmConfig and ``kv_cache_config`` its KVCacheConfig.
     """
     offloading = build_offloading_config(vllm_config, kv_cache_config)
     model = vllm_config.model_config
@@ -47,7 +47,7 @@ def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptio
     return EngineFacts(
         vllm_release=".".join(map(str, release_of(vllm.__version__) or ())),
         model="" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
-        revision=model.revision or "",
+        revision=" ".join(filter(None, (model.revision, model.code_revision))),
         weights=local_weights or commit or "",
         model_config=_config_digest(model),
         weights_dtype=str(model.dtype),
@@ -69,7 +69,7 @@ def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptio
         canonical_layout=offloading.canonical_layout,
         device_type=str(current_platform.device_type),
         device_name=_device_name(),
-        attention_backend=_attention_backend(vllm_config),
+        attention_backend=_attention_backend(vllm_config, kv_cache_config),
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
         speculative=_speculative(vllm_config),
         salt=options.salt,
@@ -133,8 +133,10 @@ def _private_id(vllm_config: Any, algorithm: str) -> str:
 
 
 def _config_digest(model: Any) -> str:
-    content = {key: value for key, value in model.hf_config.to_dict().items() if key not in VOLATILE_CONFIG_KEYS}
-    return digest(_plain({"config": content, "max_model_len_cap": bool(model.disable_sliding_window)}))
+    plain = _plain(model.hf_config.to_dict())
+    # Long RoPE chooses its factors by the longest context the engine was started for.
+    length = model.max_model_len if "longrope" in canonical_json(plain) else None
+    return digest({"config": plain, "max_model_len": length, "model_impl": str(model.model_impl)})
 
 
 def _speculative(vllm_config: Any) -> str:
@@ -149,12 +151,18 @@ def _speculative(vllm_config: Any) -> str:
     return digest(facts)
 
 
-def _attention_backend(vllm_config: Any) -> str:
-    attention = vllm_config.attention_config
-    named = {
-        str(kind): _name(backend) for kind, backend in (getattr(attention, "backend_per_kind", None) or {}).items()
+def _attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The backends of the offloaded layers, by name; the one asked for where layers differ from worker to worker."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        _name(layers[name].get_attn_backend().get_name())
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+        if hasattr(layers.get(name), "get_attn_backend")
     }
-    return digest(named) if named else _name(attention.backend)
+    if not names or vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return _name(vllm_config.attention_config.backend)
+    return " ".join(sorted(names))
 
 
 def _name(backend: Any) -> str:
@@ -174,19 +182,17 @@ def _device_name() -> str:
 def _group_facts(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupFacts:
     spec = group.kv_cache_spec
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
-    if mixed:
-        # The scheduler keeps the first layer's spec only.
-        spec = next(iter(spec.kv_cache_specs.values()))
-    # With pipeline stages each worker has other layers, and of a mixed group perhaps another first spec.
+    layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
+    # With pipeline stages each worker has other layers, and of a mixed group perhaps other specs.
     staged = pipeline_parallel > 1
     return GroupFacts(
         group_id=offloaded.group_id,
-        kind=str(get_kv_cache_spec_kind(spec).value),
+        kind=str(get_kv_cache_spec_kind(layers[0]).value),
         tokens_per_block=offloaded.tokens_per_block,
-        window_tokens=int(get_kv_cache_spec_sliding_window(spec) or 0),
+        window_tokens=int(get_kv_cache_spec_sliding_window(layers[0]) or 0),
         page_bytes=0 if staged and mixed else int(spec.page_size_bytes),
         layers=0 if staged else len(offloaded.layer_names),
-        layout="" if staged and mixed else digest(_plain(_spec_fields(spec))),
+        layout="" if staged and mixed else digest([_plain(_spec_fields(layer)) for layer in layers]),
     )
 
 
@@ -197,7 +203,7 @@ def _spec_fields(spec: Any) -> dict[str, object]:
 def _plain(value: object) -> object:
     """JSON values of anything found in configurations, the same in every process."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_CONFIG_KEYS}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):

@@ -24,9 +24,9 @@ class GroupFacts:
         kind: attention kind as vLLM names it.
         tokens_per_block: tokens of one engine block over all workers.
         window_tokens: sliding window, 0 for none.
-        page_bytes: bytes of one layer's page of one block on one worker; 0 where workers differ.
+        page_bytes: bytes of a page of one block on one worker, one layer's or a mixed group's; 0 where workers differ.
         layers: layers of the group on one worker; 0 where workers differ.
-        layout: every field of vLLM's spec of the group (heads, head size, dtype, quantization, padding, state shapes).
+        layout: every field of vLLM's specs of the group (heads, head size, dtype, quantization, padding, states).
     """
 
     group_id: int
@@ -64,7 +64,7 @@ class EngineFacts:
         canonical_layout: vLLM's option of that name.
         device_type: cpu, cuda, ...
         device_name: the device model, since kernels of another one may lay out pages differently.
-        attention_backend: the backend asked for, empty for vLLM's choice.
+        attention_backend: the backends in use.
         model_runner: v1 or v2.
         speculative: digest of what speculative decoding adds (draft layers have KV), empty for none.
         salt: the operator's word.

@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm import stats
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.inquiry import Asker, Inquiry, Key, Question, Setting, Verdict
@@ -34,7 +35,7 @@ BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED})
 
 
 class Client(Asker, Protocol):
-    """The part of SchedulerClient that the manager uses."""
+    """The part of LateClient that the manager uses."""
 
     @property
     def credit_bytes(self) -> int: ...
@@ -47,6 +48,8 @@ class Client(Asker, Protocol):
     def reset(self, timeout_s: float = 2.0) -> bool: ...
 
     def take_events(self) -> list[KvEvent]: ...
+
+    def join(self, namespace: NamespaceSpec) -> None: ...
 
     def close(self) -> None: ...
 
@@ -89,6 +92,10 @@ class KvoffdManager(OffloadingManager):
         self._credit_reported = False
 
     # --- what the connector calls beyond vLLM's interface ---
+
+    def join(self, namespace: NamespaceSpec) -> None:
+        """The workers told their namespace: connect to it."""
+        self._client.join(namespace)
 
     def begin(self, request_id: str, groups: Sequence[Sequence[Key]]) -> None:
         """Ask for a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""

@@ -22,6 +22,7 @@ from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.registration import Registration
 from kvoffd_client.scheduler import SchedulerClient
 from kvoffd_client.vllm.events import EventFold
+from kvoffd_client.vllm.handshake import LateClient
 from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Setting
 from kvoffd_client.vllm.log import ConnectionWatch
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
@@ -39,14 +40,14 @@ class EngineSetup:
 
     Attributes:
         options: the user's.
-        namespace: of this engine. Group ``i`` on the wire is the ``i``-th of vLLM's offloaded groups.
-        group_ids: vLLM's ids of those groups.
+        namespace: what a worker derived; None in the scheduler, which is told by the workers.
+        group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
         memory: where a worker's KV cache is allocated.
     """
 
     options: ConnectorOptions
-    namespace: NamespaceSpec
+    namespace: NamespaceSpec | None
     group_ids: tuple[int, ...]
     shard_bytes: tuple[int, ...]
     memory: SharedKvMemory = field(default_factory=SharedKvMemory)
@@ -86,12 +87,13 @@ class KvoffdSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """This worker's half, registering in the background."""
         if self._worker is None:
-            setup = self.setup
+            setup, namespace = self.setup, self.setup.namespace
+            assert namespace is not None, "a worker has one"
             rank = self.config.parallel.rank
             self._worker = KvoffdWorker(
                 connect_worker(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client),
                 blocks_per_chunk=self.blocks_per_chunk,
-                key_bytes=setup.namespace.key_bytes,
+                key_bytes=namespace.key_bytes,
                 fence_timeout_s=setup.options.store_fence_timeout_s,
                 watch=ConnectionWatch(f"worker {rank}", setup.options.socket_directory),
             )
@@ -102,13 +104,17 @@ class KvoffdSpec(OffloadingSpec):
         options = setup.options
         publishes = self.kv_events_config.enable_kv_cache_events
         suffixes = [group_id.to_bytes(GROUP_ID_BYTES, "big") for group_id in setup.group_ids]
-        client = SchedulerClient(
-            options.socket_directory,
-            setup.namespace,
-            name=self._name("scheduler"),
-            software=_software(),
-            subscribe_events=publishes,
-        )
+
+        def connect(namespace: NamespaceSpec) -> SchedulerClient:
+            return SchedulerClient(
+                options.socket_directory,
+                namespace,
+                name=self._name(namespace, "scheduler"),
+                software=_software(),
+                subscribe_events=publishes,
+            )
+
+        client = LateClient(connect)
         return ManagerParts(
             client=client,
             setting=Setting(
@@ -124,18 +130,20 @@ class KvoffdSpec(OffloadingSpec):
         )
 
     def _worker_client(self, registration: Registration) -> WorkerClient:
+        namespace = self.setup.namespace
+        assert namespace is not None, "a worker has one"
         return WorkerClient(
             self.setup.options.socket_directory,
-            self.setup.namespace,
+            namespace,
             registration,
-            name=self._name(f"worker {registration.rank}"),
+            name=self._name(namespace, f"worker {registration.rank}"),
             software=_software(),
         )
 
-    def _name(self, role: str) -> str:
+    def _name(self, namespace: NamespaceSpec, role: str) -> str:
         replica = self.config.parallel.data_parallel_index if self.config.parallel.data_parallel_size > 1 else None
         middle = "" if replica is None else f" replica {replica}"
-        return f"vllm:{self.setup.namespace.label[:90]}{middle} {role}"
+        return f"vllm:{namespace.label[:90]}{middle} {role}"
 
 
 def _software() -> str:
