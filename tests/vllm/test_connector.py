@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvoffd_client.vllm
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.handshake import KvoffdHandshake
-from kvoffd_client.vllm.log import ConnectionWatch, RefusalFilter, logger
+from kvoffd_client.vllm.log import ConnectionWatch, RefusalFilter
 from kvoffd_client.vllm.specs import FailedJob, KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
@@ -36,21 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> Any:
     return make_config(model, {"directory": str(tmp_path)})
-
-
-@pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the connector logs."""
-    lines: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Collect()
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    return lines
 
 
 @pytest.fixture

@@ -78,11 +78,6 @@ class LateClient:
         """As SchedulerClient's."""
         return self._client.credit_bytes if self._client is not None else 0
 
-    @property
-    def problem(self) -> str | None:
-        """As SchedulerClient's."""
-        return self._client.problem if self._client is not None else "The workers have not told their namespace."
-
     def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
         """As SchedulerClient's. Only after ``connected`` was True."""
         assert self._client is not None

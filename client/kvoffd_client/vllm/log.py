@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from vllm.logger import init_logger
 
 logger: logging.Logger = init_logger("vllm.kvoffd")
 
-STARTING_GRACE_S = 5.0
+# The client says why it is not connected, once per outage and reason; vLLM gives handlers to its own loggers only.
+_client_logger = logging.getLogger("kvoffd_client")
+if not _client_logger.handlers:
+    _client_logger.parent = logger
 
 
 class ConnectionWatch:
-    """Logs once when a connection to the daemon comes or goes.
+    """Logs when a connection to the daemon is there (again). That it is not, the client logs itself, with the reason.
 
     Args:
         what: which connection, e.g. ``worker 0``.
@@ -23,22 +25,12 @@ class ConnectionWatch:
     def __init__(self, what: str, directory: str) -> None:
         self._what = what
         self._directory = directory
-        self._up: bool | None = None
-        self._quiet_until = time.monotonic() + STARTING_GRACE_S
+        self._up = False
 
-    def observe(self, up: bool, problem: str | None) -> None:
-        """Take note of the state; ``problem`` says why it is down."""
-        if up == self._up or (self._up is None and not up and time.monotonic() < self._quiet_until):
-            return
-        if up:
+    def observe(self, up: bool) -> None:
+        """Take note of the state."""
+        if up and not self._up:
             logger.info("kvoffd: the %s is connected to the daemon in %s.", self._what, self._directory)
-        else:
-            logger.warning(
-                "kvoffd: the %s is not connected to the daemon in %s and goes on without it. %s",
-                self._what,
-                self._directory,
-                problem or "",
-            )
         self._up = up
 
 

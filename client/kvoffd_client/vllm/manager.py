@@ -40,9 +40,6 @@ class Client(Asker, Protocol):
     @property
     def credit_bytes(self) -> int: ...
 
-    @property
-    def problem(self) -> str | None: ...
-
     def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
     def reset(self, timeout_s: float = 2.0) -> bool: ...
@@ -207,8 +204,7 @@ class KvoffdManager(OffloadingManager):
             inquiry.let_go()
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        connected = self._client.connected
-        self._watch.observe(connected, None if connected else self._client.problem)
+        self._watch.observe(self._client.connected)
 
     def has_pending_work(self) -> bool:
         return bool(self._deferred) or self._reset.flushing

@@ -30,9 +30,6 @@ class Client(Protocol):
     @property
     def credit_bytes(self) -> int: ...
 
-    @property
-    def problem(self) -> str | None: ...
-
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None: ...
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None: ...
@@ -158,7 +155,7 @@ class KvoffdWorker(OffloadingWorker):
         """Jobs that ended since the last call."""
         finished, self._local = self._local, []
         if self._client is not None:
-            self._watch.observe(self._client.ready, None if self._client.ready else self._client.problem)
+            self._watch.observe(self._client.ready)
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
 

@@ -1,0 +1,71 @@
+"""The namespace on its way from the workers to the scheduler's client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from support.vllm_fakes import Clock, FakeSchedulerClient
+
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.vllm.handshake import LateClient, NamespacesDiffer, common_namespace
+
+ONE = NamespaceSpec.named("one")
+OTHER = NamespaceSpec.named("other")
+
+
+class Rig:
+    """A late client and the fakes it made."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[NamespaceSpec, FakeSchedulerClient]] = []
+        self.client = LateClient(self._make)
+
+    def _make(self, namespace: NamespaceSpec) -> SchedulerClient:
+        fake: Any = FakeSchedulerClient(Clock())
+        self.made.append((namespace, fake))
+        return cast(SchedulerClient, fake)
+
+
+def test_workers_that_agree_have_one_namespace() -> None:
+    assert common_namespace([ONE, replace(ONE)]) is ONE
+
+
+def test_workers_that_disagree_are_told_apart_by_their_facts() -> None:
+    with pytest.raises(NamespacesDiffer, match="name"):
+        common_namespace([ONE, OTHER])
+
+
+def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> None:
+    client = Rig().client
+    assert not client.connected
+    assert client.credit_bytes == 0
+    assert client.take_events() == []
+    assert client.reset()
+    client.release(1)
+    client.invalidate([])
+    client.close()
+
+
+def test_joining_makes_the_client_once_for_each_namespace() -> None:
+    rig = Rig()
+    rig.client.join(ONE)
+    rig.client.join(replace(ONE))
+    assert rig.client.connected
+    assert [namespace for namespace, _ in rig.made] == [ONE]
+    rig.client.join(OTHER)
+    (_, first), (namespace, second) = rig.made
+    assert namespace is OTHER
+    assert first.closed
+    assert not second.closed
+
+
+def test_a_closed_client_joins_nothing() -> None:
+    rig = Rig()
+    rig.client.join(ONE)
+    rig.client.close()
+    assert rig.made[0][1].closed
+    rig.client.join(OTHER)
+    assert len(rig.made) == 1
