@@ -25,10 +25,6 @@ log = logging.getLogger("kvoffd_client")
 
 MESSAGES_PER_TURN = 64
 """Messages taken in under one hold of the lock."""
-LEAD_S = 0.005
-"""How long a waiting thread reads the sockets itself before it leaves that to the I/O thread."""
-STANDBY_S = 0.002
-"""How long after such a wait the I/O thread stays out of the way: one wait is often followed by another."""
 MAX_SLEEP_S = 3600.0
 
 S = TypeVar("S", bound=Session)
@@ -59,7 +55,6 @@ class Connection(Generic[S]):
         self._failed_with = ""
         self._leading = threading.Lock()
         self._leader_sleeps = False
-        self._standby_until = 0.0
         self._thread = threading.Thread(target=self._run, name=f"kvoffd-{identity.role.value}", daemon=True)
         self._thread.start()
 
@@ -76,22 +71,23 @@ class Connection(Generic[S]):
     def flush(self) -> None:
         """Call with the lock held, after the session sent something: wakes the I/O thread where that is needed."""
         if self._sleeping_until and (self._link.readable() or self.session.wake_at() < self._sleeping_until):
-            self._sleeping_until = 0.0
-            self._link.wake()
+            self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        self._sleeping_until = 0.0
+        self._link.wake()
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until ``ready()`` (called with the lock held) or the client is closed; returns what it says then.
 
-        For the first milliseconds the caller's thread reads the sockets itself while the I/O thread stands by: a short
-        round trip then costs no hand-over between threads.
+        One waiting thread, the leader, reads the sockets itself: a round trip then costs no hand-over between threads.
         """
         self.check_process()
         deadline = time.monotonic() + timeout_s
         if self._leading.acquire(blocking=False):
             try:
-                self._lead(ready, min(deadline, time.monotonic() + LEAD_S))
+                return self._lead(ready, deadline)
             finally:
-                self._standby_until = time.monotonic() + STANDBY_S
                 self._leading.release()
         with self.lock:
             self.flush()
@@ -112,19 +108,22 @@ class Connection(Generic[S]):
             self._leader_sleeps = False
             self._link.wake_leader()
 
-    def _lead(self, ready: Callable[[], bool], until: float) -> None:
-        self._standby_until = until + STANDBY_S
+    def _lead(self, ready: Callable[[], bool], deadline: float) -> bool:
+        # What stands between a send and this thread's sleep delays the request where both share a CPU with ZeroMQ.
         while True:
             with self.lock:
                 self._leader_sleeps = False
-                if self._closing or ready():
-                    return
-                if self._link.readable():
+                arrived = self._link.readable()
+                if arrived and not self._closing and not ready():
                     self._guarded_take_in()
+                pause = deadline - time.monotonic()
+                if self._closing or ready() or pause <= 0.0:
+                    self.flush()
+                    return ready()
+                if self.session.wake_at() < self._sleeping_until:
+                    self._wake_thread()
+                if arrived:
                     continue
-                pause = until - time.monotonic()
-                if pause <= 0.0:
-                    return
                 self._leader_sleeps = True
             self._link.sleep_for_messages(pause)
 
@@ -154,11 +153,7 @@ class Connection(Generic[S]):
         while not self._closing:
             try:
                 while not self._closing:
-                    standby = self._standby_until - time.monotonic()
-                    if standby > 0.0:
-                        time.sleep(min(standby, STANDBY_S))
-                    else:
-                        self._turn()
+                    self._turn()
             except Exception as error:
                 with self.lock:
                     self._recover(error)

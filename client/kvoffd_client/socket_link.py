@@ -84,8 +84,9 @@ class SocketLink:
             connected.setsockopt(zmq.SNDHWM, self._options.send_queue_frames)
             connected.setsockopt(zmq.IMMEDIATE, 1)
         connected.connect(f"ipc://{path}")
-        self._epoll.register(connected.FD, select.EPOLLIN)
-        self._messages_epoll.register(connected.FD, select.EPOLLIN)
+        # Exclusive, the leader's first: what arrives wakes a leader that sleeps or else the I/O thread, never both.
+        for epoll in (self._messages_epoll, self._epoll):
+            epoll.register(connected.FD, select.EPOLLIN | select.EPOLLEXCLUSIVE)
         return connected
 
     def attach(self, message: Attach, fd: int) -> None:
@@ -156,10 +157,13 @@ class SocketLink:
     # --- what the I/O thread asks for ------------------------------------------------------------
 
     def readable(self) -> bool:
-        """Whether receive() would find a message now. Also sends what waited for room."""
-        if self._unsent:
-            self._send_queued()
-        return _has_message(self._events) or _has_message(self._jobs)
+        """Whether receive() would find a message now. If not, what waited for room has been sent where there is any."""
+        found = _has_message(self._events) or _has_message(self._jobs)
+        if found or not self._unsent:
+            return found
+        # Only now: it is the look for messages that makes ZeroMQ notice a connection that is up or room that is there.
+        self._send_queued()
+        return _has_message(self._jobs)
 
     def receive_events(self, limit: int) -> list[list[bytes]]:
         """Up to ``limit`` messages of the events socket."""
@@ -207,7 +211,7 @@ class SocketLink:
         return lifelines
 
     def sleep_for_messages(self, timeout_s: float) -> None:
-        """As sleep(), but only messages end it: for a thread that reads them while the I/O thread stands by."""
+        """As sleep(), but only messages end it, and while it lasts they do not end the I/O thread's sleep()."""
         for fd, _ in self._messages_epoll.poll(timeout_s):
             if fd == self._wake_leader_fd:
                 os.eventfd_read(fd)

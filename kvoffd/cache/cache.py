@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
+import msgspec
+
+from kvoffd.cache.adopt import Adoption, plan_adoption
 from kvoffd.cache.balance import Balance, audit
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
@@ -12,13 +15,15 @@ from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.slots import SlotStore
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
 from kvoffd_proto.messages import GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 _READY_BYTE = bytes([READY])
+_STATE_OF_PRESENCE = bytes([ABSENT, READY]) + bytes(254)
+"""Translates False and True, as bytes."""
 
 
 class LookupAnswer(NamedTuple):
@@ -28,6 +33,14 @@ class LookupAnswer(NamedTuple):
     """Per group of the request, one byte a key: ABSENT, WRITING or READY. The ready ones are under the lease."""
     pinned: int
     """Blocks under the lease; where it is 0 there is no lease."""
+
+
+class _Found(NamedTuple):
+    """A lookup whose pins are not entered yet. By group of the request."""
+
+    lease: Lease
+    keys: list[tuple[int, list[bytes]]]
+    states: list[bytes]
 
 
 class BlockCache:
@@ -57,6 +70,7 @@ class BlockCache:
         self._namespaces: dict[bytes, Namespace] = {}
         self._stores: set[StoreTicket] = set()
         self._loads: set[LoadTicket] = set()
+        self._unsettled: _Found | None = None
 
     # --- namespaces ------------------------------------------------------------------------------
 
@@ -98,7 +112,29 @@ class BlockCache:
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         namespace.check_shard_bytes(rank, shard_bytes)
+        known = namespace.shard_bytes(rank) is not None
         namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
+        if not known:
+            self.slots.note_namespace(namespace.facts())
+
+    def adopt(self, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]) -> Adoption:
+        """Take over what an earlier daemon left, before anything else: ``slots`` are handed out by the slot store.
+
+        What is whole is ready at once, and told to the listener; the other slots are freed.
+        """
+        assert not self._namespaces
+        plan = plan_adoption(namespaces, slots, self.slots.slot_bytes)
+        for record in plan.refused:
+            self.slots.free(record.offset)
+        for facts in plan.namespaces:
+            one, _ = self.open_namespace(*msgspec.structs.astuple(facts)[:-1])
+            for rank, shard_bytes in enumerate(facts.shard_bytes):
+                if shard_bytes is not None:
+                    sizes = [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes]
+                    one.fix_shard_bytes(rank, shard_bytes, sizes)
+        self._blocks.adopt(self._namespaces, plan.blocks)
+        nbytes = sum(namespace.ready_bytes for namespace in self.namespaces)
+        return Adoption(len(plan.blocks), nbytes, len(plan.namespaces), len(plan.refused))
 
     # --- look up ---------------------------------------------------------------------------------
 
@@ -111,6 +147,7 @@ class BlockCache:
         Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
         """
         split = [(group, namespace.split(group, keys)) for group, keys in groups]
+        self._settle()
         lease = self.leases.get(lease_id)
         if lease is not None:
             if lease.owner != owner or lease.namespace is not namespace:
@@ -118,32 +155,38 @@ class BlockCache:
                     f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
                 )
             return LookupAnswer([_states_under(lease, group, keys) for group, keys in split], lease.pinned)
-        lease = Lease(lease_id, owner, namespace)
-        answer = LookupAnswer([self._find_and_pin(lease, group, keys) for group, keys in split], lease.pinned)
-        if answer.pinned:
+        states = [_states_of(namespace, group, keys) for group, keys in split]
+        ready = sum(told.count(READY) for told in states)
+        if ready:
+            lease = Lease(lease_id, owner, namespace)
             self.leases.add(lease, self._clock())
+            self._unsettled = _Found(lease, split, states)
         counters = namespace.counters
         counters.lookups += 1
-        for states in answer.states:
-            counters.keys_asked += len(states)
-            counters.keys_ready += states.count(READY)
-            counters.prefix_keys_ready += len(states) - len(states.lstrip(_READY_BYTE))
-        return answer
+        counters.keys_asked += sum(map(len, states))
+        counters.keys_ready += ready
+        counters.prefix_keys_ready += sum(len(told) - len(told.lstrip(_READY_BYTE)) for told in states)
+        return LookupAnswer(states, ready)
 
-    def _find_and_pin(self, lease: Lease, group: int, keys: list[bytes]) -> bytes:
-        found = list(map(lease.namespace.index[group].get, keys))
-        if None not in found and not lease.namespace.writing_blocks:  # the usual case, and three times as fast
-            ready, states = cast("list[Block]", found), _READY_BYTE * len(found)
-        else:
-            states = bytes([ABSENT if block is None else block.state for block in found])
-            ready = [block for block in found if block is not None and block.state is READY]
-        if ready:
-            self._blocks.pin(ready)
-            lease.blocks.setdefault(group, []).extend(ready)
-        return states
+    def _settle(self) -> None:
+        """Enter the pins of the last lookup. Put off until anything else is asked for, so that the reply goes first.
+
+        Whatever may take a ready block away, or tells about pins, settles before.
+        """
+        if self._unsettled is None:
+            return
+        (lease, split, states), self._unsettled = self._unsettled, None
+        for (group, keys), told in zip(split, states, strict=True):
+            if told.count(READY) < len(keys):
+                keys = [key for key, state in zip(keys, told, strict=True) if state == READY]
+            blocks = list(map(lease.namespace.index[group].__getitem__, keys))
+            self._blocks.pin(blocks)
+            if blocks:
+                lease.blocks.setdefault(group, []).extend(blocks)
 
     def touch(self, lease_id: int) -> None:
         """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
+        self._settle()
         lease = self.leases.get(lease_id)
         if lease is not None:
             for blocks in lease.blocks.values():
@@ -172,6 +215,7 @@ class BlockCache:
         return self._end_leases(self.leases.of_owner(owner))
 
     def _end_leases(self, leases: Sequence[Lease]) -> int:
+        self._settle()
         for lease in leases:
             self.leases.remove(lease)
             for blocks in lease.blocks.values():
@@ -202,6 +246,7 @@ class BlockCache:
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys, distinct=True)
+        self._settle()
         index = namespace.index[group]
         ticket = StoreTicket(namespace, rank, group)
         wanted: list[int] = []
@@ -256,6 +301,7 @@ class BlockCache:
         """
         namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys)
+        self._settle()
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
@@ -295,6 +341,7 @@ class BlockCache:
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Forget keys. What a lease, load or store holds leaves the index now, its slots later. Returns how many."""
         split = [(group, namespace.split(group, keys)) for group, keys in groups]
+        self._settle()
         dropped = 0
         for group, keys in split:
             index = namespace.index[group]
@@ -313,6 +360,7 @@ class BlockCache:
 
     def clear(self, namespace: Namespace | None = None) -> int:
         """Forget every block of one namespace, or of all. Leases keep what they hold. Returns how many."""
+        self._settle()
         dropped = 0
         for one in [namespace] if namespace is not None else self.namespaces:
             blocks = [block for index in one.index for block in index.values()]
@@ -326,10 +374,12 @@ class BlockCache:
     @property
     def pinned_blocks(self) -> int:
         """Blocks under a lease or a running load."""
+        self._settle()
         return self._blocks.pinned_blocks
 
     def balance(self) -> Balance:
         """Where the pool's bytes are."""
+        self._settle()
         writing, ready, leaving = (
             sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
             for state in (WRITING, READY, LEAVING)
@@ -338,6 +388,7 @@ class BlockCache:
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken. Looks at every block: for tests and the simulator."""
+        balance = self.balance()
         audit(
             self.slots,
             self.policy,
@@ -346,8 +397,16 @@ class BlockCache:
             self.leases,
             self._stores,
             self._loads,
-            self.balance(),
+            balance,
         )
+
+
+def _states_of(namespace: Namespace, group: int, keys: list[bytes]) -> bytes:
+    """One byte a key."""
+    index = namespace.index[group]
+    if not namespace.writing_blocks:  # a lookup of many keys spends its time in this line, and no block is looked at
+        return bytes(list(map(index.__contains__, keys))).translate(_STATE_OF_PRESENCE)
+    return bytes([ABSENT if block is None else block.state for block in map(index.get, keys)])
 
 
 def _states_under(lease: Lease, group: int, keys: Sequence[bytes]) -> bytes:

@@ -192,3 +192,34 @@ def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> 
     rig.cache.release(1, [5])
     rig.cache.touch(5)
     rig.cache.check()
+
+
+@pytest.mark.parametrize("next_call", ["store", "invalidate", "clear", "expire", "load"])
+def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str) -> None:
+    rig = Rig(regions=1, region_bytes=4 * SLOT_UNIT)
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2, 3, 4))
+    assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 9, 2, 3, 4))]).pinned == 4
+    # Nothing in between, not even a look at the books: the pins are entered late, and must not be too late.
+    if next_call == "store":
+        assert rig.cache.begin_store(namespace, 0, 0, keys_of(9)).dropped == [0]
+    elif next_call == "invalidate":
+        rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])
+    elif next_call == "clear":
+        rig.cache.clear()
+    elif next_call == "expire":
+        assert rig.cache.expire() == 0
+    else:
+        assert len(rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1, 2, 3, 4)).offsets) == 4
+    assert rig.cache.pinned_blocks == 4
+    rig.cache.check()
+
+
+def test_a_lease_that_ends_right_after_its_lookup_leaves_no_pin() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
+    assert rig.cache.end_owner(1) == 1
+    assert rig.cache.pinned_blocks == 0
+    rig.cache.check()

@@ -274,3 +274,22 @@ def test_submitting_is_cheap(fake: FakeDaemon, scheduler: SchedulerClient) -> No
         assert ticket.wait(5)
         scheduler.release(ticket.lease_id)
     assert sorted(costs)[50] < 0.001, "tens of microseconds on a quiet machine"
+
+
+def test_a_thread_that_waits_long_does_not_keep_the_heartbeat_from_going_out(
+    fake: FakeDaemon, scheduler: SchedulerClient
+) -> None:
+    """It reads the sockets alone, but what is due in time is the I/O thread's."""
+
+    def heartbeats() -> int:
+        return sum(isinstance(request, m.Heartbeat) for request in fake.requests)
+
+    fake.answers[m.Lookup] = lambda *_: None
+    assert scheduler.wait_connected(5)
+    eventually(lambda: heartbeats() > 0)
+    before = heartbeats()
+    ticket = scheduler.lookup(KEYS)
+    assert not ticket.wait(QUICK.request_timeout_s / 2)
+    assert ticket.wait(5)
+    assert ticket.failed
+    eventually(lambda: heartbeats() > before)
