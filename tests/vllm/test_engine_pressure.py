@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
+
+from kvoffd_client.admin import AdminClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -27,6 +30,19 @@ def expected(model: Path) -> list[Completion]:
     """What an engine without a connector and with blocks enough says."""
     with EngineProcess(model, None) as engine:
         return engine.generate(PROMPTS, MAX_TOKENS)
+
+
+def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
+    """Until the engine is connected, no store runs and at least so many blocks can be read."""
+    deadline = time.monotonic() + 60
+    with AdminClient(daemon.directory) as admin:
+        while True:
+            stats = admin.stats()
+            settled = stats.sessions >= 3 and stats.store.running_jobs + stats.store.queued_jobs == 0
+            if settled and sum(item.ready_blocks for item in stats.namespaces) >= ready_blocks:
+                return
+            assert time.monotonic() < deadline, stats
+            time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +73,8 @@ def test_under_block_pressure_tokens_are_those_of_an_engine_without_connector(
             engine.forget()
             runs.append(engine.generate(PROMPTS, MAX_TOKENS))
         failed_stores = engine.metrics().get("vllm:kvoffd_failed_stores", 0)
-        for _ in range(2):
+        for stored in (0, len(PROMPTS)):
+            wait_settled(daemon, stored)
             engine.forget()
             runs.append(engine.generate(PROMPTS, MAX_TOKENS))
         metrics = engine.metrics()
