@@ -154,6 +154,23 @@ def _directory(description: str) -> dict[str, object]:
     return {"kind": Kind("PATH", parse, str), "description": description}
 
 
+def _file(description: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
+        if not value.strip():
+            return ""
+        try:
+            path = Path(value.strip()).expanduser().absolute()
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+        if not path.name or value.endswith("/"):
+            raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
+        return str(path)
+
+    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
+
+
 def _address(default: str, description: str) -> str:
     def parse(value: object) -> str:
         if not isinstance(value, str):
@@ -180,6 +197,9 @@ class Config:
         metadata=_directory("Directory of the three sockets; made with mode 0750 where it is missing."),
     )
     pool_bytes: int = _size(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
+    pool_file: str = _file(
+        "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
+    )
     log_level: str = _choice("info", LOG_LEVELS, "Least severity that is logged.")
     log_format: str = _choice("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
     eviction_policy: str = _choice("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")

@@ -41,7 +41,7 @@ class Shard:
 class Block:
     """What one key names. Compared by identity: a key that is stored anew is another block."""
 
-    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state")
+    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state", "verified")
 
     def __init__(self, namespace: Namespace, group: int, key: bytes) -> None:
         self.namespace = namespace
@@ -56,6 +56,8 @@ class Block:
         """Shards that are not written yet; 0 makes the block ready."""
         self.slot_bytes = 0
         """Pool bytes of all its slots."""
+        self.verified = True
+        """False where an earlier daemon wrote it: its bytes were whole then, and nobody has looked at them since."""
 
     @property
     def writers(self) -> int:

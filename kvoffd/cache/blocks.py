@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 from kvoffd.cache.block import Block, BlockState, Shard
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.room import choose_victims
-from kvoffd.cache.slots import SlotOwner, SlotStore
+from kvoffd.cache.slots import SlotOwner, SlotRecord, SlotStore
 
 ABSENT, WRITING, READY, LEAVING = BlockState
+MAX_KEYS_TOLD = 1000
+"""Adopted keys in one call of the listener."""
 
 
 class Blocks:
@@ -83,7 +85,7 @@ class Blocks:
     def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int) -> int:
         """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready."""
         ready: list[Block] = []
-        for block in blocks:
+        for block in reversed(blocks):  # as in a touch, the tail is the older one, for a successor too
             shard = block.shards[rank]
             if block.state is LEAVING:
                 self._free_shard(block, rank)
@@ -99,13 +101,38 @@ class Blocks:
             self._make_ready(ready)
         return len(ready)
 
-    def _make_ready(self, blocks: Sequence[Block]) -> None:
-        namespace = blocks[0].namespace
-        for block in reversed(blocks):  # as in a touch, the tail is the older one
+    def _make_ready(self, tail_first: Sequence[Block]) -> None:
+        namespace = tail_first[0].namespace
+        for block in tail_first:
             namespace.move(block, READY)
             self._policy.insert(block)
-        namespace.counters.stored_blocks += len(blocks)
-        self._listener.stored(namespace, blocks[0].group, [block.key for block in blocks])
+        namespace.counters.stored_blocks += len(tail_first)
+        self._listener.stored(namespace, tail_first[0].group, [block.key for block in reversed(tail_first)])
+
+    def adopt(self, namespaces: Mapping[bytes, Namespace], blocks: Sequence[Sequence[SlotRecord]]) -> None:
+        """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
+        fresh: dict[tuple[Namespace, int], list[bytes]] = {}
+        for records in blocks:
+            first = records[0]
+            namespace = namespaces[first.fingerprint]
+            block = namespace.index[first.group][first.key] = Block(namespace, first.group, first.key)
+            namespace.move(block, READY)
+            for record in records:
+                shard = block.shards[record.rank] = Shard(record.offset, record.slot_bytes)
+                shard.first_block = record.first_block
+                shard.written = True
+                block.slot_bytes += record.slot_bytes
+                self.tenants[record.offset] = block
+            namespace.bytes_in[READY] += block.slot_bytes
+            block.missing = 0
+            block.verified = False
+            self._policy.insert(block)
+            fresh.setdefault((namespace, first.group), []).append(first.key)
+        for namespace in namespaces.values():
+            self._listener.cleared(namespace)
+        for (namespace, group), keys in fresh.items():
+            for start in range(0, len(keys), MAX_KEYS_TOLD):
+                self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_TOLD])
 
     def abandon_shards(self, blocks: Sequence[Block], rank: int) -> None:
         """A store failed: its shards go; what other ranks wrote of the blocks waits for another one."""
@@ -152,6 +179,10 @@ class Blocks:
         block.namespace.move(block, LEAVING)
         if not block.pins:
             self._free_written(block)
+            return
+        for shard in block.shards.values():
+            if shard.written:  # who holds it may go on reading, but a successor must not bring it back
+                self._slots.disown(shard.offset)
 
     def _free_written(self, block: Block) -> None:
         for rank in [rank for rank, shard in block.shards.items() if shard.written]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.balance import Balance, audit
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
@@ -12,7 +13,7 @@ from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.slots import SlotStore
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
 from kvoffd_proto.messages import GroupSpec
@@ -109,7 +110,19 @@ class BlockCache:
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         namespace.check_shard_bytes(rank, shard_bytes)
+        known = namespace.shard_bytes(rank) is not None
         namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
+        if not known:
+            self.slots.note_namespace(namespace.facts())
+
+    def adopt(self, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]) -> Adoption:
+        """Take over what an earlier daemon left, before anything else: ``slots`` are handed out by the slot store.
+
+        What is whole is ready at once, and told to the listener; the other slots are freed.
+        """
+        assert not self._namespaces
+        self._namespaces, adoption = adopt(self._blocks, self.slots, namespaces, slots)
+        return adoption
 
     # --- look up ---------------------------------------------------------------------------------
 

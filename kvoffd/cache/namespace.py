@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffd.cache.block import Block, BlockState
+from kvoffd.cache.slots import NamespaceFacts
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd_proto.messages import GroupSpec
 
@@ -107,6 +108,18 @@ class Namespace:
     def shard_bytes(self, rank: int) -> tuple[int, ...] | None:
         """By group, bytes of that rank's shard of a block; None where no worker of the rank registered yet."""
         return self._shard_bytes[rank]
+
+    def facts(self) -> NamespaceFacts:
+        """What a successor must know to go on with the blocks."""
+        return NamespaceFacts(
+            self.fingerprint,
+            self.label,
+            self.world_size,
+            self.key_bytes,
+            self.groups,
+            self.description,
+            tuple(self._shard_bytes),
+        )
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """Set the sizes of a rank's shards and slots, by group. Raises BadGeometry if they are others already."""

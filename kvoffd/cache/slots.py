@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from kvoffd_proto.messages import GroupSpec
+
 
 class SlotOwner(NamedTuple):
     """Whose bytes a slot holds."""
@@ -13,6 +17,37 @@ class SlotOwner(NamedTuple):
     key: bytes
     rank: int
     world_size: int
+
+
+class SlotRecord(NamedTuple):
+    """A slot whose bytes are whole, as the pool's own records tell."""
+
+    offset: int
+    slot_bytes: int
+    fingerprint: bytes
+    group: int
+    key: bytes
+    rank: int
+    world_size: int
+    first_block: int
+    length: int
+    checksum: int
+    """Of the bytes; 0 where none was taken."""
+    generation: int
+    """Grows with every slot that is written."""
+
+
+class NamespaceFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """All there is to know of a namespace but its blocks. The pool keeps it for the daemon's successor."""
+
+    fingerprint: bytes
+    label: str
+    world_size: int
+    key_bytes: int
+    groups: tuple[GroupSpec, ...]
+    description: str
+    shard_bytes: tuple[tuple[int, ...] | None, ...]
+    """By rank and group; None where no worker of the rank has registered."""
 
 
 class SlotStore(Protocol):
@@ -43,6 +78,12 @@ class SlotStore(Protocol):
 
     def mark_ready(self, offset: int, first_block: int, length: int) -> None:
         """Record that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks."""
+
+    def note_namespace(self, facts: NamespaceFacts) -> None:
+        """Record what is known of a namespace now, before its slots are written."""
+
+    def disown(self, offset: int) -> None:
+        """Strike out the record of a slot that is ready. It stays handed out, but no successor may serve its bytes."""
 
     def free(self, offset: int) -> None:
         """Take a slot back, whatever its record says."""

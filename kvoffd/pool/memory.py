@@ -1,4 +1,4 @@
-"""Memory that only the daemon can let go of: a sealed memfd, mapped and touched."""
+"""Shared memory of the daemon, mapped and touched: a sealed memfd, or a part of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
-from kvoffd.transfer.segments import MappedSegment, map_memfd
+from kvoffd.transfer.segments import MappedSegment, map_memfd, map_shared
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
@@ -27,7 +27,7 @@ _madvise.restype = ctypes.c_int
 
 
 class PoolMemory:
-    """A memfd of ``size_bytes``, sealed against any change of its size, mapped shared at ``address``."""
+    """``size_bytes`` of shared memory, mapped at ``address``: see the ways to make one. Owns ``fd``."""
 
     def __init__(self, fd: int, segment: MappedSegment) -> None:
         self.fd = fd
@@ -36,7 +36,9 @@ class PoolMemory:
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> PoolMemory:
-        """Makes the memory; no page of it is touched yet. ``name`` is shown by /proc/self/maps.
+        """Makes a memfd, sealed against any change of its size; no page of it is touched yet.
+
+        ``name`` is shown by /proc/self/maps.
 
         Raises:
             PoolTooLarge: the kernel refuses a file or a mapping of that size.
@@ -55,6 +57,36 @@ class PoolMemory:
             os.close(fd)
             raise
 
+    @classmethod
+    def of_memfd(cls, fd: int, size_bytes: int) -> PoolMemory:
+        """Maps a memfd that ``create`` of an earlier process made. Keeps a copy of ``fd``.
+
+        Raises:
+            UnsafeSegment: it is no such memfd, or smaller.
+        """
+        segment = map_memfd(fd, size_bytes)
+        try:
+            return cls(os.dup(fd), segment)
+        except BaseException:
+            segment.close()
+            raise
+
+    @classmethod
+    def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
+        """Maps a part of a file that is the daemon's alone, from ``offset`` on. Keeps a copy of ``fd``.
+
+        Raises:
+            PoolTooLarge: the kernel refuses the mapping.
+        """
+        copy = os.dup(fd)
+        try:
+            return cls(copy, map_shared(copy, size_bytes, offset))
+        except OSError as error:
+            os.close(copy)
+            raise PoolTooLarge(
+                f"The kernel refuses to map {size_bytes} bytes of the pool file ({error}); choose a smaller pool."
+            ) from error
+
     @property
     def address(self) -> int:
         """First address of the mapping; ValueError once it is closed."""
@@ -65,6 +97,7 @@ class PoolMemory:
         threads: int,
         on_progress: Callable[[int], None],
         should_stop: Callable[[], bool] = lambda: False,
+        chunk_bytes: int = TOUCH_CHUNK_BYTES,
     ) -> int:
         """Makes every page resident, in parallel, keeping what is in it; returns the bytes touched.
 
@@ -73,6 +106,7 @@ class PoolMemory:
             on_progress: called with the bytes touched so far, never falling, one call at a time, from the touching
                 threads. An exception from it ends the touching and is raised here.
             should_stop: asked by the threads between chunks; touching ends early once it says True.
+            chunk_bytes: touched at once. Mapping and unmapping by other threads waits that long.
 
         Raises:
             PoolTooLarge: the memory is not there.
@@ -83,7 +117,7 @@ class PoolMemory:
         def touch_chunk(offset: int) -> None:
             if progress.failed or should_stop():
                 return
-            length = min(TOUCH_CHUNK_BYTES, self.size_bytes - offset)
+            length = min(chunk_bytes, self.size_bytes - offset)
             try:
                 _populate(self.address + offset, length)
                 progress.add(length)
@@ -92,7 +126,7 @@ class PoolMemory:
                 raise
 
         with ThreadPoolExecutor(threads, thread_name_prefix="kvoffd-touch") as executor:
-            for _ in executor.map(touch_chunk, range(0, self.size_bytes, TOUCH_CHUNK_BYTES)):
+            for _ in executor.map(touch_chunk, range(0, self.size_bytes, chunk_bytes)):
                 pass
         return progress.touched_bytes
 

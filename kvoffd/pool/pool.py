@@ -2,43 +2,91 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd.pool.limits import MemoryLimit, check_fits, memory_limit
-from kvoffd.pool.memory import PoolMemory
+from kvoffd.errors import PoolTooLarge
+from kvoffd.pool.format import BadTable, Geometry
+from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
+from kvoffd.pool.limits import MemoryLimit, check_fits
 from kvoffd.pool.slots import SlotAllocator
-from kvoffd.pool.table import SlotTable, table_bytes
+from kvoffd.pool.table import Inheritance, SlotTable
 
 if TYPE_CHECKING:
-    from kvoffd.cache.slots import SlotOwner
+    from kvoffd.cache.slots import NamespaceFacts, SlotOwner
+
+logger = logging.getLogger(__name__)
+
+# Behind the serving daemon's back the pool is touched in short steps: nothing is mapped or unmapped meanwhile.
+_SHORT_TOUCH_BYTES = 4 << 20
 
 
 class Pool:
     """Owns the pool's memory and its slot table. All but ``touch`` belongs to the event loop's thread.
 
+    What an earlier daemon left at home is gone on with. Every slot in ``inheritance`` is handed out then, and must be
+    taken up or freed like any other.
+
     Args:
         size_bytes: of the pool; the table comes on top, at most 2 % of it.
         region_bytes: see SlotAllocator.
-        limit: what can be had; found out when None.
+        limit: what can be had, with what ``home`` has already; found out when None.
+        home: where the memory is; new memfds when None.
 
     Raises:
-        PoolTooLarge: the machine or a cgroup cannot give that much.
+        PoolTooLarge: the machine, a cgroup or the file system cannot give that much.
         BadGeometry: the pool is too small to hold a slot.
     """
 
-    def __init__(self, size_bytes: int, *, region_bytes: int | None = None, limit: MemoryLimit | None = None) -> None:
-        limit = memory_limit() if limit is None else limit
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        region_bytes: int | None = None,
+        limit: MemoryLimit | None = None,
+        home: PoolHome | None = None,
+    ) -> None:
+        home = MemfdHome() if home is None else home
+        limit = home.limit() if limit is None else limit
         check_fits(size_bytes, limit)  # before the books of an absurd pool are drawn up
         self._slots = SlotAllocator(size_bytes, region_bytes)
-        self.table_bytes = table_bytes(size_bytes, self._slots.region_bytes)
+        geometry = Geometry.of(size_bytes, self._slots.region_bytes)
+        self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
-        self._memory = PoolMemory.create(size_bytes, "kvoffd-pool")
+        self.inheritance = Inheritance([], [], 0)
+        """What an earlier daemon left; nothing in a new pool."""
+        self.cold_reason = ""
+        """Why what an earlier daemon left was not taken over; empty where it was, or where there was nothing."""
+        self.adopted = False
+        """Whether an earlier daemon's pool was taken over, be it empty."""
+        self._facts_dropped = False
+        rooms = self._adopt(home, geometry)
+        if rooms is None:
+            rooms = home.make(geometry)
+            try:
+                self._table = SlotTable(size_bytes, self._slots.region_bytes, memory=rooms.table)
+            except BaseException:
+                rooms.close()
+                raise
+        self._memory = rooms.pool
+
+    def _adopt(self, home: PoolHome, geometry: Geometry) -> Rooms | None:
         try:
-            self._table = SlotTable(size_bytes, self._slots.region_bytes)
-        except BaseException:
-            self._memory.close()
-            raise
+            rooms = home.find(geometry)
+            if rooms is None:
+                return None
+            try:
+                self._table, self.inheritance = SlotTable.adopt(rooms.table, geometry.pool_bytes, geometry.region_bytes)
+                self._slots.hold((record.offset, record.slot_bytes) for record in self.inheritance.slots)
+            except BaseException:
+                rooms.close()
+                raise
+        except BadTable as error:
+            self.cold_reason = error.message
+            return None
+        self.adopted = True
+        return rooms
 
     @property
     def pool_bytes(self) -> int:
@@ -60,6 +108,16 @@ class Pool:
         """Descriptors of the pool and of its table, for whoever keeps them for the daemon's successor."""
         return self._memory.fd, self._table.fd
 
+    def take_inheritance(self) -> Inheritance:
+        """Hands ``inheritance`` over, once: it may be large."""
+        taken, self.inheritance = self.inheritance, Inheritance([], [], 0)
+        return taken
+
+    @property
+    def resident(self) -> bool:
+        """Whether every page is in memory already, as in a pool that was taken over: then it need not be touched."""
+        return self.adopted and held_bytes(self._memory.fd) >= self.pool_bytes
+
     def touch(
         self,
         threads: int,
@@ -68,6 +126,13 @@ class Pool:
     ) -> int:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
         return self._memory.touch(threads, on_progress, should_stop)
+
+    def map_pages(self, should_stop: Callable[[], bool]) -> None:
+        """Fills the page tables of a resident pool while it is in use, with one thread; without it, faults would."""
+        try:
+            self._memory.touch(1, lambda _: None, should_stop, _SHORT_TOUCH_BYTES)
+        except PoolTooLarge as error:
+            logger.warning("%s", error.message)
 
     def slot_bytes(self, nbytes: int) -> int:
         """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""
@@ -83,6 +148,16 @@ class Pool:
     def neighbours(self, offset: int) -> list[int]:
         """Offsets of all slots in use in the region of this one, itself among them."""
         return self._slots.neighbours(offset)
+
+    def note_namespace(self, facts: NamespaceFacts) -> None:
+        """Keeps what is known of a namespace for a successor. Where there is no room for it, that is logged."""
+        if not self._table.note_namespace(facts) and not self._facts_dropped:
+            self._facts_dropped = True
+            logger.warning("The namespace %r, and maybe more, will not outlive the daemon: too many.", facts.label)
+
+    def disown(self, offset: int) -> None:
+        """Strikes the record of a slot out, which stays handed out."""
+        self._table.free(offset)
 
     def mark_writing(self, offset: int, owner: SlotOwner) -> None:
         """Notes that a shard will be written there now; what was there is not to be trusted from here on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
@@ -114,6 +115,37 @@ class SlotAllocator:
                 del self._runs[slot_bytes]
             region.slot_bytes = 0
             heappush(self._free_regions, region.base // self.region_bytes)
+
+    def hold(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Hands out slots that are in use already: (offset, slot bytes) each. For an allocator that is new.
+
+        Raises:
+            ValueError: slots that this allocator would not have handed out together.
+        """
+        found: dict[int, tuple[int, list[int]]] = {}
+        for offset, slot_bytes in slots:
+            region = self._region_of(offset)
+            size, offsets = found.setdefault(region.base, (slot_bytes, []))
+            if size != slot_bytes or (offset - region.base) % slot_bytes or slot_bytes < MIN_SLOT_BYTES:
+                raise ValueError(f"A slot of {slot_bytes} bytes at offset {offset} contradicts its region.")
+            offsets.append(offset)
+        for base, (slot_bytes, offsets) in found.items():
+            self._hold_in(self._region_of(base), slot_bytes, sorted(offsets))
+        self._free_regions = [index for index, region in enumerate(self._regions) if not region.slot_bytes]
+
+    def _hold_in(self, region: _Region, slot_bytes: int, offsets: list[int]) -> None:
+        slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
+        if len(set(offsets)) < len(offsets) or offsets[-1] >= slots_end or region.in_use:
+            raise ValueError(f"The slots of the region at {region.base} are not there, or held twice.")
+        region.slot_bytes = slot_bytes
+        region.in_use.update(offsets)
+        self.used_bytes += len(offsets) * slot_bytes
+        free_from = region.base
+        for offset in [*offsets, slots_end]:
+            if free := (offset - free_from) // slot_bytes:
+                runs = self._runs.setdefault(slot_bytes, RunIndex())
+                runs.add(free_from, free, slot_bytes, region.base, slots_end)
+            free_from = offset + slot_bytes
 
     def neighbours(self, offset: int) -> list[int]:
         """Offsets of all slots in use in the region of this one, ascending, itself among them if it is in use."""

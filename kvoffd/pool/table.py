@@ -1,167 +1,118 @@
-"""The slot table: the pool's description of itself, in memory that outlives the daemon.
-
-Layout of the file (native byte order, all parts page-aligned, numbers unsigned):
-
-============  ====================================================================================================
-part          content
-============  ====================================================================================================
-header        ``_HEADER``: magic, format version, size of a record, boot id, pool bytes, region bytes, least slot
-              bytes, number and offset of regions, fingerprints and records; CRC-32 of all that
-regions       8 bytes each: the size of the region's slots, as it was last given to a slot size; 0 for never
-fingerprints  64 bytes each (``_FINGERPRINT``): namespaces that slots belong to; generation 0 is no entry
-records       128 bytes each (``_OWNER``, ``_CONTENT``), number ``slot offset // 8192``
-============  ====================================================================================================
-
-A record is written in this order: state WRITING; everything else; (the bytes of the slot); first block, length, CRC;
-state READY, in one aligned 8-byte store. Whoever finds READY and a right CRC therefore finds whole bytes, wherever the
-writer was killed. The file is sparse: records of slots that were never used take no memory.
-"""
+"""Writes the slot table, from nothing or from where an earlier daemon left it. The format is in ``format``."""
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import os
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import IntEnum
-from pathlib import Path
-from struct import Struct
+from collections.abc import Iterable
 from typing import NamedTuple
-from uuid import UUID
 
-from kvoffd.errors import KvoffdError
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord
+from kvoffd.pool.facts import FactsLog, read_facts
+from kvoffd.pool.format import (
+    CONTENT,
+    CONTENT_AT,
+    CRC,
+    CRC_AT,
+    FINGERPRINT,
+    FINGERPRINT_BYTES,
+    FINGERPRINT_ENTRY_BYTES,
+    MAX_KEY_BYTES,
+    OWNER,
+    OWNER_AT,
+    RECORD_BYTES,
+    REGION,
+    Geometry,
+    SlotState,
+    check_geometry,
+    read_boot_id,
+)
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.scan import Entry, scan, scan_table
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
-MAGIC = b"KVOFFDST"
-FORMAT_VERSION = 1
-RECORD_BYTES = 128
-FINGERPRINT_BYTES = 32
-MAX_KEY_BYTES = 64
-
-_MOST_FINGERPRINTS = 4096
-# magic, version, record bytes, boot id, pool, region, least slot, (count, offset) of regions, fingerprints, records
-_HEADER = Struct("=8sII16sQQQQQQQQQ")
-_CRC = Struct("=I")
-_REGION = Struct("=Q")
-# fingerprint, generation; the CRC of both comes last
-_FINGERPRINT = Struct("=32sQ")
-_FINGERPRINT_ENTRY_BYTES = 64
 _GENERATION_WORD = FINGERPRINT_BYTES // 8
-# Behind the 8 bytes of the state: generation, generation and place of the fingerprint, offset within the 8 KiB in
-# pages, group, rank, world size, length of the key, key; then what is known at the end: length, checksum of the bytes
-# (0 for none), first block; then the CRC.
-_OWNER = Struct("=QQHBxHHHB64sx")
-_CONTENT = Struct("=QQI")
-_OWNER_AT = 8
-_CONTENT_AT = _OWNER_AT + _OWNER.size
-_CRC_AT = _CONTENT_AT + _CONTENT.size
-assert _CRC_AT + _CRC.size <= RECORD_BYTES
 
 
-class BadTable(KvoffdError):
-    """The memory that should hold a slot table holds none that this release can read."""
+class Inheritance(NamedTuple):
+    """What an earlier daemon left in a pool: all of it in use, by slots of the pool."""
 
-
-class SlotState(IntEnum):
-    """State of a record."""
-
-    FREE = 0
-    WRITING = 1
-    READY = 2
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRecord:
-    """A slot whose bytes are whole."""
-
-    offset: int
-    slot_bytes: int
-    fingerprint: bytes
-    group: int
-    key: bytes
-    rank: int
-    world_size: int
-    first_block: int
-    length: int
-    checksum: int
-    generation: int
-
-
-def table_bytes(pool_bytes: int, region_bytes: int) -> int:
-    """Size of the table of such a pool: 1.6 % of it and a few pages."""
-    return _Geometry.of(pool_bytes, region_bytes).size_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """Where the parts of the table lie."""
-
-    pool_bytes: int
-    region_bytes: int
-    regions: int
-    fingerprints: int
-    records: int
-
-    @classmethod
-    def of(cls, pool_bytes: int, region_bytes: int) -> _Geometry:
-        # As many namespaces as a thousandth of the pool can name, so that the table of a small pool stays small.
-        fingerprints = min(_MOST_FINGERPRINTS, max(PAGE_BYTES, pool_bytes // 1000) // _FINGERPRINT_ENTRY_BYTES)
-        return cls(pool_bytes, region_bytes, -(-pool_bytes // region_bytes), fingerprints, pool_bytes // MIN_SLOT_BYTES)
-
-    @property
-    def regions_at(self) -> int:
-        return PAGE_BYTES
-
-    @property
-    def fingerprints_at(self) -> int:
-        return _page_up(self.regions_at + self.regions * _REGION.size)
-
-    @property
-    def records_at(self) -> int:
-        return _page_up(self.fingerprints_at + self.fingerprints * _FINGERPRINT_ENTRY_BYTES)
-
-    @property
-    def size_bytes(self) -> int:
-        return _page_up(self.records_at + self.records * RECORD_BYTES)
-
-    def header(self, boot_id: bytes) -> bytes:
-        packed = _HEADER.pack(
-            *(MAGIC, FORMAT_VERSION, RECORD_BYTES, boot_id),
-            *(self.pool_bytes, self.region_bytes, MIN_SLOT_BYTES),
-            *(self.regions, self.regions_at, self.fingerprints, self.fingerprints_at, self.records, self.records_at),
-        )
-        return packed + _CRC.pack(zlib.crc32(packed))
+    namespaces: list[NamespaceFacts]
+    slots: list[SlotRecord]
+    doubtful: int
+    """Records that were struck out: of slots that were being written, torn, or contradicted."""
 
 
 class SlotTable:
-    """Writes the table of one pool. Not thread-safe: it belongs to the event loop's thread."""
+    """Writes the table of one pool. Not thread-safe: it belongs to the event loop's thread.
 
-    def __init__(self, pool_bytes: int, region_bytes: int, boot_id: bytes | None = None) -> None:
-        self._geometry = _Geometry.of(pool_bytes, region_bytes)
-        self.size_bytes = self._geometry.size_bytes
-        self._records_at = self._geometry.records_at
-        self._last_slot_at = pool_bytes - MIN_SLOT_BYTES
-        self._memory = PoolMemory.create(self.size_bytes, "kvoffd-slot-table")
-        self._bytes = memoryview((ctypes.c_uint8 * self.size_bytes).from_address(self._memory.address)).cast("B")
-        self._words = self._bytes.cast("Q")  # an assignment to an item is one aligned store
-        header = self._geometry.header(read_boot_id() if boot_id is None else boot_id)
+    Args:
+        memory: where the table is to lie, all zeros; a sealed memfd of its own when None. Owned from here on.
+    """
+
+    def __init__(
+        self, pool_bytes: int, region_bytes: int, boot_id: bytes | None = None, memory: PoolMemory | None = None
+    ) -> None:
+        geometry = Geometry.of(pool_bytes, region_bytes)
+        self._open(geometry, memory or PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"))
+        # The facts are laid out first: a table without a header is none.
+        self._facts = FactsLog(self._namespaces)
+        header = geometry.header(read_boot_id() if boot_id is None else boot_id)
         self._bytes[: len(header)] = header
-        self._fingerprints = _FingerprintTable(self._bytes, self._words, self._geometry)
+
+    @classmethod
+    def adopt(cls, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> tuple[SlotTable, Inheritance]:
+        """Goes on with the table in ``memory``, and strikes out every record that is not to be believed.
+
+        ``memory`` is owned from here on where it succeeds. Killed anywhere, it leaves a table to be adopted.
+
+        Raises:
+            BadTable: there is none, or it is not of this format, boot and geometry.
+        """
+        geometry = Geometry.of(pool_bytes, region_bytes)
+        check_geometry(memory.fd, geometry)
+        found = scan(memory.fd, geometry)
+        table = cls.__new__(cls)
+        table._open(geometry, memory)
+        known = read_facts(bytes(table._namespaces))
+        for number in found.doubtful:
+            table._words[(table._records_at + number * RECORD_BYTES) // 8] = SlotState.FREE
+        generations = [record.generation for record in found.records]
+        table._generation = max(generations, default=0)
+        table._fingerprints.restore(
+            (entry, record.fingerprint) for entry, record in zip(found.entries, found.records, strict=True)
+        )
+        needed = {record.fingerprint for record in found.records}
+        namespaces = [facts for fingerprint, facts in known.items() if fingerprint in needed]
+        table._facts = FactsLog(table._namespaces, namespaces)
+        return table, Inheritance(namespaces, found.records, len(found.doubtful))
+
+    def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
+        self._geometry = geometry
+        self.size_bytes = geometry.size_bytes
+        self._records_at = geometry.records_at
+        self._last_slot_at = geometry.pool_bytes - MIN_SLOT_BYTES
+        self._memory = memory
+        self._bytes = memoryview((ctypes.c_uint8 * self.size_bytes).from_address(memory.address)).cast("B")
+        self._words = self._bytes.cast("Q")  # an assignment to an item is one aligned store
+        self._namespaces = self._bytes[geometry.namespaces_at : geometry.records_at]
+        self._fingerprints = _FingerprintTable(self._bytes, self._words, geometry)
         self._generation = 0
 
     @property
     def fd(self) -> int:
-        """The sealed memfd, to be kept where the daemon's successor finds it."""
+        """The file that holds the table from its start on, to be kept where the daemon's successor finds it."""
         return self._memory.fd
 
     def set_region(self, region: int, slot_bytes: int) -> None:
         """Notes the slot size of a region. Must come before the first record in it."""
-        word = self._geometry.regions_at // 8 + region
+        word = self._geometry.regions_at // REGION.size + region
         if self._words[word] != slot_bytes:
             self._words[word] = slot_bytes
+
+    def note_namespace(self, facts: NamespaceFacts) -> bool:
+        """Keeps the facts for a successor; False when there is no room for them."""
+        return self._facts.note(facts)
 
     def mark_writing(self, offset: int, fingerprint: bytes, group: int, key: bytes, rank: int, world_size: int) -> None:
         """Notes that the slot's bytes are being replaced: from here on the record is never taken for READY.
@@ -179,16 +130,21 @@ class SlotTable:
         self._generation += 1
         half = offset % MIN_SLOT_BYTES // PAGE_BYTES
         owner = (self._generation, entry.generation, entry.place, half, group, rank, world_size, len(key), key)
-        _OWNER.pack_into(self._bytes, record + _OWNER_AT, *owner)
+        OWNER.pack_into(self._bytes, record + OWNER_AT, *owner)
 
     def mark_ready(self, offset: int, first_block: int, length: int) -> None:
-        """Notes that the bytes are whole, from engine block ``first_block`` of the key on; length in bytes."""
+        """Notes that the bytes are whole, from engine block ``first_block`` of the key on; length in bytes.
+
+        The slot's generation is the highest from now on, so that generations tell in which order slots became ready.
+        """
         record = self._record(offset)
         if self._words[record // 8] != SlotState.WRITING:
             raise ValueError(f"The slot at offset {offset} is not being written.")
-        _CONTENT.pack_into(self._bytes, record + _CONTENT_AT, length, 0, first_block)
-        crc = zlib.crc32(self._bytes[record + _OWNER_AT : record + _CRC_AT])
-        _CRC.pack_into(self._bytes, record + _CRC_AT, crc)
+        self._generation += 1
+        self._words[(record + OWNER_AT) // 8] = self._generation
+        CONTENT.pack_into(self._bytes, record + CONTENT_AT, length, 0, first_block)
+        crc = zlib.crc32(self._bytes[record + OWNER_AT : record + CRC_AT])
+        CRC.pack_into(self._bytes, record + CRC_AT, crc)
         self._words[record // 8] = SlotState.READY
 
     def free(self, offset: int) -> None:
@@ -196,15 +152,17 @@ class SlotTable:
         record = self._record(offset)
         if self._words[record // 8] != SlotState.FREE:
             self._words[record // 8] = SlotState.FREE
-            _, generation, place, *_ = _OWNER.unpack_from(self._bytes, record + _OWNER_AT)
-            self._fingerprints.let_go(_Entry(place, generation))
+            _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
+            self._fingerprints.let_go(Entry(place, generation))
 
-    def scan(self) -> Iterator[SlotRecord]:
+    def scan(self) -> list[SlotRecord]:
         """What a successor of the daemon would find: see ``scan_table``."""
         return scan_table(self._memory.fd)
 
     def close(self) -> None:
         """Lets the memory go; a second call does nothing."""
+        self._facts.close()
+        self._namespaces.release()
         self._words.release()
         self._bytes.release()
         self._memory.close()
@@ -215,39 +173,49 @@ class SlotTable:
         return self._records_at + offset // MIN_SLOT_BYTES * RECORD_BYTES
 
 
-class _Entry(NamedTuple):
-    """A place in the fingerprint table, at a time."""
-
-    place: int
-    generation: int
-
-
 class _FingerprintTable:
     """Names namespaces by a place. A place that is used again gets a new generation, so old records never fit it."""
 
-    def __init__(self, file: memoryview, words: memoryview, geometry: _Geometry) -> None:
+    def __init__(self, file: memoryview, words: memoryview, geometry: Geometry) -> None:
         self._file = file
         self._words = words
         self._at = geometry.fingerprints_at
         self._free = list(range(geometry.fingerprints - 1, -1, -1))
-        self._entry: dict[bytes, _Entry] = {}
+        self._entry: dict[bytes, Entry] = {}
         self._holders: dict[int, int] = {}  # records by place
         self._name: dict[int, bytes] = {}
         self._generation = 0
 
-    def hold(self, fingerprint: bytes) -> _Entry:
+    def restore(self, records: Iterable[tuple[Entry, bytes]]) -> None:
+        """Takes up the entries that adopted records hold, one item for each record, and strikes out all others."""
+        for entry, fingerprint in records:
+            if entry.place not in self._holders:
+                self._holders[entry.place] = 0
+                self._name[entry.place] = fingerprint
+                # A name that has two places is named by either, in new records by the last.
+                self._entry[fingerprint] = entry
+                self._generation = max(self._generation, entry.generation)
+            self._holders[entry.place] += 1
+        self._free = [place for place in self._free if place not in self._holders]
+        for place in self._free:
+            word = self._entry_at(place) // 8 + _GENERATION_WORD
+            if self._words[word]:  # reading costs a page less than writing where none was
+                self._generation = max(self._generation, self._words[word] if self._words[word] < 2**62 else 0)
+                self._words[word] = 0
+
+    def hold(self, fingerprint: bytes) -> Entry:
         """The entry for one more record. Generation 0, which fits no entry, when the table is full: the slot serves
         this daemon as well as any, only a successor will not find it.
         """
         entry = self._entry.get(fingerprint)
         if entry is None:
             if not self._free:
-                return _Entry(0, 0)
+                return Entry(0, 0)
             entry = self._add(fingerprint)
         self._holders[entry.place] += 1
         return entry
 
-    def let_go(self, entry: _Entry) -> None:
+    def let_go(self, entry: Entry) -> None:
         """Takes back what ``hold`` gave to one record."""
         place = entry.place
         if entry.generation == 0:
@@ -255,136 +223,24 @@ class _FingerprintTable:
         self._holders[place] -= 1
         if self._holders[place] == 0:
             self._words[self._entry_at(place) // 8 + _GENERATION_WORD] = 0
-            del self._holders[place], self._entry[self._name.pop(place)]
+            del self._holders[place]
+            name = self._name.pop(place)
+            if self._entry.get(name) == entry:
+                del self._entry[name]
             self._free.append(place)
 
-    def _add(self, fingerprint: bytes) -> _Entry:
+    def _add(self, fingerprint: bytes) -> Entry:
         place = self._free.pop()
         self._generation += 1
         at = self._entry_at(place)
         self._file[at : at + FINGERPRINT_BYTES] = fingerprint
-        crc = zlib.crc32(_FINGERPRINT.pack(fingerprint, self._generation))
-        _CRC.pack_into(self._file, at + _FINGERPRINT.size, crc)
+        crc = zlib.crc32(FINGERPRINT.pack(fingerprint, self._generation))
+        CRC.pack_into(self._file, at + FINGERPRINT.size, crc)
         self._words[at // 8 + _GENERATION_WORD] = self._generation
-        self._entry[fingerprint] = entry = _Entry(place, self._generation)
+        self._entry[fingerprint] = entry = Entry(place, self._generation)
         self._name[place] = fingerprint
         self._holders[place] = 0
         return entry
 
     def _entry_at(self, place: int) -> int:
-        return self._at + place * _FINGERPRINT_ENTRY_BYTES
-
-
-def scan_table(fd: int) -> Iterator[SlotRecord]:
-    """Reads a table, this daemon's or its predecessor's, and yields the slots whose bytes are whole.
-
-    Records that are FREE, WRITING, torn, of a namespace that is gone or at odds with their region are left out. Reads
-    the file's data only, never its holes, which reading through a mapping would fill.
-
-    Raises:
-        BadTable: the file is no slot table, or one of another format, boot or geometry than it says.
-    """
-    geometry = _read_geometry(fd)
-    regions = memoryview(os.pread(fd, geometry.regions * 8, geometry.regions_at)).cast("Q")
-    fingerprints = _read_fingerprints(fd, geometry)
-    position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
-    while (position := _next_data(fd, position)) < end:
-        page = os.pread(fd, min(PAGE_BYTES, end - position), position)
-        states = memoryview(page).cast("Q")[:: RECORD_BYTES // 8].tolist()
-        for index, state in enumerate(states):
-            if state == SlotState.READY:
-                at = index * RECORD_BYTES
-                number = (position - geometry.records_at + at) // RECORD_BYTES
-                if record := _read_record(page[at : at + RECORD_BYTES], number, geometry, regions, fingerprints):
-                    yield record
-        position += PAGE_BYTES
-
-
-def _read_geometry(fd: int) -> _Geometry:
-    """The table's geometry, checked against its own CRC, this format and the running boot."""
-    header = os.pread(fd, _HEADER.size + _CRC.size, 0)
-    if len(header) < _HEADER.size + _CRC.size or header[:8] != MAGIC:
-        raise BadTable("The file is no slot table of kvoffd.")
-    fields = _HEADER.unpack_from(header)
-    geometry = _Geometry(fields[4], fields[5], fields[7], fields[9], fields[11])
-    if fields[1] != FORMAT_VERSION:
-        raise BadTable(
-            f"The slot table has format {fields[1]}, this release reads {FORMAT_VERSION}; start with an empty pool."
-        )
-    if fields[3] != read_boot_id():
-        raise BadTable("The slot table is from before the machine's last boot; start with an empty pool.")
-    if geometry.header(fields[3]) != header or os.fstat(fd).st_size < geometry.size_bytes:
-        raise BadTable("The slot table's header is damaged; start with an empty pool.")
-    return geometry
-
-
-def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
-    """16 bytes that change with every boot of the machine; zeros where the kernel does not tell."""
-    try:
-        return UUID(path.read_text().strip()).bytes
-    except (OSError, ValueError):
-        return bytes(16)
-
-
-def _read_fingerprints(fd: int, geometry: _Geometry) -> dict[_Entry, bytes]:
-    """Fingerprints by their entry."""
-    data = os.pread(fd, geometry.fingerprints * _FINGERPRINT_ENTRY_BYTES, geometry.fingerprints_at)
-    found = {}
-    for index in range(geometry.fingerprints):
-        at = index * _FINGERPRINT_ENTRY_BYTES
-        fingerprint, generation = _FINGERPRINT.unpack_from(data, at)
-        (crc,) = _CRC.unpack_from(data, at + _FINGERPRINT.size)
-        if generation and crc == zlib.crc32(data[at : at + _FINGERPRINT.size]):
-            found[_Entry(index, generation)] = fingerprint
-    return found
-
-
-def _read_record(
-    data: bytes,
-    number: int,
-    geometry: _Geometry,
-    regions: memoryview,
-    fingerprints: dict[_Entry, bytes],
-) -> SlotRecord | None:
-    (crc,) = _CRC.unpack_from(data, _CRC_AT)
-    if crc != zlib.crc32(data[_OWNER_AT:_CRC_AT]):
-        return None
-    generation, entry_generation, place, half, group, rank, world_size, key_bytes, key = _OWNER.unpack_from(
-        data, _OWNER_AT
-    )
-    length, checksum, first_block = _CONTENT.unpack_from(data, _CONTENT_AT)
-    fingerprint = fingerprints.get(_Entry(place, entry_generation))
-    # A slot may begin in the middle of its 8 KiB; where, only the record knows.
-    offset = number * MIN_SLOT_BYTES + half * PAGE_BYTES
-    region = offset // geometry.region_bytes
-    slot_bytes = regions[region]
-    fits = slot_bytes and (offset - region * geometry.region_bytes) % slot_bytes == 0 and length <= slot_bytes
-    if fingerprint is None or not fits:
-        return None
-    return SlotRecord(
-        offset,
-        slot_bytes,
-        fingerprint,
-        group,
-        key[:key_bytes],
-        rank,
-        world_size,
-        first_block,
-        length,
-        checksum,
-        generation,
-    )
-
-
-def _next_data(fd: int, position: int) -> int:
-    """Where the file's next data begins at or after ``position``; its end when there is none."""
-    try:
-        return os.lseek(fd, position, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno != errno.ENXIO:
-            raise
-        return os.fstat(fd).st_size
-
-
-def _page_up(value: int) -> int:
-    return -(-value // PAGE_BYTES) * PAGE_BYTES
+        return self._at + place * FINGERPRINT_ENTRY_BYTES

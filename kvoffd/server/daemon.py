@@ -24,9 +24,10 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.http import HttpServer
+from kvoffd.server.inheritance import adopt_blocks, open_pool
 from kvoffd.server.jobs import Job
 from kvoffd.server.lifelines import LifelineServer
-from kvoffd.server.notify import Notifier, keep_watchdog
+from kvoffd.server.notify import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.server.probe import SelfProbe
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.service import Service
@@ -97,8 +98,10 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._notifier = Notifier(os.environ)
+        self._stored_fds = take_stored_fds(os.environ)
         self._stop = asyncio.Event()
         self._copy_stuck = False
+        self._page_mapper: asyncio.Future[None] | None = None
 
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
@@ -113,6 +116,9 @@ class Daemon:
                 if not self._stop.is_set():
                     await self._serve_pool(pool, directory)
             finally:
+                self._stop.set()
+                if self._page_mapper is not None:
+                    await self._page_mapper
                 if not self._copy_stuck:
                     pool.close()
         finally:
@@ -120,10 +126,14 @@ class Daemon:
         logger.info("Stopped.")
 
     async def _make_pool(self) -> Pool:
-        """Take the memory and touch every page of it, telling how far it is."""
+        """Take the memory and touch every page of it, telling how far it is; but for a pool that is there already."""
         config = self._config
-        pool = Pool(config.pool_bytes)
+        pool = await asyncio.get_running_loop().run_in_executor(
+            None, open_pool, config, self._notifier, self._stored_fds
+        )
         logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
+        if pool.resident:
+            return pool
         reporter = _TouchProgress(config.pool_bytes, self._notifier)
         started = time.monotonic()
         try:
@@ -149,6 +159,7 @@ class Daemon:
             half_stored_timeout_s=config.half_stored_timeout_s,
             lease_ttl_s=config.lease_ttl_s,
         )
+        adopt_blocks(cache, pool)
         engine = HostEngine()
         inbox = _Inbox(loop, lambda: self._take_finished(inbox, service, transport))
         service = Service(config, cache, publisher, engine, pool.address, pool.table_bytes, time.monotonic, inbox.post)
@@ -167,6 +178,8 @@ class Daemon:
                 await self._start_http(http)
             self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
             logger.info("Serving %s.", config.directory)
+            if pool.resident:
+                self._page_mapper = loop.run_in_executor(None, pool.map_pages, self._stop.is_set)
             await self._run(service, transport, lifelines, probe)
             await self._shut_down(service, transport)
         finally:

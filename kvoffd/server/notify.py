@@ -6,15 +6,18 @@ import asyncio
 import logging
 import os
 import re
+import select
 import socket
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 
 logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
 MAX_FDS_PER_MESSAGE = 253
 """The kernel's SCM_MAX_FD (unix(7))."""
+FIRST_STORED_FD = 3
+"""SD_LISTEN_FDS_START (sd_listen_fds(3))."""
 
 
 class Notifier:
@@ -85,6 +88,27 @@ class Notifier:
         # Without FDPOLL=0 systemd would watch the descriptors, and drop those that can be polled at their EOF.
         self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fds)
 
+    def remove_fds(self, name: str) -> None:
+        """Ask systemd to close all descriptors that it keeps under ``name``."""
+        self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    def wait_heard(self, timeout_s: float) -> bool:
+        """Wait until systemd has acted on everything said so far; False if it has not within ``timeout_s``.
+
+        As sd_notify_barrier(3) does it: systemd closes the end of a pipe that it is sent.
+        """
+        if self._socket is None:
+            return True
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._send("BARRIER=1", [write_end])
+            os.close(write_end)
+            poller = select.poll()
+            poller.register(read_end, 0)
+            return bool(poller.poll(timeout_s * 1000))
+        finally:
+            os.close(read_end)
+
     def close(self) -> None:
         """Let the socket go; later messages are dropped."""
         if self._socket is not None:
@@ -101,6 +125,27 @@ class Notifier:
             if not self._failed:
                 logger.warning("systemd cannot be told %r over %r: %s.", text, self._address, error)
             self._failed = True
+
+
+def take_stored_fds(environ: MutableMapping[str, str], pid: int | None = None) -> dict[str, list[int]]:
+    """The descriptors that systemd kept for this process, by the name they were stored under.
+
+    As sd_listen_fds(3) does it: children inherit neither the descriptors nor the variables, which are taken out.
+    """
+    given = [environ.pop(variable, "") for variable in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
+    listen_pid, count, names = given
+    if listen_pid != str(os.getpid() if pid is None else pid) or not re.fullmatch("[0-9]{1,6}", count):
+        return {}
+    fds = range(FIRST_STORED_FD, FIRST_STORED_FD + int(count))
+    stored: dict[str, list[int]] = {}
+    for fd, name in zip(fds, names.split(":") if names else ["unknown"] * len(fds), strict=False):
+        try:
+            os.set_inheritable(fd, False)
+        except OSError as error:
+            logger.warning("systemd names descriptor %d (%s), which is not there: %s.", fd, name, error.strerror)
+            continue
+        stored.setdefault(name, []).append(fd)
+    return stored
 
 
 async def keep_watchdog(notifier: Notifier, works: Callable[[], Awaitable[bool]]) -> None:

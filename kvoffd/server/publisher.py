@@ -20,12 +20,15 @@ from kvoffd_proto.events import (
     kv_topic,
 )
 
+MAX_EVENTS_PER_MESSAGE = 64
+"""Bounds a message where very much happened at once, as when a pool is taken over."""
+
 Frames = tuple[bytes, bytes, bytes]
 """Topic, sequence number, payload: one message of ``events.sock``."""
 
 
 class EventPublisher:
-    """A listener of the cache. Collects what happened and, at each flush, makes one message per namespace."""
+    """A listener of the cache. Collects what happened and, at each flush, makes messages by namespace."""
 
     def __init__(self, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
@@ -52,7 +55,12 @@ class EventPublisher:
         if not self._pending:
             return []
         messages: list[Frames] = []
-        for fingerprint, events in self._pending.items():
+        pending = [
+            (fingerprint, events[start : start + MAX_EVENTS_PER_MESSAGE])
+            for fingerprint, events in self._pending.items()
+            for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE)
+        ]
+        for fingerprint, events in pending:
             payload = encode_event_batch(EventBatch(self._wall_clock(), events))
             frames = (kv_topic(fingerprint), self.sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
             self._sent.append((self.sequence, frames))

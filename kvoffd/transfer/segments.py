@@ -9,8 +9,9 @@ import os
 
 from kvoffd.errors import UnsafeSegment
 
-# linux/magic.h. Sealable files on hugetlbfs are refused: a fault that finds no huge page left is a SIGBUS.
-_TMPFS_MAGIC = 0x01021994
+# linux/magic.h
+TMPFS_MAGIC = 0x01021994
+HUGETLBFS_MAGIC = 0x958458F6
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -63,13 +64,23 @@ def map_memfd(fd: int, size_bytes: int) -> MappedSegment:
             written, or the kernel refuses the mapping.
     """
     _check_memfd(fd, size_bytes)
-    address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        reason = os.strerror(ctypes.get_errno())
+    try:
+        return map_shared(fd, size_bytes)
+    except OSError as error:
         raise UnsafeSegment(
-            f"The memory segment of {size_bytes} bytes cannot be mapped for reading and writing ({reason}); "
+            f"The memory segment of {size_bytes} bytes cannot be mapped for reading and writing ({error.strerror}); "
             "send a descriptor opened for both, without a seal against writing."
-        )
+        ) from error
+
+
+def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
+    """Maps a part of a file, shared, for reading and writing; ``fd`` stays the caller's. Raises OSError.
+
+    For files that nobody else can shrink: nothing is checked.
+    """
+    address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return MappedSegment(address, size_bytes)
 
 
@@ -90,14 +101,15 @@ def _check_memfd(fd: int, size_bytes: int) -> None:
     size = os.fstat(fd).st_size
     if size < size_bytes:
         raise UnsafeSegment(f"The memfd has {size} bytes but was said to have {size_bytes}; size it before it is sent.")
-    if _filesystem_magic(fd) != _TMPFS_MAGIC:
+    # A fault that finds no huge page left is a SIGBUS.
+    if filesystem_magic(fd) != TMPFS_MAGIC:
         raise UnsafeSegment(
             "The memfd uses huge pages, which can run out under the daemon; create it without MFD_HUGETLB."
         )
 
 
-def _filesystem_magic(fd: int) -> int:
-    """``f_type`` of the descriptor's file system (first word of struct statfs on all 64-bit Linux)."""
+def filesystem_magic(fd: int) -> int:
+    """``f_type`` of the descriptor's file system (first word of struct statfs on all 64-bit Linux); 0 if unknown."""
     buffer = (ctypes.c_long * 32)()
     if _fstatfs(fd, buffer) != 0:
         return 0

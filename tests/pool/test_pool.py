@@ -11,7 +11,7 @@ from kvoffd.cache.slots import SlotOwner, SlotStore
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.limits import MemoryLimit
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.table import scan_table
+from kvoffd.pool.scan import scan_table
 
 MIB = 1 << 20
 OWNER = SlotOwner(b"f" * 32, 1, b"k" * 32, 0, 2)

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd.pool.table import FORMAT_VERSION, BadTable, SlotState, SlotTable, scan_table, table_bytes
+from kvoffd.pool.format import FORMAT_VERSION, BadTable, SlotState, table_bytes
+from kvoffd.pool.scan import scan_table
+from kvoffd.pool.table import SlotTable
 
 MIB = 1 << 20
 POOL = 64 * MIB
@@ -222,4 +224,4 @@ def test_the_state_is_the_first_aligned_word_of_a_record(table: SlotTable) -> No
     position = record_at(table, 65536)
     assert position % 64 == 0
     assert os.pread(table.fd, 8, position) == ctypes.c_uint64(SlotState.READY).value.to_bytes(8, "little")
-    assert FORMAT_VERSION == 1
+    assert FORMAT_VERSION == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
+from kvoffd.cache.slots import NamespaceFacts
 from kvoffd.errors import ShardTooLarge
 from kvoffd_proto.messages import GroupSpec
 
@@ -23,6 +24,7 @@ class FakeSlots:
         self.size_of: list[int] = [0] * regions
         self.used: list[set[int]] = [set() for _ in range(regions)]
         self.free_in: list[list[int]] = [[] for _ in range(regions)]
+        self.facts: dict[bytes, NamespaceFacts] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
 
     def slot_bytes(self, nbytes: int) -> int:
@@ -63,6 +65,14 @@ class FakeSlots:
         state, owner, _, _ = self.records[offset]
         assert state == "writing"
         self.records[offset] = ("ready", owner, first_block, length)
+
+    def note_namespace(self, facts: NamespaceFacts) -> None:
+        self.facts[facts.fingerprint] = facts
+
+    def disown(self, offset: int) -> None:
+        state, _, _, _ = self.records[offset]
+        assert state == "ready"
+        self.records[offset] = ("disowned", None, 0, 0)
 
     def free(self, offset: int) -> None:
         del self.records[offset]

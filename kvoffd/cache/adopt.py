@@ -1,0 +1,127 @@
+"""Takes over the blocks that an earlier daemon left whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
+from kvoffd.errors import KvoffdError
+
+_MIN_KEY_BYTES = 8
+_MAX_KEY_BYTES = 64
+
+
+class Adoption(NamedTuple):
+    """What became of the slots that an earlier daemon left."""
+
+    blocks: int
+    """Ready again."""
+    slot_bytes: int
+    """Pool bytes of these blocks."""
+    namespaces: int
+    """Namespaces they are in."""
+    refused_slots: int
+    """Slots that were freed: of blocks that lack a shard, or at odds with their namespace or with another slot."""
+
+
+class AdoptionPlan(NamedTuple):
+    """Blocks to enter and slots to free."""
+
+    namespaces: list[NamespaceFacts]
+    """Those that have blocks."""
+    blocks: list[list[SlotRecord]]
+    """The slots of each block, one for every rank; the block that became ready first comes first."""
+    refused: list[SlotRecord]
+
+
+def plan_adoption(
+    namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord], slot_bytes: Callable[[int], int]
+) -> AdoptionPlan:
+    """Sort out what may be served. Whatever is doubtful is refused.
+
+    A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
+    have. Of two slots for one shard neither is believed.
+
+    Args:
+        slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
+    """
+    known = {facts.fingerprint: facts for facts in namespaces if _is_sound(facts, slot_bytes)}
+    verdicts: dict[tuple[object, ...], bool] = {}
+    found: dict[tuple[bytes, int, bytes], list[SlotRecord]] = {}
+    refused: list[SlotRecord] = []
+    for record in slots:
+        of = record.fingerprint, record.group, record.rank, record.world_size, len(record.key)
+        kind = (*of, record.slot_bytes, record.length)
+        agrees = verdicts.get(kind)
+        if agrees is None:
+            agrees = verdicts[kind] = _agrees(record, known.get(record.fingerprint), slot_bytes)
+        if agrees:
+            found.setdefault((record.fingerprint, record.group, record.key), []).append(record)
+        else:
+            refused.append(record)
+    blocks: list[list[SlotRecord]] = []
+    for (fingerprint, _, _), shards in found.items():
+        world_size = known[fingerprint].world_size
+        if len(shards) == world_size and (world_size == 1 or len({shard.rank for shard in shards}) == world_size):
+            blocks.append(shards)
+        else:
+            refused += shards
+    blocks.sort(key=lambda shards: max([shard.generation for shard in shards]))
+    served = {shards[0].fingerprint for shards in blocks}
+    return AdoptionPlan([known[name] for name in known if name in served], blocks, refused)
+
+
+def adopt(
+    blocks: Blocks, store: SlotStore, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]
+) -> tuple[dict[bytes, Namespace], Adoption]:
+    """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
+    plan = plan_adoption(namespaces, slots, store.slot_bytes)
+    for record in plan.refused:
+        store.free(record.offset)
+    opened = {facts.fingerprint: _open(facts, store) for facts in plan.namespaces}
+    blocks.adopt(opened, plan.blocks)
+    nbytes = sum(namespace.ready_bytes for namespace in opened.values())
+    return opened, Adoption(len(plan.blocks), nbytes, len(opened), len(plan.refused))
+
+
+def _open(facts: NamespaceFacts, store: SlotStore) -> Namespace:
+    namespace = Namespace(
+        facts.fingerprint, facts.label, facts.world_size, facts.key_bytes, facts.groups, facts.description
+    )
+    for rank, shard_bytes in enumerate(facts.shard_bytes):
+        if shard_bytes is not None:
+            slot_bytes = [store.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes]
+            namespace.fix_shard_bytes(rank, shard_bytes, slot_bytes)
+    return namespace
+
+
+def _is_sound(facts: NamespaceFacts, slot_bytes: Callable[[int], int]) -> bool:
+    """Whether this pool could have such a namespace."""
+    if not (
+        facts.world_size == len(facts.shard_bytes) >= 1
+        and _MIN_KEY_BYTES <= facts.key_bytes <= _MAX_KEY_BYTES
+        and len(facts.groups) >= 1
+    ):
+        return False
+    for sizes in facts.shard_bytes:
+        if sizes is not None and (len(sizes) != len(facts.groups) or min(sizes) < 0):
+            return False
+        try:
+            slot_bytes(max(sizes or (0,)))
+        except KvoffdError:
+            return False
+    return True
+
+
+def _agrees(record: SlotRecord, facts: NamespaceFacts | None, slot_bytes: Callable[[int], int]) -> bool:
+    """Whether a slot can hold a shard of that namespace."""
+    if facts is None or record.world_size != facts.world_size or record.rank >= facts.world_size:
+        return False
+    sizes = facts.shard_bytes[record.rank]
+    if sizes is None or record.group >= len(sizes) or len(record.key) != facts.key_bytes:
+        return False
+    nbytes = sizes[record.group]
+    return record.length == nbytes and record.slot_bytes == slot_bytes(max(nbytes, 1))

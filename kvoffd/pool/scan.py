@@ -1,0 +1,182 @@
+"""Reads a slot table: which slots hold whole bytes, and which records are not to be believed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.slots import SlotRecord
+from kvoffd.pool.format import (
+    CRC,
+    CRC_AT,
+    FINGERPRINT,
+    FINGERPRINT_ENTRY_BYTES,
+    KEY_AT,
+    MAX_KEY_BYTES,
+    OWNER_AT,
+    RECORD,
+    RECORD_BYTES,
+    Geometry,
+    SlotState,
+    read_geometry,
+)
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
+
+_BATCH_BYTES = 4 << 20
+
+
+class Entry(NamedTuple):
+    """A place in the fingerprint table, at a time."""
+
+    place: int
+    generation: int
+
+
+class Scan(NamedTuple):
+    """What is in a table."""
+
+    records: list[SlotRecord]
+    """Slots whose bytes are whole, by offset."""
+    entries: list[Entry]
+    """The entry that names each record's namespace."""
+    doubtful: list[int]
+    """Numbers of the records that are neither FREE nor among ``records``: being written, torn, or contradicted."""
+
+
+class _Batch(NamedTuple):
+    data: bytes
+    numbers: npt.NDArray[np.int64]
+    """Of each record in ``data``."""
+
+
+def scan_table(fd: int) -> list[SlotRecord]:
+    """The slots whose bytes are whole, in this daemon's table or its predecessor's. Raises BadTable."""
+    return scan(fd, read_geometry(fd)).records
+
+
+def scan(fd: int, geometry: Geometry) -> Scan:
+    """Reads the whole table.
+
+    A record counts when it is READY, has a right CRC, and agrees with its namespace's entry and its region. The file's
+    data is read, never its holes, which reading through a mapping would fill.
+    """
+    regions = np.frombuffer(os.pread(fd, geometry.regions * 8, geometry.regions_at), np.uint64).astype(np.int64)
+    fingerprints = _read_fingerprints(fd, geometry)
+    found = Scan([], [], [])
+    for batch in _batches(fd, geometry):
+        _read_batch(batch, geometry, regions, fingerprints, found)
+    return found
+
+
+def _batches(fd: int, geometry: Geometry) -> Iterator[_Batch]:
+    """The records in the file's data, some MiB at a time: data may lie in many small pieces, one page to a record."""
+    position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
+    parts: list[bytes] = []
+    first: list[int] = []
+    waiting = 0
+    while (position := _seek(fd, position, os.SEEK_DATA)) < end:
+        stop = min(_seek(fd, position, os.SEEK_HOLE), end, position + _BATCH_BYTES)
+        # Data begins and ends with pages, and pages hold whole records; what was cut off in between is gone.
+        part = os.pread(fd, stop - position, position)
+        part = part[: len(part) // RECORD_BYTES * RECORD_BYTES]
+        first.append((position - geometry.records_at) // RECORD_BYTES)
+        parts.append(part)
+        waiting += len(part)
+        position = stop
+        if waiting >= _BATCH_BYTES:
+            yield _join(parts, first)
+            parts, first, waiting = [], [], 0
+    if parts:
+        yield _join(parts, first)
+
+
+def _join(parts: list[bytes], first: list[int]) -> _Batch:
+    counts = np.array([len(part) // RECORD_BYTES for part in parts])
+    before = np.cumsum(counts) - counts
+    numbers = np.repeat(np.array(first, np.int64) - before, counts) + np.arange(counts.sum())
+    return _Batch(b"".join(parts), numbers)
+
+
+def _read_batch(
+    batch: _Batch,
+    geometry: Geometry,
+    regions: npt.NDArray[np.int64],
+    fingerprints: dict[Entry, bytes],
+    found: Scan,
+) -> None:
+    data = batch.data
+    rows = np.frombuffer(data, RECORD)
+    used = np.flatnonzero(rows["state"])
+    rows, numbers = rows[used], batch.numbers[used]
+    offsets = numbers * MIN_SLOT_BYTES + rows["half"].astype(np.int64) * PAGE_BYTES
+    slot_bytes = regions[np.minimum(offsets // geometry.region_bytes, len(regions) - 1)]
+    whole = (rows["state"] == SlotState.READY) & _fit(rows, offsets, slot_bytes, geometry)
+    good = whole.tolist()
+    crcs = rows["crc"].tolist()
+    entries = list(map(Entry, rows["place"].tolist(), rows["entry_generation"].tolist()))
+    starts = (used * RECORD_BYTES).tolist()
+    keys: list[bytes] = []
+    for index, (start, key_bytes) in enumerate(zip(starts, rows["key_bytes"].tolist(), strict=True)):
+        if good[index] and (
+            zlib.crc32(data[start + OWNER_AT : start + CRC_AT]) != crcs[index] or entries[index] not in fingerprints
+        ):
+            good[index] = False
+        keys.append(data[start + KEY_AT : start + KEY_AT + key_bytes])
+    columns = [rows[name].tolist() for name in ("rank", "world_size", "first_block", "length", "checksum")]
+    names = [fingerprints.get(entry, b"") for entry in entries]
+    records = map(
+        SlotRecord,
+        *(offsets.tolist(), slot_bytes.tolist(), names, rows["group"].tolist(), keys, *columns),
+        rows["generation"].tolist(),
+    )
+    for record, entry, number, is_good in zip(records, entries, numbers.tolist(), good, strict=True):
+        if is_good:
+            found.records.append(record)
+            found.entries.append(entry)
+        else:
+            found.doubtful.append(number)
+
+
+def _fit(
+    rows: npt.NDArray[np.void],
+    offsets: npt.NDArray[np.int64],
+    slot_bytes: npt.NDArray[np.int64],
+    geometry: Geometry,
+) -> npt.NDArray[np.bool_]:
+    """Which records can be of slots that their regions are cut into."""
+    base = offsets // geometry.region_bytes * geometry.region_bytes
+    region_end = np.minimum(base + geometry.region_bytes, geometry.pool_bytes // PAGE_BYTES * PAGE_BYTES)
+    possible = (slot_bytes >= MIN_SLOT_BYTES) & (slot_bytes <= geometry.region_bytes) & (slot_bytes % PAGE_BYTES == 0)
+    begins = (offsets - base) % np.where(possible, slot_bytes, MIN_SLOT_BYTES) == 0
+    ends = offsets + slot_bytes <= region_end
+    inside = (rows["length"] <= slot_bytes.astype(np.uint64)) & (rows["key_bytes"] <= MAX_KEY_BYTES)
+    return np.asarray(possible & begins & ends & inside & (rows["half"] < MIN_SLOT_BYTES // PAGE_BYTES))
+
+
+def _read_fingerprints(fd: int, geometry: Geometry) -> dict[Entry, bytes]:
+    """Fingerprints by their entry."""
+    data = os.pread(fd, geometry.fingerprints * FINGERPRINT_ENTRY_BYTES, geometry.fingerprints_at)
+    found = {}
+    for index in range(geometry.fingerprints):
+        at = index * FINGERPRINT_ENTRY_BYTES
+        fingerprint, generation = FINGERPRINT.unpack_from(data, at)
+        (crc,) = CRC.unpack_from(data, at + FINGERPRINT.size)
+        if generation and crc == zlib.crc32(data[at : at + FINGERPRINT.size]):
+            found[Entry(index, generation)] = fingerprint
+    return found
+
+
+def _seek(fd: int, position: int, whence: int) -> int:
+    """Where the file's next data or hole begins at or after ``position``; its end when there is none."""
+    try:
+        return os.lseek(fd, position, whence)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return os.fstat(fd).st_size
