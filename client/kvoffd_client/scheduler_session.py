@@ -40,6 +40,8 @@ class SchedulerSession(Session):
         self._fingerprint = identity.namespace.fingerprint
         self.events = EventStream(kv_topic(self._fingerprint), options.max_buffered_events) if events else None
         self._leases: dict[int, tuple[LookupTicket, float]] = {}
+        self._unanswered: set[int] = set()
+        self._unwanted: set[int] = set()
         self._next_lease = 1
         self._replay_deadline = 0.0
 
@@ -59,6 +61,7 @@ class SchedulerSession(Session):
         lease_id = (self.session_id << 32) | self._next_lease
         self._next_lease += 1
         ticket = LookupTicket(lease_id)
+        self._unanswered.add(lease_id)
         message = Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups))
         self.request(message, lambda reply, then_now: self._looked_up(ticket, key_counts, now, reply, then_now), now)
         return ticket
@@ -68,6 +71,8 @@ class SchedulerSession(Session):
         found = self._leases.pop(lease_id, None)
         if found is not None:
             found[0].alive = False
+        if lease_id in self._unanswered:
+            self._unwanted.add(lease_id)
         if self.usable and lease_id >> 32 == self.session_id:
             self.send(Release(self.next_request_id(), self.token, [lease_id]))
 
@@ -96,11 +101,17 @@ class SchedulerSession(Session):
         reply: AnyReply | KvoffdClientError,
         now: float,
     ) -> None:
+        unwanted = ticket.lease_id in self._unwanted
+        self._unanswered.discard(ticket.lease_id)
+        self._unwanted.discard(ticket.lease_id)
         if isinstance(reply, LookupReply) and [len(states) for states in reply.states] == key_counts:
-            # The lease's life began at the daemon between sending and now: count from the earlier.
-            if reply.pinned:
+            if unwanted:
+                # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
+                self.release(ticket.lease_id)
+            elif reply.pinned:
+                # The lease's life began at the daemon between sending and now: count from the earlier.
                 self._leases[ticket.lease_id] = (ticket, sent_at + reply.ttl_ms / 1000)
-            ticket.answer(reply.states, reply.pinned, now)
+            ticket.answer(reply.states, 0 if unwanted else reply.pinned, now)
             self.on_change()
             return
         ticket.fail()

@@ -296,6 +296,23 @@ def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerS
     assert scheduler.live_leases == 0
 
 
+def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_did_not_go_out(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    link.full = True
+    scheduler.release(ticket.lease_id)
+    assert link.count(m.Release) == 0
+    link.full = False
+    answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
+    assert (ticket.done, ticket.pinned, ticket.alive) == (True, 0, False)
+    release = link.last(m.Release)
+    assert isinstance(release, m.Release)
+    assert release.lease_ids == [ticket.lease_id]
+    assert scheduler.live_leases == 0
+
+
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
 def test_an_answer_of_the_wrong_shape_is_a_miss(
     scheduler: SchedulerSession, link: PaperLink, states: list[bytes]
