@@ -69,6 +69,7 @@ class WorkerSession(Session):
         self._attached_count = 0
         self.jobs: dict[int, Job] = {}
         self._by_request: dict[int, int] = {}
+        self._draining: set[int] = set()
         self.results: list[JobResult] = []
         self.shard_bytes: list[int] = []
         self.registration_wanted = True
@@ -143,11 +144,11 @@ class WorkerSession(Session):
         if self.phase is not Phase.READY:
             if self.phase is not Phase.WAITING:
                 self.lose("The registration was given up.", now)
-            outcome.append(not self.jobs)
+            outcome.append(not self.jobs and not self._draining)
             return
 
         def then(reply: AnyReply | KvoffdClientError, then_now: float) -> None:
-            outcome.append(isinstance(reply, Done))
+            outcome.append(isinstance(reply, Done) and not self._draining)
             if not isinstance(reply, Done):
                 self.lose("The daemon did not confirm that it let go of the worker's memory.", then_now)
             self.on_change()
@@ -282,6 +283,8 @@ class WorkerSession(Session):
 
     def _role_lost(self, dead: bool, now: float) -> None:
         self._patience_at = NEVER
+        if not dead and self._must_drain():
+            self._draining.add(self.generation)
         for job in list(self.jobs.values()):
             # A copy of a load may still land until the daemon closes its end of the lifeline.
             let_go = dead and job.generation == self.generation
@@ -290,12 +293,14 @@ class WorkerSession(Session):
 
     def drained(self, generation: int, now: float) -> None:
         """The daemon has let go of an ended session's memory: its loads have failed."""
+        self._draining.discard(generation)
         for job in list(self.jobs.values()):
             if job.generation == generation:
                 self._fail(job, ErrorCode.SESSION_ENDED, now)
 
     def _must_drain(self) -> bool:
-        return any(job.is_load and job.generation == self.generation for job in self.jobs.values())
+        # Stores fail here and now, but unregister() must know when the last of them has ended there too.
+        return any(job.generation == self.generation for job in self.jobs.values())
 
     def _role_wake_at(self) -> float:
         return self._patience_at if self.phase is Phase.READY else NEVER

@@ -484,6 +484,20 @@ def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerS
     assert worker.results[-1].error is ErrorCode.SESSION_ENDED
 
 
+def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
+    worker: WorkerSession, link: PaperLink
+) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.abandon_stores(0.1)
+    abandoned, outcome = worker.generation, list[bool]()
+    worker.unregister(outcome, 0.2, 1.0)
+    assert outcome == [False]
+    worker.drained(abandoned, 0.3)
+    worker.unregister(outcome, 0.4, 1.0)
+    assert outcome == [False, True]
+
+
 def test_close_leaves_no_job_without_a_result(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.store(1, TRANSFER, 0.0)
