@@ -204,6 +204,7 @@ class Config:
     log_format: str = _choice("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
     eviction_policy: str = _choice("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")
     touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
+    copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
     allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
     allowed_gids: tuple[int, ...] = _ids("Groups whose users may connect; where nothing is given, the daemon's own.")
     http_address: str = _address(

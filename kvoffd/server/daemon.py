@@ -33,6 +33,7 @@ from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
 from kvoffd.transfer.engine import Outcome
+from kvoffd.transfer.faulting import PageFaulter
 from kvoffd.transfer.host import HostEngine
 from kvoffd_proto.units import format_size
 
@@ -160,9 +161,20 @@ class Daemon:
             lease_ttl_s=config.lease_ttl_s,
         )
         adopt_blocks(cache, pool)
-        engine = HostEngine()
+        engine = HostEngine(threads_per_direction=config.copy_threads)
+        faulter = PageFaulter()
         inbox = _Inbox(loop, lambda: self._take_finished(inbox, service, transport))
-        service = Service(config, cache, publisher, engine, pool.address, pool.table_bytes, time.monotonic, inbox.post)
+        service = Service(
+            config,
+            cache,
+            publisher,
+            engine,
+            pool.address,
+            pool.table_bytes,
+            time.monotonic,
+            inbox.post,
+            map_segment=faulter.map_memfd,
+        )
         transport = Transport(service, directory)
         lifelines = LifelineServer(service, directory, transport.schedule_turn)
         probe = SelfProbe(service, directory)
@@ -192,6 +204,7 @@ class Daemon:
             self._take_finished(inbox, service, transport)
             transport.flush()
             lifelines.close()
+            faulter.close()
             transport.close(LINGER_MS)
 
     async def _start_http(self, http: HttpServer) -> None:
