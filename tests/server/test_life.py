@@ -143,7 +143,8 @@ def test_the_loop_answers_health_over_http():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with DaemonProcess(http_address=f"127.0.0.1:{port}"):
+    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
+        daemon.wait_log("Serving ")  # HTTP opens after the sockets
         base = f"http://127.0.0.1:{port}"
         assert urllib.request.urlopen(f"{base}/healthz", timeout=5).read().startswith(b"ok")
         assert urllib.request.urlopen(f"{base}/readyz", timeout=5).status == 200

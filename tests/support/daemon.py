@@ -76,6 +76,13 @@ class DaemonProcess:
             time.sleep(0.01)
         raise AssertionError(f"the daemon was not ready within {START_DEADLINE_S} s:\n{self.log}")
 
+    def wait_log(self, text: str) -> None:
+        """Until the log holds ``text``."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        while text not in self.log:
+            assert time.monotonic() < deadline, f"the daemon never logged {text!r}:\n{self.log}"
+            time.sleep(0.01)
+
     def kill(self) -> None:
         """SIGKILL."""
         self.process.kill()
