@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_rig import SLOT_UNIT, Folded, Rig, keys_of
 
-from kvoffd.cache import BlockState, LoadTicket, Namespace, StoreTicket
+from kvoffd.cache import BlockCache, BlockState, LoadTicket, Namespace, StoreTicket, make_policy
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 
 Name = tuple[int, int, int]
@@ -343,6 +343,15 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def leases_are_the_model_s(self) -> None:
         assert {lease.lease_id for lease in self.cache.leases} == set(self.leases)
+
+    @invariant()
+    def a_successor_would_find_every_readable_block_and_no_other(self) -> None:
+        records = self.rig.slots.left_behind()
+        events = Folded()
+        heir = BlockCache(self.rig.slots.successor(records), make_policy(self.policy), events, self.rig.clock)
+        heir.adopt(self.rig.slots.facts.values(), records)
+        heir.check()
+        assert events.index == self.rig.events.index
 
     def teardown(self) -> None:
         for ticket, _ in self.stores:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
-from kvoffd.cache.slots import NamespaceFacts
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord
 from kvoffd.errors import ShardTooLarge
 from kvoffd_proto.messages import GroupSpec
 
@@ -24,6 +24,9 @@ class FakeSlots:
         self.size_of: list[int] = [0] * regions
         self.used: list[set[int]] = [set() for _ in range(regions)]
         self.free_in: list[list[int]] = [[] for _ in range(regions)]
+        self.disowned: set[int] = set()
+        self.writes = 0
+        self.generation: dict[int, int] = {}
         self.facts: dict[bytes, NamespaceFacts] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
 
@@ -59,23 +62,26 @@ class FakeSlots:
 
     def mark_writing(self, offset: int, owner: SlotOwner) -> None:
         assert offset in self.records
+        assert offset not in self.disowned
         self.records[offset] = ("writing", owner, 0, 0)
 
     def mark_ready(self, offset: int, first_block: int, length: int) -> None:
         state, owner, _, _ = self.records[offset]
         assert state == "writing"
         self.records[offset] = ("ready", owner, first_block, length)
+        self.writes += 1
+        self.generation[offset] = self.writes
 
     def note_namespace(self, facts: NamespaceFacts) -> None:
         self.facts[facts.fingerprint] = facts
 
     def disown(self, offset: int) -> None:
-        state, _, _, _ = self.records[offset]
-        assert state == "ready"
-        self.records[offset] = ("disowned", None, 0, 0)
+        assert self.records[offset][0] == "ready"
+        self.disowned.add(offset)
 
     def free(self, offset: int) -> None:
         del self.records[offset]
+        self.disowned.discard(offset)
         region = offset // self.region_bytes
         self.used[region].remove(offset)
         self.free_in[region].append(offset)
@@ -83,6 +89,38 @@ class FakeSlots:
         if not self.used[region]:
             self.size_of[region] = 0
             self.free_in[region] = []
+
+    def left_behind(self) -> list[SlotRecord]:
+        """What a successor would find, were the owner of these slots dead now."""
+        return [
+            SlotRecord(
+                offset,
+                self.size_of[offset // self.region_bytes],
+                *(owner.fingerprint, owner.group, owner.key, owner.rank, owner.world_size),
+                *(first_block, length, 0, self.generation[offset]),
+            )
+            for offset, (state, owner, first_block, length) in self.records.items()
+            if state == "ready" and offset not in self.disowned and owner is not None
+        ]
+
+    def successor(self, records: Sequence[SlotRecord]) -> FakeSlots:
+        """Slots of the same layout, of which those of ``records`` are handed out."""
+        heir = FakeSlots(len(self.length), self.region_bytes)
+        heir.length = list(self.length)
+        heir.pool_bytes = heir.free_bytes = self.pool_bytes
+        for record in records:
+            region = record.offset // self.region_bytes
+            heir.size_of[region] = record.slot_bytes
+            heir.used[region].add(record.offset)
+            heir.records[record.offset] = ("left", None, 0, 0)
+            heir.free_bytes -= record.slot_bytes
+        for region, size in enumerate(heir.size_of):
+            if size:
+                start = region * self.region_bytes
+                slots = {start + n * size for n in range(heir.length[region] // size)}
+                assert heir.used[region] <= slots
+                heir.free_in[region] = sorted(slots - heir.used[region])[::-1]
+        return heir
 
 
 class Folded:
