@@ -42,6 +42,16 @@ class DaemonProcess:
         return [sys.executable, "-m", "kvoffd"]
 
     @property
+    def environ(self) -> dict[str, str]:
+        """Variables that the daemon finds besides this process's own."""
+        return {}
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        """Descriptors that the daemon's process begins with."""
+        return ()
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 
@@ -58,8 +68,10 @@ class DaemonProcess:
         for name, value in self.flags.items():
             command += [f"--{name}", value]
         with self.log_path.open("ab") as log:
-            environ = {k: v for k, v in os.environ.items() if not k.startswith("KVOFFD_")}
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+            environ = {k: v for k, v in os.environ.items() if not k.startswith("KVOFFD_")} | self.environ
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=self.pass_fds
+            )
         if wait:
             self.wait_ready()
         return self

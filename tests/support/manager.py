@@ -1,0 +1,104 @@
+"""What systemd does for a service, as far as a daemon's pool needs it: listen, and keep descriptors over its death."""
+
+from __future__ import annotations
+
+import array
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from support.daemon import DaemonProcess
+
+# Run in the new process: descriptors go where sd_listen_fds(3) has them, then the program takes over.
+LAUNCHER = """
+import os, sys
+fds = [int(fd) for fd in sys.argv[1].split(",") if fd]
+copies = [os.dup(fd) for fd in fds]
+import fcntl
+copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in copies]
+for place, fd in enumerate(copies):
+    os.dup2(fd, 3 + place)
+os.closerange(3 + len(fds), 200)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Manager:
+    """Keeps what ``FDSTORE=1`` brings, lets go what ``FDSTOREREMOVE=1`` names, answers barriers."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="manager-", dir="/tmp")
+        self.address = str(Path(self._directory) / "notify")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self.address)
+        self._socket.settimeout(0.1)
+        self.kept: list[tuple[str, int]] = []
+        self.heard: list[dict[str, str]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._stop.is_set():
+            try:
+                data, ancillary, _, _ = self._socket.recvmsg(65536, 4096)
+            except TimeoutError:
+                continue
+            fds: list[int] = []
+            for _, _, content in ancillary:
+                fds += array.array("i", content[: len(content) // 4 * 4])
+            fields = dict(line.split("=", 1) for line in data.decode().splitlines())
+            name = fields.get("FDNAME", "")
+            if "FDSTORE" in fields:
+                self.kept += [(name, fd) for fd in fds]
+                fds = []
+            if "FDSTOREREMOVE" in fields:
+                for _, fd in [item for item in self.kept if item[0] == name]:
+                    os.close(fd)
+                self.kept = [item for item in self.kept if item[0] != name]
+            for fd in fds:
+                os.close(fd)
+            self.heard.append(fields)
+
+    def wait_kept(self, count: int) -> None:
+        deadline = time.monotonic() + 10
+        while len(self.kept) != count:
+            assert time.monotonic() < deadline, f"{self.kept} and not {count} descriptors are kept"
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._socket.close()
+        for _, fd in self.kept:
+            os.close(fd)
+        shutil.rmtree(self._directory)
+
+
+class ManagedDaemon(DaemonProcess):
+    """A daemon that ``manager`` runs."""
+
+    def __init__(self, manager: Manager, pool_size: str = "64MiB", **flags: str) -> None:
+        super().__init__(pool_size, **flags)
+        self.manager = manager
+
+    @property
+    def program(self) -> list[str]:
+        fds = ",".join(str(fd) for _, fd in self.manager.kept)
+        return [sys.executable, "-c", LAUNCHER, fds, *super().program]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        kept = self.manager.kept
+        names = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
+        return {"NOTIFY_SOCKET": self.manager.address, **(names if kept else {})}
+
+    @property
+    def pass_fds(self) -> tuple[int, ...]:
+        return tuple(fd for _, fd in self.manager.kept)
