@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvoffd_client.admin import AdminClient
+
 MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 180.0
 ANSWER_DEADLINE_S = 120.0
@@ -139,8 +141,15 @@ class EngineProcess:
 
     def wait_ready(self) -> Self:
         """Until it serves. Raises AssertionError with the end of its log when it does not."""
-        self._listener._listener._socket.settimeout(START_DEADLINE_S)  # type: ignore[attr-defined]
-        self._connection = self._listener.accept()
+        assert self._process is not None
+        deadline = time.monotonic() + START_DEADLINE_S
+        self._listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        while self._connection is None:
+            try:
+                self._connection = self._listener.accept()
+            except TimeoutError:
+                alive = self._process.poll() is None and time.monotonic() < deadline
+                assert alive, f"the engine did not come up:\n{self.log[-4000:]}"
         self._connection.send(self._settings)
         assert self._receive(START_DEADLINE_S)[0] == "ready"
         return self
@@ -213,6 +222,18 @@ class EngineProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def wait_connected(admin: AdminClient, workers: int = 1, deadline_s: float = 30.0) -> None:
+    """Until an engine's scheduler and all its workers are connected and the workers' memory is registered."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        sessions = admin.sessions().sessions
+        registered = sum(session.registrations for session in sessions if session.role == "worker")
+        if registered >= workers and any(session.role == "scheduler" for session in sessions):
+            return
+        assert time.monotonic() < deadline, sessions
+        time.sleep(0.02)
 
 
 def completions(answer: list[dict[str, Any]]) -> list[Completion]:

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import msgspec
 import pytest
 import zmq
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
@@ -47,7 +47,8 @@ class Rig:
         """Running, with the engine connected to it: each test begins so."""
         if not self.daemon.running:
             self.daemon.start()
-        self.until(lambda stats: stats.sessions >= 3)  # the engine's two and the one that asks
+        with AdminClient(self.daemon.directory) as admin:
+            wait_connected(admin)
 
     def ensure_stored(self) -> None:
         """All prompts' blocks are in the daemon, nothing else is, and the engine has none of its own."""

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 
@@ -36,10 +36,11 @@ def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
     """Until the engine is connected, no store runs and at least so many blocks can be read."""
     deadline = time.monotonic() + 60
     with AdminClient(daemon.directory) as admin:
+        wait_connected(admin)
         while True:
             stats = admin.stats()
-            settled = stats.sessions >= 3 and stats.store.running_jobs + stats.store.queued_jobs == 0
-            if settled and sum(item.ready_blocks for item in stats.namespaces) >= ready_blocks:
+            idle = stats.store.running_jobs + stats.store.queued_jobs == 0
+            if idle and sum(item.ready_blocks for item in stats.namespaces) >= ready_blocks:
                 return
             assert time.monotonic() < deadline, stats
             time.sleep(0.05)

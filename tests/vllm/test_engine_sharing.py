@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.daemon import DaemonProcess
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_gemma3, make_tiny_llama
 
 from kvoffd_client.admin import AdminClient
@@ -59,6 +59,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         try:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(EngineProcess.start, [first, second]))
+            wait_connected(admin, workers=2 * kind["settings"].get("tensor_parallel", 1))
             cold = first.generate(PROMPTS)
             wait_stored(admin, kind["stored"])
             first.forget()
@@ -66,7 +67,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             from_second = second.generate(PROMPTS)
             second.kill()
             first.kill()
-            restarted = first.start().generate(PROMPTS)
+            first.start()
+            wait_connected(admin, workers=kind["settings"].get("tensor_parallel", 1))
+            restarted = first.generate(PROMPTS)
             yield Runs(cold, warm, from_second, restarted, admin.stats(), admin.namespaces().namespaces)
         finally:
             first.close()

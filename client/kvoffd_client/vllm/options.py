@@ -29,8 +29,9 @@ class ConnectorOptions:
     Attributes:
         directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
         salt: operator's word in the namespace's fingerprint; engines with different salts share nothing.
-        lookup_deadline_ms: a lookup that has no answer by then is a miss. 100 ms are some hundred round trips, so only
-            a stalled daemon reaches it, and are still less than a user notices in a time to first token.
+        lookup_deadline_ms: a lookup that has no answer by then is a miss. 200 ms are some hundred round trips, so only
+            a stalled daemon reaches it (even where engine and daemon share two cores), and they are all that a request
+            loses to a daemon that hangs.
         lookup_refresh_ms: an answer with misses that is older than this when the request is scheduled is asked for
             again.
         store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
@@ -41,7 +42,7 @@ class ConnectorOptions:
 
     directory: str = ""
     salt: str = ""
-    lookup_deadline_ms: float = 100.0
+    lookup_deadline_ms: float = 200.0
     lookup_refresh_ms: float = 1000.0
     store_fence_timeout_s: float = 2.0
     respect_load_failure_policy: bool = False
