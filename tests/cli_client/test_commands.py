@@ -146,6 +146,7 @@ def test_clear_refuses_what_is_not_clear(engine: FakeEngine, cli: Cli, arguments
         ("bench", "lookup"),
         ("bench", "copy", "--json"),
         ("bench", "jobs"),
+        ("bench", "engine", "--model", "none"),
     ],
 )
 def test_without_a_daemon_one_sentence_names_the_directory(
@@ -169,6 +170,10 @@ def test_without_a_daemon_one_sentence_names_the_directory(
         ("stats", "--interval", "1ms"),
         ("bench",),
         ("bench", "nonsense"),
+        ("bench", "copy", "--threads", "0"),
+        ("bench", "copy", "--plot", "speeds.jpg"),
+        ("bench", "copy", "--plot", "/nowhere/speeds.png"),
+        ("bench", "engine"),
         ("clear", "surplus"),
     ],
 )

@@ -69,12 +69,25 @@ def _events(directory: Path) -> str:
     return f"ipc://{directory}/events.sock"
 
 
+def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> zmq.Socket[bytes]:
+    """A client's socket to the echo process in ``directory``."""
+    return _connect(context, zmq.DEALER, _jobs(directory))
+
+
+def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+    socket.connect(address)
+    return socket
+
+
 class Echo:
     """The echo process and the client's sockets to it."""
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="kvoffd-echo-")
-        path = Path(self._directory.name)
+        path = self.directory = Path(self._directory.name)
         command = (sys.executable, "-m", "kvoffd_client.bench.echo", str(path))
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
@@ -84,11 +97,8 @@ class Echo:
         if not self._stdout.readline():
             self.close()
             raise BenchFailed("The echo process that measures the floor did not start; its error is above.")
-        self._dealer, self._subscriber = self._context.socket(zmq.DEALER), self._context.socket(zmq.SUB)
-        for socket, address in ((self._dealer, _jobs(path)), (self._subscriber, _events(path))):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-            socket.connect(address)
+        self._dealer = connect_dealer(self._context, path)
+        self._subscriber = _connect(self._context, zmq.SUB, _events(path))
         self._subscriber.subscribe(TOPIC)
         self._wait_subscribed()
 

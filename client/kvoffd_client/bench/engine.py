@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -100,24 +101,29 @@ class BenchEngine:
         self.worker.store(job_id, (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),))
         return job_id
 
+    def begin_load(self, lease_id: int, keys: bytes, block_ids: BlockIds) -> int:
+        """Send a load of keys that a lookup pinned under ``lease_id``; return its job id."""
+        job_id = next(self._job_ids)
+        self.worker.load(job_id, lease_id, (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),))
+        return job_id
+
     def store(self, keys: bytes, block_ids: BlockIds) -> float:
         """Store and wait; return the seconds. Raises BenchFailed unless every byte was copied."""
         begin = time.perf_counter()
         self.begin_store(keys, block_ids)
-        (result,) = self.results(1)
+        results = self.results(1)
         seconds = time.perf_counter() - begin
-        self._check("store", result, len(block_ids))
+        self.check("store", results, len(block_ids) * self.job_bytes)
         return seconds
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Load and wait; return the seconds without the lookup before. Raises BenchFailed unless all was copied."""
         ticket, _ = self.lookup(keys)
-        transfer = GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes())
         begin = time.perf_counter()
-        self.worker.load(next(self._job_ids), ticket.lease_id, (transfer,))
-        (result,) = self.results(1)
+        self.begin_load(ticket.lease_id, keys, block_ids)
+        results = self.results(1)
         seconds = time.perf_counter() - begin
-        self._check("load", result, len(block_ids))
+        self.check("load", results, len(block_ids) * self.job_bytes)
         return seconds
 
     def results(self, at_least: int) -> list[JobResult]:
@@ -130,11 +136,15 @@ class BenchEngine:
                 raise BenchFailed(f"A job did not end in {WAIT_S:g} seconds; see the log of the daemon.")
         return found
 
-    def _check(self, what: str, result: JobResult, keys: int) -> None:
-        wanted = keys * self.job_bytes
-        if result.ok and result.bytes == wanted:
+    @staticmethod
+    def check(what: str, results: Sequence[JobResult], wanted: int) -> None:
+        """Raise BenchFailed unless the jobs together copied ``wanted`` bytes."""
+        copied = sum(result.bytes for result in results)
+        failed = [result for result in results if not result.ok]
+        if not failed and copied == wanted:
             return
-        reason = result.error.sentence if result.error is not None else f"{result.bytes} of {wanted} bytes were copied."
+        error = failed[0].error if failed else None
+        reason = error.sentence if error is not None else f"{copied} of {wanted} bytes were copied."
         raise BenchFailed(f"A {what} of {wanted / 2**20:.1f} MiB failed: {reason}")
 
     def forget(self) -> None:

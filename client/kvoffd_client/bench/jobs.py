@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from kvoffd_client.bench.echo import Echo, Way, echo_request
 from kvoffd_client.bench.engine import KEY_BYTES, BenchEngine, random_keys
+from kvoffd_client.bench.meter import CpuMeter
 from kvoffd_client.bench.report import BenchFailed, Progress, Report, Result, median_percentile
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import Completions, GroupTransfer, JobResult, Load, Store
@@ -26,10 +28,10 @@ def bench_jobs(directory: Path, progress: Progress, rounds: int = 5, samples: in
     """Measure stores and loads of one key of 4 KiB one by one, then stores with ``in_flight`` of them at once.
 
     Times are those of the public WorkerClient: from ``store()`` to the waiting caller's wake-up with the result. A
-    load's lookup comes before and is not in its time. Raises BenchFailed, DaemonUnavailable.
+    load's lookup comes before: it is not in its time, but in its cost. Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []
-    with Echo() as echo, BenchEngine(directory, "jobs", 1, 1, PAGE_BYTES) as engine:
+    with Echo() as echo, CpuMeter(directory) as meter, BenchEngine(directory, "jobs", 1, 1, PAGE_BYTES) as engine:
         key = random_keys(1)
         engine.store(key, _ZERO)
         for name, job, request in (
@@ -37,12 +39,19 @@ def bench_jobs(directory: Path, progress: Progress, rounds: int = 5, samples: in
             ("load", lambda: engine.load(key, _ZERO), _load_request()),
         ):
             progress(f"{name}s of 1 key, one by one")
-            results += _one_by_one(job, echo, request, f"{name} of 1 key", rounds, samples)
+            meter.start()
+            measured = _one_by_one(job, echo, request, f"{name} of 1 key", rounds, samples)
+            meter.stop()
+            cost = meter.cost(rounds * samples, "job")
+            results += [replace(result, cpu=cost) for result in measured]
         progress(f"stores of 1 key, {in_flight} in flight")
         count = max(in_flight, 5 * samples)
+        meter.start()
         speeds = [(_many(engine, count, in_flight), _many_echoes(echo, count, in_flight)) for _ in range(rounds)]
+        meter.stop()
         value, floor = (median(column) for column in zip(*speeds, strict=True))
-        results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor))
+        cost = meter.cost(rounds * count, "job")
+        results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor, cost))
     return Report("jobs", FLOOR, results)
 
 

@@ -19,6 +19,14 @@ Progress = Callable[[str], None]
 """Told what is measured now, in a few words."""
 
 
+@dataclass(frozen=True)
+class Cost:
+    """CPU time of the daemon, all its threads, in seconds per ``per``: a lookup, a job, a GB."""
+
+    seconds: float
+    per: str
+
+
 class BenchFailed(KvoffdClientError):
     """The bench could not measure. The message says what to do."""
 
@@ -32,17 +40,39 @@ class Result:
         value: how it came out.
         unit: unit of value and floor.
         floor: what the machine can do at best in the same unit, measured in the same run.
+        cpu: what it cost the daemon, where that was measured.
     """
 
     case: str
     value: float
     unit: str
     floor: float
+    cpu: Cost | None = None
 
     @property
     def ratio(self) -> float:
         """``value / floor``: for times 1 is the best possible and more is worse, for speeds less is worse."""
         return self.value / self.floor
+
+    def to_object(self) -> dict[str, object]:
+        """One object of ``results``."""
+        found = {"case": self.case, "value": self.value, "unit": self.unit, "floor": self.floor, "ratio": self.ratio}
+        return found if self.cpu is None else {**found, "cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Speeds by piece size, for the plot.
+
+    Attributes:
+        name: of the line.
+        points: (bytes of a piece, GB/s), ascending.
+        is_floor: what the machine can do, not what the daemon does.
+    """
+
+    name: str
+    points: Sequence[tuple[int, float]]
+    is_floor: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,21 +83,20 @@ class Report:
         bench: its name.
         floor: what the floor is, in a sentence.
         results: in the order in which they were measured.
+        curves: what a plot of them shows; empty where there is nothing to draw.
     """
 
     bench: str
     floor: str
     results: Sequence[Result]
+    curves: Sequence[Curve] = ()
 
     def to_object(self) -> dict[str, object]:
         """The one object that ``--json`` prints."""
         return {
             "bench": self.bench,
             "machine": machine(),
-            "results": [
-                {"case": item.case, "value": item.value, "unit": item.unit, "floor": item.floor, "ratio": item.ratio}
-                for item in self.results
-            ],
+            "results": [item.to_object() for item in self.results],
         }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,9 @@ from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import UnitError, parse_duration
+
+if TYPE_CHECKING:
+    from kvoffd_client.cli.bench import Bench
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -188,20 +191,34 @@ def events(directory: Directory = None, json: Json = False) -> Action:
 def lookup(directory: Directory = None, json: Json = False) -> Action:
     """Measure lookups.
 
-    Round trips of 64, 1,000 and 10,000 keys, against a raw ZeroMQ echo of the same bytes. Stores 80 MiB of blocks of
-    its own, for which a full pool evicts others, and drops them at the end.
+    Round trips of 64, 1,000 and 10,000 keys, also while 8 engines store and load, and of 4 clients at once, against a
+    raw ZeroMQ echo of the same bytes. Fills the pool with blocks of its own, for which others go, and drops them at
+    the end.
     """
-    return _bench("lookup", directory, json)
+    from kvoffd_client.bench.lookup import bench_lookup
+
+    return _bench(bench_lookup, directory, json)
 
 
 @bench_app.command()
-def copy(directory: Directory = None, json: Json = False) -> Action:
+def copy(
+    directory: Directory = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor takes as many.")
+    ] = 1,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw throughput against piece size.")
+    ] = None,
+    json: Json = False,
+) -> Action:
     """Measure stores and loads.
 
-    Jobs of 64 MiB in pieces of 16 KiB to 1 MiB, against one thread's memcpy of the same bytes. Stores 64 MiB of blocks
-    of its own, for which a full pool evicts others, and drops them at the end.
+    64 MiB in pieces of 16 KiB to 1 MiB, each direction and both at once, against memcpy of the same bytes. Stores
+    128 MiB of blocks of its own, for which a full pool evicts others, and drops them at the end.
     """
-    return _bench("copy", directory, json)
+    from kvoffd_client.bench.copy import bench_copy
+
+    return _bench(partial(bench_copy, threads=threads), directory, json, plot)
 
 
 @bench_app.command()
@@ -210,11 +227,32 @@ def jobs(directory: Directory = None, json: Json = False) -> Action:
 
     Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
     """
-    return _bench("jobs", directory, json)
+    from kvoffd_client.bench.jobs import bench_jobs
+
+    return _bench(bench_jobs, directory, json)
 
 
-def _bench(name: str, directory: Path | None, json: bool) -> Action:
+@bench_app.command()
+def engine(
+    model: Annotated[str, typer.Option("--model", help="Directory or name of the model, as vLLM takes it.")],
+    directory: Directory = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=64, max=1_000_000, help="Tokens of a prompt; the model must take one more.")
+    ] = 4096,
+    json: Json = False,
+) -> Action:
+    """Measure vLLM with and without blocks in the pool.
+
+    Time to the first token of long prompts that nobody has computed before, against the same prompts after the engine
+    lost its own cache. Starts a vLLM of its own, in this process; vLLM must be installed.
+    """
+    from kvoffd_client.bench.ttft import bench_engine
+
+    return _bench(partial(bench_engine, model=model, tokens=tokens), directory, json)
+
+
+def _bench(bench: Bench, directory: Path | None, json: bool, plot: Path | None = None) -> Action:
     # Benches need numpy and the engine's side of the client, which no other command does.
     from kvoffd_client.cli.bench import run_bench
 
-    return partial(run_bench, name, _where(directory), as_json=json)
+    return partial(run_bench, bench, _where(directory), as_json=json, plot=plot)

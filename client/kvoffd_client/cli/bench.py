@@ -11,25 +11,24 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin import AdminClient
-from kvoffd_client.bench.copy import bench_copy
-from kvoffd_client.bench.jobs import bench_jobs
-from kvoffd_client.bench.lookup import bench_lookup
+from kvoffd_client.bench.plot import check_plot, draw
 from kvoffd_client.bench.report import Progress, Report, Result
 from kvoffd_client.cli.screen import PIPE_LIST_CELLS, emit, make_console, show
 from kvoffd_client.cli.text import GAP
+from kvoffd_proto.units import format_duration
 
-BENCHES: dict[str, Callable[[Path, Progress], Report]] = {
-    "lookup": bench_lookup,
-    "copy": bench_copy,
-    "jobs": bench_jobs,
-}
+Bench = Callable[[Path, Progress], Report]
 
 
-def run_bench(name: str, directory: Path, *, as_json: bool) -> int:
-    """Run the bench ``name`` against the daemon in ``directory`` and print its report."""
+def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None = None) -> int:
+    """Run ``bench`` against the daemon in ``directory`` and print its report; draw it into ``plot``."""
+    if plot is not None:
+        check_plot(plot)
     with AdminClient(directory) as admin:
         admin.health()  # says at once, and in a sentence, that there is no daemon
-    report = BENCHES[name](directory, _tell if sys.stderr.isatty() else _keep_quiet)
+    report = bench(directory, _tell if sys.stderr.isatty() else _keep_quiet)
+    if plot is not None:
+        draw(report, plot)
     if as_json:
         emit(json.dumps(report.to_object(), ensure_ascii=False))
     else:
@@ -50,11 +49,15 @@ def report_table(report: Report) -> Table:
     """One line per case."""
     table = Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
     table.add_column(report.bench, no_wrap=True)
-    for title in ("value", "floor", "value/floor"):
+    for title in ("value", "floor", "value/floor", "daemon CPU"):
         table.add_column(title, justify="right", no_wrap=True)
     for result in report.results:
         table.add_row(
-            Text(result.case), _amount(result, result.value), _amount(result, result.floor), f"{result.ratio:.2f}"
+            Text(result.case),
+            _amount(result, result.value),
+            _amount(result, result.floor),
+            f"{result.ratio:.2f}",
+            "" if result.cpu is None else f"{format_duration(result.cpu.seconds)}/{result.cpu.per}",
         )
     return table
 

@@ -1,0 +1,142 @@
+"""What the pool saves a real vLLM: time to the first token, cold and warm. Needs vLLM, which nothing else here does."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.bench.report import BenchFailed, Progress, Report, Result
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+FLOOR = "the same prompts again while the engine still has their blocks itself: nothing but the tail is computed"
+FIRST_TOKEN, LAST_TOKEN = 3, 999
+"""Every vocabulary has these."""
+ANSWER_TOKENS = 8
+WAIT_S = 60.0
+QUIET_S = 0.5
+POLL_S = 0.05
+
+
+def bench_engine(directory: Path, progress: Progress, model: str, tokens: int = 4096, prompts: int = 3) -> Report:
+    """Measure vLLM's own time to the first token of ``prompts`` prompts of ``tokens`` random tokens, one by one.
+
+    Cold: nobody has computed them. Warm: the engine has lost its own cache, the daemon has the blocks. The answers of
+    both must agree. Raises BenchFailed, DaemonUnavailable.
+    """
+    # One token more than whole blocks have: vLLM always computes the last one.
+    texts = [random.choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=tokens + 1) for _ in range(prompts + 1)]
+    with _silent_stdout():
+        progress("starting vLLM")
+        llm = _start(directory, model, tokens)
+        progress("prompts that nobody has computed")
+        # An engine's first request pays for more than its prompt.
+        _first_tokens(llm, texts[:1])
+        cold, answers = _first_tokens(llm, texts[1:])
+        progress("the same prompts from the engine's own cache")
+        own, _ = _first_tokens(llm, texts[1:])
+        _wait_for_stores(directory)
+        _wait(llm.reset_prefix_cache, "vLLM did not let go of its prefix cache")
+        progress("the same prompts from the pool")
+        warm, again = _first_tokens(llm, texts[1:])
+        del llm
+    if again != answers:
+        raise BenchFailed("vLLM answered otherwise with blocks from the pool; please report it, with the model's name.")
+    return Report(
+        "engine",
+        FLOOR,
+        [
+            Result(f"first of {tokens:,} tokens' answer, cold", median(cold), "ms", median(own)),
+            Result(f"first of {tokens:,} tokens' answer, from the pool", median(warm), "ms", median(own)),
+        ],
+    )
+
+
+def _start(directory: Path, model: str, tokens: int) -> LLM:
+    try:
+        from vllm import LLM
+    except ImportError as error:
+        raise BenchFailed(
+            "This bench runs a vLLM, which is not installed here; run it with the Python that your engines run with."
+        ) from error
+    try:
+        return LLM(
+            model=model,
+            skip_tokenizer_init=True,
+            max_model_len=tokens + 1 + ANSWER_TOKENS,
+            enforce_eager=True,
+            disable_log_stats=False,
+            seed=0,
+            kv_transfer_config={
+                "kv_connector": "KvoffdConnector",
+                "kv_role": "kv_both",
+                # A bench waits for slow answers instead of calling them misses.
+                "kv_connector_extra_config": {"directory": str(directory), "lookup_deadline_ms": 2000.0},
+            },
+        )
+    except (ValueError, RuntimeError, OSError) as error:
+        raise BenchFailed(f"vLLM did not start with the model {model}: {error}") from error
+
+
+def _first_tokens(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[list[int]]]:
+    """By prompt: milliseconds from its arrival to its first token, as vLLM counts them; and its answer."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    times: list[float] = []
+    answers: list[list[int]] = []
+    for text in texts:
+        (output,) = llm.generate([{"prompt_token_ids": text}], sampling, use_tqdm=False)
+        if output.metrics is None:
+            raise BenchFailed("vLLM measured no times; its statistics are off.")
+        times.append(output.metrics.first_token_latency * 1000.0)
+        answers.append(list(output.outputs[0].token_ids))
+    return times, answers
+
+
+def _wait_for_stores(directory: Path) -> None:
+    """Until the daemon has nothing to copy and holds the same blocks for a while."""
+    with AdminClient(directory) as admin:
+        last: tuple[int, int] = (-1, -1)
+        since = time.monotonic()
+
+        def quiet() -> bool:
+            nonlocal last, since
+            stats = admin.stats()
+            seen = (stats.store.jobs, stats.pool.ready_bytes)
+            if seen != last or stats.store.queued_jobs or stats.store.running_jobs:
+                last, since = seen, time.monotonic()
+            return time.monotonic() - since > QUIET_S
+
+        _wait(quiet, "The daemon did not finish storing")
+
+
+def _wait(condition: Callable[[], bool], failure: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchFailed(f"{failure} within {WAIT_S:.0f} s; see the log of the engine and of the daemon.")
+        time.sleep(POLL_S)
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """vLLM and its processes write to standard output, which is the report's: send that to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -1,0 +1,25 @@
+"""A daemon that nobody asks anything costs next to nothing."""
+
+from __future__ import annotations
+
+import time
+
+from support.daemon import DaemonProcess
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.testing import FakeEngine
+
+WATCHED_S = 4.0
+MIB = 2**20
+
+
+def test_an_idle_daemon_with_an_engine_takes_under_half_a_percent_of_a_core_and_150_mb(daemon: DaemonProcess) -> None:
+    with FakeEngine(daemon.directory) as engine, AdminClient(daemon.directory) as admin:
+        engine.fill([0], seed=1)
+        assert engine.store([bytes(32)], [0]).ok
+        before = admin.stats()
+        time.sleep(WATCHED_S)  # the stretch that is measured, not a wait for something
+        after = admin.stats()
+    share = (after.cpu_seconds - before.cpu_seconds) / (after.uptime_seconds - before.uptime_seconds)
+    assert share < 0.005
+    assert after.resident_bytes < 150 * MIB
