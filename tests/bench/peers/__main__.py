@@ -1,0 +1,101 @@
+"""kvoffd and LMCache's multiprocess server, the same work on the same machine: ``python -m tests.bench.peers``.
+
+Started by ``make bench-peers``; README.md beside this file says what is measured and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+from kvoffd_client.bench.report import machine
+from tests.bench.peers.client import ROOT, ClientFailed
+from tests.bench.peers.compare import Comparison, Disturbed, Effort, load_average
+from tests.bench.peers.servers import ServerFailed
+from tests.bench.peers.table import number, table
+
+PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
+
+
+def main() -> int:
+    """Compare, print, save; 0 when all was measured."""
+    options = _options()
+    if not (options.lmcache_python.parent / "lmcache").exists():
+        print(f"There is no LMCache in {options.lmcache_python.parent}; `make bench-peers` builds it.", file=sys.stderr)
+        return 2
+    before = load_average()
+    effort = Effort(
+        options.rounds, options.samples, options.starts, options.idle_seconds, options.others_share, options.patience
+    )
+    comparison = Comparison(options.lmcache_python, effort, lambda text: print(f"{text} ...", file=sys.stderr))
+    try:
+        comparison.run()
+    except (ClientFailed, Disturbed, ServerFailed) as failure:
+        print(failure, file=sys.stderr)
+        return 1
+    facts: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "command": "python -m tests.bench.peers " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "load_average": {"before": before, "after": load_average()},
+        "effort": vars(effort),
+        "others": {
+            "share of all cores, median": number(median(comparison.shares)),
+            "most": number(max(comparison.shares)),
+            "rounds done again": comparison.disturbed,
+        },
+        "sides": comparison.facts,
+        "servers": comparison.commands,
+    }
+    results = json.dumps(facts | {"results": [row.to_object() for row in comparison.rows]}, indent=1)
+    text = _text(facts, table(comparison.rows))
+    print(results if options.json else text)
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text((results if options.save.suffix == ".json" else text) + "\n")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    effort = Effort()
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lmcache-python", type=Path, default=PYTHON, help="Python of LMCache's environment")
+    parser.add_argument("--rounds", type=int, default=effort.rounds, help="counted rounds")
+    parser.add_argument("--samples", type=int, default=effort.samples, help="lookups in a round")
+    parser.add_argument("--starts", type=int, default=effort.starts, help="starts of each server, and floods")
+    parser.add_argument("--idle-seconds", type=float, default=effort.idle_s, help="how long idling is watched")
+    parser.add_argument(
+        "--others-share", type=float, default=effort.others_share, help="of all cores, what others may use in a round"
+    )
+    parser.add_argument("--patience", type=int, default=effort.patience, help="rounds that may be done again")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
+    parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
+    return parser.parse_args()
+
+
+def _commit() -> str:
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout.strip() or "unknown"
+
+
+def _text(facts: dict[str, object], results: str) -> str:
+    lines = [f"* {name}: {_flat(fact)}" for name, fact in facts.items()]
+    return "\n".join(["# kvoffd and LMCache's multiprocess server", "", *lines, "", results])
+
+
+def _flat(fact: object) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{name} {_flat(value)}" for name, value in fact.items())
+    if isinstance(fact, list):
+        return "; ".join(f"`{item}`" for item in fact)
+    return str(fact)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""What is compared, in which order. Both sides take turns in every round, and the floors are measured in between."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from kvoffd_client.bench.copy import Memcpy
+from kvoffd_client.bench.echo import Echo, echo_request
+from tests.bench.peers.client import Client
+from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
+from tests.bench.peers.quiet import OthersShare
+from tests.bench.peers.servers import KvoffdServer, LMCacheServer, Server, idle_cpu_percents, resident_mib
+from tests.bench.peers.table import Row
+
+T = TypeVar("T")
+F = TypeVar("F")
+KIB, MIB = 2**10, 2**20
+PROMPT_TOKENS = 16_384
+DEFAULT_CHUNK_TOKENS = 256
+"""LMCache's default."""
+JOB_BYTES = 64 * MIB
+LAYERS = 16
+PIECES = (64 * KIB, 256 * KIB)
+LOOKUP = Geometry(layers=1, blocks=1 + PROMPT_TOKENS // BLOCK_TOKENS, page_bytes=4 * KIB)
+"""Lookups ask for many small blocks. Block 0 is nobody's: LMCache takes it for no block, as vLLM does."""
+FLOOD_KEYS, FLOOD_CLIENTS, FLOOD_IN_FLIGHT, FLOOD_S = 64, 4, 4, 2.0
+SETTLE_S = 5.0
+WARM_UPS = 3
+"""Rounds before those that count."""
+QUIET_S = 0.5
+
+Say = Callable[[str], None]
+Turn = Callable[[], T]
+Sides = tuple[list[float], list[float]]
+"""Of kvoffd and of LMCache."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of everything.
+
+    Attributes:
+        rounds: that count.
+        samples: lookups in a round.
+        starts: of each server, and floods.
+        idle_s: how long idling is watched.
+        others_share: of all cores, 0 to 1: what other processes may use in a round that counts.
+        patience: rounds that may not count before the comparison gives up.
+    """
+
+    rounds: int = 9
+    samples: int = 20
+    starts: int = 3
+    idle_s: float = 20.0
+    others_share: float = 0.04
+    patience: int = 500
+
+
+class Disturbed(Exception):
+    """Other processes disturbed more rounds than one can do again."""
+
+
+class Comparison:
+    """Runs all parts and collects the rows, and what the sides say of themselves."""
+
+    def __init__(self, rival_python: Path, effort: Effort, say: Say) -> None:
+        self._python, self._effort, self._say = rival_python, effort, say
+        self.rows: list[Row] = []
+        self.facts: dict[str, dict[str, str]] = {}
+        self.commands: list[str] = []
+        self.shares: list[float] = []
+        self.disturbed = 0
+
+    def run(self) -> None:
+        """All parts; some minutes."""
+        self._alone()
+        with ExitStack() as stack:
+            kvoffd, lmcache = self._pair(stack, BLOCK_TOKENS, "NHD")
+            self._lookups(kvoffd, lmcache, Prompt(PROMPT_TOKENS, PROMPT_TOKENS // BLOCK_TOKENS))
+            for piece in PIECES:
+                self._copies(kvoffd, lmcache, piece, "16-token chunks")
+        with ExitStack() as stack:
+            kvoffd, lmcache = self._pair(stack, DEFAULT_CHUNK_TOKENS, "NHD")
+            self._lookups(kvoffd, lmcache, Prompt(PROMPT_TOKENS, PROMPT_TOKENS // DEFAULT_CHUNK_TOKENS))
+            for piece in PIECES:
+                self._copies(kvoffd, lmcache, piece, "256-token chunks")
+            self._after_work()
+        with ExitStack() as stack:
+            kvoffd, lmcache = self._pair(stack, DEFAULT_CHUNK_TOKENS, "HND")
+            for piece in PIECES:
+                self._copies(kvoffd, lmcache, piece, "256-token chunks, heads before tokens")
+        self._floods()
+
+    def _pair(self, stack: ExitStack, chunk_tokens: int, layout: str) -> tuple[Client, Client]:
+        self._servers = servers = KvoffdServer(), LMCacheServer(self._python, chunk_tokens, layout)
+        kvoffd, lmcache = (stack.enter_context(Client(stack.enter_context(server))) for server in servers)
+        for server, client in zip(servers, (kvoffd, lmcache), strict=True):
+            self.facts.setdefault(server.name, {}).update(client.ask("facts"))
+        return kvoffd, lmcache
+
+    def _alone(self) -> None:
+        """Start and idle, one server at a time, the other not running."""
+        makers: tuple[Callable[[], Server], ...] = (
+            KvoffdServer,
+            lambda: LMCacheServer(self._python, DEFAULT_CHUNK_TOKENS),
+        )
+        starts: Sides = ([], [])
+        idle: Sides = ([], [])
+        resident: Sides = ([], [])
+        for number in range(self._effort.starts):
+            for side, make in enumerate(makers):
+                self._quietly(partial(time.sleep, QUIET_S))
+                with make() as server:
+                    self._say(f"{server.name} idle, {number + 1} of {self._effort.starts}")
+                    if number == 0:
+                        self.commands.append(" ".join(server.command))
+                    time.sleep(SETTLE_S)
+                    starts[side].append(server.start_s)
+                    idle[side] += idle_cpu_percents((server,), self._effort.idle_s)
+                    resident[side].append(resident_mib(server))
+        self.rows += [
+            Row("server: start to first connection", "s", *starts),
+            Row("server: CPU while idle", "% of a core", *idle),
+            Row("server: resident memory without the pool", "MiB", *resident),
+        ]
+
+    def _after_work(self) -> None:
+        """As _alone(), of servers that have worked, with their engines still connected."""
+        self._say("both idle, an engine connected")
+        time.sleep(SETTLE_S)
+        idle, resident = idle_cpu_percents(self._servers, self._effort.idle_s), map(resident_mib, self._servers)
+        (own, other), (own_mib, other_mib) = idle, resident
+        self.rows += [
+            Row("server: CPU while idle, an engine connected", "% of a core", [own], [other]),
+            Row("server: resident memory without the pool, after all of the above", "MiB", [own_mib], [other_mib]),
+        ]
+
+    def _lookups(self, kvoffd: Client, lmcache: Client, prompt: Prompt) -> None:
+        for client in (kvoffd, lmcache):
+            client.open(LOOKUP)
+            client.ask("fill", prompt=asdict(prompt))
+        request = echo_request(96 + 32 * prompt.keys, 64 + prompt.keys)
+        with Echo() as echo:
+            for hit in (False, True):
+                case = f"lookup of {prompt.tokens:,} tokens, {prompt.keys:,} keys, {'hit' if hit else 'miss'}"
+                self._say(case)
+                found = self._rounds(
+                    partial(kvoffd.lookups, prompt, hit, self._effort.samples),
+                    partial(lmcache.lookups, prompt, hit, self._effort.samples),
+                    partial(_echoes, echo, request, self._effort.samples),
+                )
+                ours, theirs, floors = ([1000 * median(seconds) for seconds in side] for side in found)
+                self.rows.append(Row(case, "ms", ours, theirs, floors))
+
+    def _copies(self, kvoffd: Client, lmcache: Client, piece: int, chunks: str) -> None:
+        blocks = JOB_BYTES // (LAYERS * piece)
+        geometry = Geometry(LAYERS, 1 + 2 * blocks, piece)
+        for client in (kvoffd, lmcache):
+            client.open(geometry)
+            client.ask("verify", blocks=blocks)
+        own_orders, other_orders = _orders(geometry.blocks, blocks), _orders(geometry.blocks, blocks)
+        self._say(f"copies in pieces of {piece // KIB} KiB, {chunks}")
+        with Memcpy(JOB_BYTES) as memcpy:
+            ours, theirs, floors = self._rounds(
+                lambda: kvoffd.copies(next(own_orders)),
+                lambda: lmcache.copies(next(other_orders)),
+                lambda: memcpy.speed(JOB_BYTES) / 1e9,
+            )
+        for index, what in enumerate(("store", "load")):
+            case = f"{what} of {JOB_BYTES // MIB} MiB, pieces of {piece // KIB} KiB, {chunks}"
+            columns = [[item[index] for item in side] for side in (ours, theirs)]
+            own, other = ([JOB_BYTES / item.seconds / 1e9 for item in side] for side in columns)
+            self.rows.append(Row(case, "GB/s", own, other, floors, more_is_better=True))
+            for whose in ("client", "server"):
+                own, other = ([_cpu_s_per_gb(item, whose) for item in side] for side in columns)
+                self.rows.append(Row(f"... CPU of the {whose}", "s/GB", own, other))
+
+    def _rounds(self, ours: Turn[T], theirs: Turn[T], floor: Turn[F]) -> tuple[list[T], list[T], list[F]]:
+        """Each of the three in every round; the first ones warm up, and who begins changes from round to round.
+
+        A round in which other processes used the machine too is done again: LMCache copies with as many threads as
+        there are cores, and suffers from others far more than anything else here does.
+        """
+        found: list[tuple[T, T, F]] = []
+        for number in range(WARM_UPS + self._effort.rounds):
+            turns = partial(_forwards if number % 2 else _backwards, ours, theirs, floor)
+            found.append(turns() if number < WARM_UPS else self._quietly(turns))
+        own, other, floors = zip(*found[WARM_UPS:], strict=True)
+        return list(own), list(other), list(floors)
+
+    def _quietly(self, work: Turn[T]) -> T:
+        """Do ``work`` until others leave the machine alone while it is done. Raises Disturbed."""
+        while True:
+            with OthersShare() as others:
+                result = work()
+            if others.share <= self._effort.others_share:
+                self.shares.append(others.share)
+                return result
+            self.disturbed += 1
+            if self.disturbed > self._effort.patience:
+                raise Disturbed("The machine is too busy to measure on; try again when it is quiet.")
+
+    def _floods(self) -> None:
+        prompt = Prompt(FLOOD_KEYS * BLOCK_TOKENS, FLOOD_KEYS)
+        case = f"lookups of {FLOOD_KEYS} keys, {FLOOD_CLIENTS} clients, {FLOOD_IN_FLIGHT} each in flight"
+        found: Sides = ([], [])
+        servers: tuple[Server, Server] = KvoffdServer(), LMCacheServer(self._python, BLOCK_TOKENS)
+        for server, speeds in zip(servers, found, strict=True):
+            self._say(f"{server.name}: {case}")
+            with ExitStack() as stack:
+                stack.enter_context(server)
+                clients = [stack.enter_context(Client(server)) for _ in range(FLOOD_CLIENTS)]
+                for client in clients:
+                    client.open(Geometry(1, 1 + FLOOD_KEYS, 4 * KIB))
+                    client.ask("fill", prompt=asdict(prompt))
+                speeds += [self._quietly(partial(_flood, clients, prompt)) for _ in range(self._effort.starts)]
+        self.rows.append(Row(case, "lookups/s", *found, more_is_better=True))
+
+
+def _forwards(ours: Turn[T], theirs: Turn[T], floor: Turn[F]) -> tuple[T, T, F]:
+    own, least, other = ours(), floor(), theirs()
+    return own, other, least
+
+
+def _backwards(ours: Turn[T], theirs: Turn[T], floor: Turn[F]) -> tuple[T, T, F]:
+    other, least, own = theirs(), floor(), ours()
+    return own, other, least
+
+
+def _orders(blocks: int, count: int) -> Iterator[list[int]]:
+    """``count`` blocks of an engine, scattered, again and again; the same for everybody who asks."""
+    chooser = random.Random(1)
+    while True:
+        yield chooser.sample(range(1, blocks), count)
+
+
+def _echoes(echo: Echo, request: bytes, samples: int) -> list[float]:
+    return [echo.round_trip(request) for _ in range(samples)]
+
+
+def _flood(clients: Sequence[Client], prompt: Prompt) -> float:
+    for client in clients:
+        client.tell("flood", prompt=asdict(prompt), seconds=FLOOD_S, in_flight=FLOOD_IN_FLIGHT)
+    return sum(int(client.hear()) for client in clients) / FLOOD_S
+
+
+def _cpu_s_per_gb(copy: Copy, whose: str) -> float:
+    seconds = copy.client_cpu_s if whose == "client" else copy.server_cpu_s
+    return seconds / (JOB_BYTES / 1e9)
+
+
+def load_average() -> str:
+    """Of the last minute."""
+    return f"{os.getloadavg()[0]:.2f}"

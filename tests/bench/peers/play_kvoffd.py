@@ -1,0 +1,121 @@
+"""kvoffd's client in the comparison: ``python -m tests.bench.peers.play_kvoffd DIRECTORY SERVER_PID``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from kvoffd_client.bench.engine import WAIT_S, BenchEngine, random_keys
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_proto.messages import GroupKeys, GroupTransfer
+from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
+
+
+class KvoffdPlayer(Player):
+    """A scheduler and a worker of one engine, through the public clients that the vLLM connector uses too."""
+
+    def __init__(self, directory: Path, server_pid: int) -> None:
+        super().__init__(server_pid)
+        self._directory = directory
+        self._engine: BenchEngine | None = None
+        self._job_ids = itertools.count(1)
+        self._filled = b""
+
+    @property
+    def _open_engine(self) -> BenchEngine:
+        assert self._engine is not None, "open() comes first"
+        return self._engine
+
+    def open(self, geometry: Geometry) -> None:
+        self.close()
+        self._geometry = geometry
+        label = f"peers {geometry.layers} x {geometry.page_bytes}"
+        self._engine = BenchEngine(self._directory, label, geometry.layers, geometry.blocks, geometry.page_bytes)
+
+    def fill(self, prompt: Prompt) -> None:
+        self._filled = random_keys(prompt.keys)
+        self._copy("store", self._filled, np.arange(1, prompt.keys + 1, dtype=np.int32))
+
+    def lookup(self, prompt: Prompt, hit: bool) -> float:
+        engine = self._open_engine
+        ticket, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))
+        _check(ticket, prompt.keys if hit else 0)
+        engine.release(ticket)
+        return seconds
+
+    def copies(self, order: list[int]) -> tuple[Copy, Copy]:
+        engine, keys = self._open_engine, random_keys(len(order))
+        stored = self.measured(lambda: self._copy("store", keys, np.array(order, dtype=np.int32)))
+        ticket, _ = engine.lookup(keys)
+        _check(ticket, len(order))
+        targets = np.array(order[::-1], dtype=np.int32)
+        loaded = self.measured(lambda: self._copy("load", keys, targets, ticket.lease_id))
+        engine.forget()
+        return stored, loaded
+
+    def verify(self, blocks: int) -> None:
+        engine, keys = self._open_engine, random_keys(blocks)
+        random = np.random.default_rng(2)
+        memory = engine._memory.view.reshape(self._geometry.layers, self._geometry.blocks, self._geometry.page_bytes)
+        memory[:] = random.integers(0, 256, memory.shape, np.uint8)
+        before = memory.copy()
+        ids = (1 + random.permutation(blocks)).astype(np.int32)
+        self._copy("store", keys, ids)
+        memory.fill(0)
+        ticket, _ = engine.lookup(keys)
+        self._copy("load", keys, ids[::-1].copy(), ticket.lease_id)
+        if not np.array_equal(memory[:, ids[::-1]], before[:, ids]):
+            raise AssertionError("What was loaded is not what was stored.")
+        engine.forget()
+
+    def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
+        scheduler = self._open_engine.scheduler
+        groups = (GroupKeys(group=0, keys=self._filled),)
+        tickets = [scheduler.lookup(groups) for _ in range(in_flight)]
+        answered = 0
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            for index, ticket in enumerate(tickets):
+                ticket.wait(WAIT_S)
+                _check(ticket, prompt.keys)
+                scheduler.release(ticket.lease_id)
+                tickets[index] = scheduler.lookup(groups)
+                answered += 1
+        for ticket in tickets:
+            ticket.wait(WAIT_S)
+            scheduler.release(ticket.lease_id)
+        return answered
+
+    def facts(self) -> dict[str, str]:
+        return {"version": version("kvoffd"), "libzmq": zmq.zmq_version(), "numpy": np.__version__}
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _copy(self, what: str, keys: bytes, block_ids: np.ndarray, lease_id: int = 0) -> None:
+        engine = self._open_engine
+        transfer = (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),)
+        if what == "store":
+            engine.worker.store(next(self._job_ids), transfer)
+        else:
+            engine.worker.load(next(self._job_ids), lease_id, transfer)
+        (result,) = engine.results(1)
+        if not result.ok or result.bytes != len(block_ids) * engine.job_bytes:
+            raise AssertionError(f"The {what} failed: {result}")
+
+
+def _check(ticket: LookupTicket, ready: int) -> None:
+    if not ticket.done or ticket.failed or ticket.leading_ready() != ready:
+        raise AssertionError(f"A lookup must find {ready} blocks and found {ticket.leading_ready()}.")
+
+
+if __name__ == "__main__":
+    play(KvoffdPlayer(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,80 @@
+"""The result of a comparison: rows, ratios with their spread, and text and JSON of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case.
+
+    Attributes:
+        case: what was done.
+        unit: of every value.
+        kvoffd: its value in every round.
+        lmcache: its value in the same rounds.
+        floor: what the machine does at best in the same rounds, empty where there is no such thing.
+        more_is_better: as for speeds.
+    """
+
+    case: str
+    unit: str
+    kvoffd: Sequence[float]
+    lmcache: Sequence[float]
+    floor: Sequence[float] = ()
+    more_is_better: bool = False
+
+    @property
+    def ratios(self) -> list[float]:
+        """How many times better kvoffd was, round by round; below 1 it was worse."""
+        pairs = zip(self.kvoffd, self.lmcache, strict=True)
+        return [own / other if self.more_is_better else other / own for own, other in pairs]
+
+    def cells(self) -> list[str]:
+        """Of the table."""
+        ratios = self.ratios
+        return [
+            self.case,
+            self.unit,
+            number(median(self.kvoffd)),
+            number(median(self.lmcache)),
+            f"{number(median(ratios))} ({number(min(ratios))} to {number(max(ratios))})",
+            number(median(self.floor)) if self.floor else "",
+        ]
+
+    def to_object(self) -> dict[str, object]:
+        """For JSON: medians, and every round."""
+        return {
+            "case": self.case,
+            "unit": self.unit,
+            "more_is_better": self.more_is_better,
+            "kvoffd": median(self.kvoffd),
+            "lmcache": median(self.lmcache),
+            "ratio": median(self.ratios),
+            "floor": median(self.floor) if self.floor else None,
+            "rounds": {"kvoffd": list(self.kvoffd), "lmcache": list(self.lmcache), "floor": list(self.floor)},
+        }
+
+
+HEAD = ["case", "unit", "kvoffd", "LMCache", "times better (min to max)", "floor"]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table, aligned to be read as it is."""
+    lines = [HEAD, *(row.cells() for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    texts = [f"| {' | '.join(line)} |" for line in padded]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([texts[0], rule, *texts[1:]])
+
+
+def number(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    digits = 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}"
