@@ -197,12 +197,12 @@ class Config:
         metadata=_directory("Directory of the three sockets; made with mode 0750 where it is missing."),
     )
     pool_bytes: int = _size(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
-    pool_file: str = _file(
-        "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
-    )
     log_level: str = _choice("info", LOG_LEVELS, "Least severity that is logged.")
     log_format: str = _choice("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
     eviction_policy: str = _choice("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")
+    pool_file: str = _file(
+        "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
+    )
     touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
     copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
     allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
