@@ -1,0 +1,116 @@
+"""The accounts that are kept beside the daemon's own, and compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvoffd.cache.block import BlockState
+from kvoffd.server.service import Service
+from kvoffd_proto import codec
+from kvoffd_proto.events import (
+    KV_TOPIC_PREFIX,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KvEvent,
+    decode_event_batch,
+    kv_topic,
+)
+from tests.sim.clock import Broken
+
+Readable = set[tuple[int, bytes]]
+"""Blocks of a namespace that can be read: (group, key)."""
+
+
+def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True) -> None:
+    """Apply events to what was readable before them. ``strict``: nothing is stored twice or removed in vain."""
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            readable.clear()
+            continue
+        assert event.group_idx is not None
+        for key in event.block_hashes:
+            entry = (event.group_idx, key)
+            if strict and (entry in readable) is isinstance(event, BlockStored):
+                raise Broken(f"{type(event).__name__} of a block that {'is' if entry in readable else 'is not'} there")
+            if isinstance(event, BlockStored):
+                readable.add(entry)
+            else:
+                assert isinstance(event, BlockRemoved)
+                readable.discard(entry)
+
+
+class Audit:
+    """One life of the daemon: its accepted jobs and completions, and its events folded from the start."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.unfinished: set[tuple[int, int]] = set()
+        """(session, job) that was accepted and has no completion."""
+        self.accepted = 0
+        self._sequences: dict[int, int] = {}
+        self._event_sequence = 0
+        self._readable: dict[bytes, Readable] = {}
+
+    def accept(self, session_id: int, job_id: int) -> None:
+        """The daemon took a job."""
+        if (session_id, job_id) in self.unfinished:
+            raise Broken(f"job {job_id} was accepted twice")
+        self.unfinished.add((session_id, job_id))
+        self.accepted += 1
+
+    def publication(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
+        """The daemon published something."""
+        number = int.from_bytes(sequence, "big")
+        if topic.startswith(KV_TOPIC_PREFIX):
+            if number != self._event_sequence:
+                raise Broken("KV event messages are not numbered one by one")
+            self._event_sequence += 1
+            fold(decode_event_batch(payload).events, self._readable.setdefault(topic, set()))
+            return
+        batch = codec.decode_completions(payload)
+        if batch.sequence != number or number != self._sequences.get(batch.session_id, 0) + 1:
+            raise Broken("completions are not numbered one by one")
+        self._sequences[batch.session_id] = number
+        for result in batch.results:
+            job = (batch.session_id, result.job_id)
+            if job not in self.unfinished:
+                raise Broken(f"job {result.job_id} has a second completion, or was never accepted")
+            self.unfinished.remove(job)
+            if result.ok and (result.error is not None or result.failed):
+                raise Broken("a job is ok and failed")
+
+    def check_jobs(self) -> None:
+        """After a flush: the jobs without a completion are those that run."""
+        running = {(job.session.id, job.id) for job in self._service.jobs._running}
+        if running != self.unfinished:
+            lost, unknown = self.unfinished - running, running - self.unfinished
+            raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")
+
+    def check_events(self) -> None:
+        """After a flush: what the events fold to is the index."""
+        for namespace in self._service.cache.namespaces:
+            if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
+                raise Broken("folding the KV events does not give the index")
+
+    def folded(self, fingerprint: bytes) -> Readable:
+        """What the events of a namespace that were published so far fold to."""
+        return self._readable.get(kv_topic(fingerprint), set())
+
+    def check_cache(self) -> None:
+        """The cache's own audit."""
+        try:
+            self._service.cache.check()
+        except (AssertionError, KeyError) as error:
+            raise Broken(f"the cache's books: {error}") from error
+
+
+def readable_in(service: Service, fingerprint: bytes) -> Readable:
+    """What the daemon's index says can be read."""
+    namespace = service.cache.namespace(fingerprint)
+    return {
+        (group, key)
+        for group, index in enumerate(namespace.index)
+        for key, block in index.items()
+        if block.state is BlockState.READY
+    }

@@ -1,0 +1,103 @@
+"""Virtual time: an ordered queue of what is to happen, and the trace of what did."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+Event = Callable[[], None]
+
+TRACE_LINES = 2000
+"""Lines of the trace that are kept for a report; the hash covers all."""
+
+
+class Broken(AssertionError):
+    """A promise of DESIGN.md does not hold, or the simulation got stuck. The text says which and how."""
+
+
+class Clock:
+    """Seconds that pass only from one event to the next. Events of the same time happen in the order of their entry."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.steps = 0
+        self._queue: list[tuple[float, int, Event]] = []
+        self._entries = 0
+        self._hash = hashlib.sha256()
+        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, when: float, event: Event) -> None:
+        """Have ``event`` happen at ``when``, or now if that has passed."""
+        self._entries += 1
+        heappush(self._queue, (max(when, self.now), self._entries, event))
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Have ``event`` happen in ``delay_s`` seconds."""
+        self.at(self.now + delay_s, event)
+
+    def step(self) -> bool:
+        """Let the next event happen; False when there is none."""
+        if not self._queue:
+            return False
+        self.now, _, event = heappop(self._queue)
+        self.steps += 1
+        event()
+        return True
+
+    def next_at(self) -> float:
+        """When the next event happens."""
+        return self._queue[0][0] if self._queue else float("inf")
+
+    def note(self, line: str) -> None:
+        """Enter a line into the trace. It must depend on nothing but the seed."""
+        stamped = f"{self.now:.6f} {line}"
+        self._hash.update(stamped.encode())
+        self.trace.append(stamped)
+
+    def digest(self) -> str:
+        """SHA-256 over all lines so far."""
+        return self._hash.hexdigest()
+
+
+class Process:
+    """Something that runs, may be stopped for a while (SIGSTOP), and dies."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.name = name
+        self.alive = True
+        self.paused_until = 0.0
+        self._clock = clock
+        self._backlog: deque[Event] = deque()
+
+    def run(self, event: Event) -> None:
+        """Let ``event`` happen in this process: now, when it goes on (in this order), or never if it has died."""
+        if not self.alive:
+            return
+        if self._backlog:
+            self._backlog.append(event)
+        elif self._clock.now < self.paused_until:
+            self._backlog.append(event)
+            self._clock.at(self.paused_until, self._go_on)
+        else:
+            event()
+
+    def _go_on(self) -> None:
+        if self._clock.now < self.paused_until:
+            self._clock.at(self.paused_until, self._go_on)
+            return
+        while self._backlog and self.alive:
+            self._backlog[0]()
+            self._backlog.popleft()
+
+    def after(self, delay_s: float, event: Event) -> None:
+        """Have ``event`` happen in this process in ``delay_s`` seconds."""
+        self._clock.after(delay_s, lambda: self.run(event))
+
+    def pause(self, seconds: float) -> None:
+        """Stop it for a while."""
+        self.paused_until = max(self.paused_until, self._clock.now + seconds)

@@ -1,0 +1,211 @@
+"""A transfer engine in virtual time: copies in steps, may be slow, fail, stall, and is watched at every byte."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from tests.sim.clock import Broken, Clock, Process
+from tests.sim.memory import AddressSpace
+from tests.sim.pool import Slot, WatchedPool
+from tests.sim.scenario import Faults
+
+
+@dataclass(eq=False)
+class _Copy:
+    """A transfer that was submitted and has not ended."""
+
+    transfer: Transfer
+    slots: list[Slot]
+    mappings: list[int]
+    pieces: list[tuple[int, int, int]]
+    moved: int = 0
+    piece: int = 0
+    step: int = 0
+    steps: int = 1
+    fails_at: int = -1
+    pause_s: float = 0.0
+    started_at: float = 0.0
+
+
+@dataclass
+class _Lane:
+    """One direction."""
+
+    queue: dict[Transfer, _Copy] = field(default_factory=dict)
+    running: _Copy | None = None
+    busy_s: float = 0.0
+    nbytes: int = 0
+
+
+class SimEngine(TransferEngine):
+    """One thread per direction, as HostEngine has, in the daemon's process."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        process: Process,
+        space: AddressSpace,
+        pool: WatchedPool,
+        pool_number: int,
+        faults: Faults,
+        dice: random.Random,
+        deadline_s: float,
+    ) -> None:
+        self._clock = clock
+        self._process = process
+        self._space = space
+        self._pool = pool
+        self._pool_number = pool_number
+        self._faults = faults
+        self._dice = dice
+        self._deadline_s = deadline_s
+        self._lanes = {direction: _Lane() for direction in Direction}
+        self._closed = False
+
+    # --- TransferEngine --------------------------------------------------------------------------
+
+    def submit(self, transfer: Transfer) -> None:
+        if self._closed:
+            transfer.on_done(transfer, Outcome.CANCELLED, 0.0)
+            return
+        copy = self._claim(transfer)
+        lane = self._lanes[transfer.direction]
+        lane.queue[transfer] = copy
+        self._clock.note(f"submit {transfer.direction.value} {transfer.plan.nbytes} in {len(copy.pieces)}")
+        if lane.running is None and len(lane.queue) == 1:
+            self._process.after(self._dice.uniform(0, 0.002), lambda: self._start(lane))
+
+    def cancel(self, transfer: Transfer) -> bool:
+        copy = self._lanes[transfer.direction].queue.pop(transfer, None)
+        if copy is None:
+            return False
+        self._end(copy, Outcome.CANCELLED)
+        return True
+
+    def abandon(self, transfer: Transfer) -> None:
+        transfer.abandoned = True
+
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        lane = self._lanes[direction]
+        return DirectionLoad(len(lane.queue), int(lane.running is not None), lane.busy_s, lane.nbytes)
+
+    def close(self, timeout_s: float) -> bool:
+        self._closed = True
+        for lane in self._lanes.values():
+            waiting, lane.queue = list(lane.queue.values()), {}
+            for copy in waiting:
+                self._end(copy, Outcome.CANCELLED)
+            if lane.running is not None:
+                lane.running.transfer.abandoned = True
+        return not any(lane.running for lane in self._lanes.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not any(lane.queue or lane.running for lane in self._lanes.values())
+
+    # --- the copy --------------------------------------------------------------------------------
+
+    def _claim(self, transfer: Transfer) -> _Copy:
+        """Check the whole plan before the first byte moves, as the daemon must have done."""
+        plan = transfer.plan
+        slots: dict[int, Slot] = {}
+        mappings: dict[int, None] = {}
+        pieces = list(zip(plan.destination.tolist(), plan.source.tolist(), plan.size.tolist(), strict=True))
+        storing = transfer.direction is Direction.STORE
+        for destination, source, size in pieces:
+            pool_side, engine_side = (destination, source) if storing else (source, destination)
+            mapping, offset = self._space.find(pool_side, size)
+            if mapping.segment is not None or self._space.number(pool_side) != self._pool_number:
+                raise Broken("a plan's pool side lies outside the pool")
+            for slot in self._pool.slots_at(offset, size):
+                if slot.state != ("writing" if storing else "ready"):
+                    raise Broken(f"a {transfer.direction.value} uses a slot that is {slot.state}")
+                slots[slot.offset] = slot
+            mapping, offset = self._space.find(engine_side, size)
+            if mapping.segment is None or not mapping.segment.registered[offset : offset + size].all():
+                raise Broken("a plan's engine side lies outside the registered tensors")
+            mappings[self._space.number(engine_side)] = None
+        if sum(size for _, _, size in pieces) != plan.nbytes:
+            raise Broken("a plan's pieces are not as long as it says")
+        for slot in slots.values():
+            if storing and slot.transfers:
+                raise Broken("two transfers use one slot that is being written")
+            slot.transfers += 1
+        for number in mappings:
+            self._space.busy[number] = self._space.busy.get(number, 0) + 1
+        return _Copy(transfer, list(slots.values()), list(mappings), pieces)
+
+    def _start(self, lane: _Lane) -> None:
+        if lane.running is not None or not lane.queue:
+            return
+        transfer, copy = next(iter(lane.queue.items()))
+        del lane.queue[transfer]
+        lane.running = copy
+        copy.started_at = self._clock.now
+        copy.steps = self._dice.choice((1, 1, 2, 3, 5))
+        copy.pause_s = self._dice.choice((0.0001, 0.0005, 0.003))
+        if self._faults.hit("copy_slow"):
+            copy.steps += 3
+            copy.pause_s = self._dice.uniform(0.01, 0.1)
+        if self._faults.hit("copy_stall"):
+            copy.steps += 1
+            copy.pause_s = self._deadline_s * self._dice.uniform(0.3, 1.5)
+        if self._faults.hit("copy_fail"):
+            copy.fails_at = self._dice.randrange(copy.steps)
+        self._step(lane, copy)
+
+    def _step(self, lane: _Lane, copy: _Copy) -> None:
+        transfer = copy.transfer
+        outcome: Outcome | None = None
+        if transfer.abandoned:
+            outcome = Outcome.FAILED
+        elif self._clock.now >= transfer.deadline:
+            outcome = Outcome.DEADLINE
+        else:
+            copy.step += 1
+            until = transfer.plan.nbytes * copy.step // copy.steps
+            if copy.step - 1 == copy.fails_at:  # it fails somewhere in the middle of this step
+                until = self._dice.randint(copy.moved, until)
+                outcome = Outcome.FAILED
+            lane.nbytes += until - copy.moved
+            self._move(copy, until)
+            if outcome is None and copy.step == copy.steps:
+                outcome = Outcome.DONE
+        if outcome is None:
+            self._process.after(copy.pause_s, lambda: self._step(lane, copy))
+            return
+        lane.running = None
+        self._end(copy, outcome)
+        if lane.queue:
+            self._process.after(self._dice.uniform(0, 0.0005), lambda: self._start(lane))
+
+    def _move(self, copy: _Copy, until: int) -> None:
+        """Copy up to byte ``until`` of the plan."""
+        done = sum(size for _, _, size in copy.pieces[: copy.piece])
+        while copy.moved < until:
+            destination, source, size = copy.pieces[copy.piece]
+            start = copy.moved - done
+            nbytes = min(size - start, until - copy.moved)
+            to, to_at = self._space.find(destination + start, nbytes)
+            of, of_at = self._space.find(source + start, nbytes)
+            segment = to.segment
+            reserved = segment is None or segment.owner_dead or segment.writable[to_at : to_at + nbytes].all()
+            if not reserved:
+                raise Broken("the daemon writes to engine memory that no unfinished load was promised")
+            to.data[to_at : to_at + nbytes] = of.data[of_at : of_at + nbytes]
+            copy.moved += nbytes
+            if copy.moved == done + size:
+                done += size
+                copy.piece += 1
+
+    def _end(self, copy: _Copy, outcome: Outcome) -> None:
+        for slot in copy.slots:
+            slot.transfers -= 1
+        for number in copy.mappings:
+            self._space.busy[number] -= 1
+        transfer = copy.transfer
+        self._clock.note(f"copied {transfer.direction.value} {copy.moved} of {transfer.plan.nbytes} {outcome.value}")
+        transfer.on_done(transfer, outcome, self._clock.now - copy.started_at)

@@ -1,0 +1,375 @@
+"""The daemon: the real core, on simulated sockets, in a process that can die at any event."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+from zlib import crc32
+
+from kvoffd.cache.slots import SlotOwner, SlotStore
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.pool import Pool
+from kvoffd.server.jobs import Job
+from kvoffd.server.session import Peer
+from kvoffd.transfer.engine import Direction, Outcome
+from kvoffd.transfer.segments import MappedSegment
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.version import PROTOCOL_VERSION
+from tests.sim.audit import Audit, Readable, readable_in
+from tests.sim.clock import Broken, Process
+from tests.sim.copier import SimEngine
+from tests.sim.memory import AddressSpace, Segment
+from tests.sim.network import Dealer, Lifeline
+from tests.sim.parts import Kept, keep, keep_copy, make_config, make_pool, make_service, ready_records
+from tests.sim.pool import WatchedPool, as_bytes
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+TICK_S = 0.25
+HELLO_DEADLINE_S = 10.0
+UNTRACED = (m.StatsReply, m.HealthReply)
+"""Replies that tell of the real process."""
+
+
+class Descriptors:
+    """Real descriptors that stand for segments: the daemon closes them, and a leak shows."""
+
+    def __init__(self) -> None:
+        self._null = os.open(os.devnull, os.O_RDONLY)
+        self.segments: dict[int, Segment] = {}
+
+    def make(self, segment: Segment) -> int:
+        """A fresh descriptor of a segment."""
+        fd = os.dup(self._null)
+        self.segments[fd] = segment
+        return fd
+
+    def close(self) -> None:
+        """Close our own."""
+        os.close(self._null)
+
+
+class FailureLog(logging.Handler):
+    """Keeps what the daemon logged as its own failure."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.failure: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.failure = record.exc_info[1]
+
+
+class SimDaemon:
+    """One life of the daemon."""
+
+    def __init__(self, world: World, life: int, kept: Kept | None) -> None:
+        self._world = world
+        self.clock = world.clock
+        self.process = Process(world.clock, f"daemon {life}")
+        self.descriptors = world.descriptors
+        self._dice = world.scenario.dice(f"daemon {life}")
+        self.config = make_config(world.scenario.dice("config"))
+        self.space = AddressSpace()
+        self._pool: Pool = make_pool(world.pool_bytes, kept)
+        data = as_bytes(self._pool.address, self._pool.pool_bytes)
+        self.pool = WatchedPool(self._pool, data, world.content_of)
+        pool_mapping = self.space.map(data)
+        number = self.space.number(pool_mapping.address)
+        self.engine = SimEngine(
+            world.clock,
+            self.process,
+            self.space,
+            self.pool,
+            number,
+            world.faults,
+            world.scenario.dice(f"copies {life}"),
+            self.config.job_deadline_s,
+        )
+        self.pool.before_write = self._maybe_die
+        self.torn: Kept | None = None
+        """The pool as it was when the process was killed in the middle of something."""
+        self.service = make_service(
+            self.config,
+            self._pool,
+            cast(SlotStore, self.pool),
+            self.engine,
+            pool_mapping.address,
+            world.clock,
+            self._post,
+            self._map_segment,
+            self._dice.randbytes,
+        )
+        self.audit = Audit(self.service)
+        self.lifelines: list[Lifeline] = []
+        self._streams: list[Lifeline] = []
+        self._dealers: dict[bytes, Dealer] = {}
+        self._session_of_token: dict[bytes, int] = {}
+        self._ended_draining = 0
+        self._flush_due = False
+        self._turns = 0
+        self._unregistering = 0
+        self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
+        self.process.after(TICK_S, self._tick)
+
+    # --- lifelines, as LifelineServer does it ------------------------------------------------------
+
+    def accept(self, stream: Lifeline) -> None:
+        """A client has connected."""
+        try:
+            session = self.service.open_session(stream, Peer(1, 1, 1))
+        except KvoffdError as refusal:
+            stream.to_client.send(lifeline.Refused(refusal.code, refusal.message))
+            stream.close()
+            return
+        stream.session = session
+        self._session_of_token[session.token] = session.id
+        self.lifelines.append(stream)
+        self._streams = [one for one in self._streams if one.server_open] + [stream]
+        stream.to_client.send(lifeline.Greeting(PROTOCOL_VERSION, self.service.epoch, session.id, session.token))
+
+    def lifeline_frame(self, stream: Lifeline, frame: tuple[lifeline.Attach, Segment] | None) -> None:
+        """A frame or the end of a lifeline was read."""
+        session = stream.session
+        if session is None or not stream.server_open or session.ended:
+            return
+        if frame is None:
+            self._end(stream)
+            return
+        message, segment = frame
+        fd = self.descriptors.make(segment)
+        try:
+            self.service.attach(session, message.segment_id, fd)
+        except KvoffdError as refusal:
+            os.close(fd)
+            stream.to_client.send(lifeline.AttachRefused(message.segment_id, refusal.code, refusal.message))
+        else:
+            stream.to_client.send(lifeline.Attached(message.segment_id))
+
+    def _end(self, stream: Lifeline) -> None:
+        session = stream.session
+        assert session is not None
+        self.clock.note(f"session {session.id} ends")
+        self.lifelines.remove(stream)
+
+        def drained() -> None:
+            if any(number == session.id for number, _ in self.audit.unfinished) and session.jobs:
+                raise Broken("a session was let go of while it had jobs")
+            stream.close()
+
+        self.service.end_session(session, drained)
+        self._schedule_flush()
+
+    # --- the jobs socket, as Transport does it ------------------------------------------------------
+
+    def receive(self, dealer: Dealer, frames: Sequence[bytes]) -> None:
+        """A message was read from the jobs socket."""
+        self._dealers[dealer.name] = dealer
+        if len(frames) == 2 and not frames[0] and len(frames[1]) == 8:
+            self.service.replay_events(dealer.name, frames[1])
+        else:
+            self._handle(dealer, frames[0] if len(frames) == 1 else b"")
+        self.flush()
+
+    def _handle(self, dealer: Dealer, frame: bytes) -> None:
+        service = self.service
+        try:
+            request = codec.decode_request(frame)
+        except codec.CodecError:
+            request = None
+        before = service.cache.balance(), len(service.cache.leases), service.jobs.unfinished
+        sent = len(service.outbox.replies)
+        service.handle(dealer.name, frame)
+        replies = [codec.decode_reply(reply) for _, reply in service.outbox.replies[sent:]]
+        self.clock.note(
+            f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
+        )
+        if self._world.log.failure is not None:
+            raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
+        if any(isinstance(reply, m.Error) for reply in replies):
+            after = service.cache.balance(), len(service.cache.leases), service.jobs.unfinished
+            if before != after:
+                raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
+        if len(replies) == 1:
+            reply = replies[0]
+            if request is not None and request.token not in self._session_of_token and not isinstance(reply, m.Error):
+                raise Broken(f"a {type(request).__name__} with a token of nobody was served")
+            if request is None and not isinstance(reply, m.Error):
+                raise Broken("garbage was not refused")
+        elif replies:
+            raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
+        elif isinstance(request, m.Store | m.Load):
+            self.audit.accept(self._session_of_token[request.token], request.job_id)
+        elif not isinstance(request, m.Unregister):
+            raise Broken(f"no reply to a {type(request).__name__}")
+
+    def flush(self) -> None:
+        """Send what is due: publications before replies."""
+        if self.torn is not None:
+            return
+        outbox = self.service.flush()
+        for topic, sequence, payload in outbox.publications:
+            self.audit.publication(topic, sequence, payload)
+            self.clock.note(f"publish {topic[:12]!r} {int.from_bytes(sequence, 'big')} {crc32(payload)}")
+            self._world.network.publish((topic, sequence, payload))
+        for sender, frame in outbox.replies:
+            self._trace_reply(sender, frame)
+            self._dealers[sender].reply((frame,))
+        for sender, messages in outbox.event_replays:
+            for message in messages:
+                self._dealers[sender].reply((b"", *message))
+        self.service.after_send()
+        self.check()
+
+    def _trace_reply(self, sender: bytes, frame: bytes) -> None:
+        reply = codec.decode_reply(frame)
+        crc = 0 if isinstance(reply, UNTRACED) else crc32(frame)
+        self.clock.note(f"reply {sender.hex()} {type(reply).__name__} {crc}")
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            self.process.after(self._dice.choice((0.0, 0.0, 0.0003)), self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush_due = False
+        self.flush()
+
+    # --- copies and time ---------------------------------------------------------------------------
+
+    def _post(self, job: Job, outcome: Outcome) -> None:
+        delay = self._dice.uniform(0.0, 0.0005)
+        if self._world.faults.hit("slow_post"):
+            delay = self._dice.uniform(0.005, 0.1)
+        self.process.after(delay, lambda: self._finished(job, outcome))
+
+    def _finished(self, job: Job, outcome: Outcome) -> None:
+        stream = cast(Lifeline, job.session.lifeline)
+        held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
+        commits = self.pool.commits
+        self.clock.note(f"finished {job.session.id}/{job.id} {job.session.name} {outcome.value}")
+        self.service.transfer_done(job, outcome)
+        if job.direction is Direction.STORE and self.pool.commits > commits:
+            if not held:
+                raise Broken("a store was committed although its client had closed the lifeline")
+            if outcome is not Outcome.DONE:
+                raise Broken("a store was committed that did not copy everything")
+        self._schedule_flush()
+
+    def _map_segment(self, fd: int, size: int) -> MappedSegment:
+        segment = self.descriptors.segments[fd]
+        if size != segment.data.size:
+            raise KvoffdError("The segment has another size.", ErrorCode.UNSAFE_SEGMENT)
+        return cast(MappedSegment, self.space.map(segment.data, segment))
+
+    def _tick(self) -> None:
+        self.service.tick()
+        for stream in list(self.lifelines):
+            session = stream.session
+            if session is not None and session.role is None and session.opened_at < self.clock.now - HELLO_DEADLINE_S:
+                self._end(stream)
+        self._schedule_flush()
+        self.process.after(TICK_S, self._tick)
+
+    # --- invariants --------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """After every turn; the whole cache now and then."""
+        self.audit.check_jobs()
+        self._turns += 1
+        if self._turns % self._world.scenario.check_every == 0:
+            self.check_all()
+
+    def check_all(self) -> None:
+        """Every account."""
+        self.audit.check_cache()
+        self.audit.check_events()
+        in_use = {segment for session in self.service.sessions.values() for segment in session.segments.values()}
+        if len(in_use) > len(self.service.sessions) * self.config.max_segments:
+            raise Broken("more descriptors than segments are allowed")
+
+    def check_at_rest(self) -> None:
+        """When no session and no job is left."""
+        self.check_all()
+        balance = self.service.cache.balance()
+        if balance.pinned_bytes or balance.leaving_bytes or len(self.service.cache.leases):
+            raise Broken(f"no session is left but something is held: {balance}")
+        if self.service.jobs.unfinished or not self.engine.idle:
+            raise Broken("no session is left but jobs run")
+        if self.space.mapped_segments():
+            raise Broken("no session is left but engine memory is mapped")
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """SIGTERM: as ``Daemon._shut_down``."""
+        self.clock.note("daemon stops")
+        self.service.stopping = True
+        deadline = self.clock.now + self.config.shutdown_deadline_s
+
+        def wait_for_jobs() -> None:
+            if self.service.jobs.unfinished and self.clock.now < deadline:
+                self.process.after(0.01, wait_for_jobs)
+                return
+            if self.service.jobs.unfinished:
+                self.service.jobs.abandon_all()
+            self.process.after(0.2, self._exit)
+
+        wait_for_jobs()
+
+    def _exit(self) -> None:
+        self.flush()
+        self.die()
+
+    def _maybe_die(self) -> None:
+        """Killed at this very instant: what follows in this event happens to nobody but this object."""
+        if self.torn is None and self._world.faults.hit("torn"):
+            self.clock.note("daemon is killed in the middle of a change")
+            self.torn = keep_copy(self._pool)
+
+    def die(self) -> None:
+        """The process is gone, whatever it was doing."""
+        self.clock.note("daemon dies")
+        self.process.alive = False
+        for stream in self._streams:
+            stream.close()
+        for session in self.service.sessions.values():
+            session.close_segments()
+        self._verify_table()
+        self.pool.verify_ready()
+        if self.torn is not None:
+            kept, expected = self.torn, None
+        else:
+            kept, expected = keep(self._pool), self.readable()
+        self._pool.close()
+        self._world.daemon_died(kept, expected)
+
+    def readable(self) -> dict[bytes, Readable]:
+        """By namespace, what can be read."""
+        index = {
+            namespace.fingerprint: readable_in(self.service, namespace.fingerprint)
+            for namespace in self.service.cache.namespaces
+        }
+        return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
+
+    def discard(self) -> None:
+        """Give back what the process of the test would leak."""
+        self.process.alive = False
+        self._pool.close()
+
+    def _verify_table(self) -> None:
+        """What a successor finds must be whole, wherever this daemon died; and it must find what was ready."""
+        records = ready_records(self._pool)
+        for record in records:
+            owner = SlotOwner(record.fingerprint, record.group, record.key, record.rank, record.world_size)
+            self.pool.verify(owner, record.offset, record.first_block, record.length)
+        found = {record.offset for record in records}
+        ready = {slot.offset for slot in self.pool.slots.values() if slot.state == "ready" and not slot.disowned}
+        if found != ready:
+            raise Broken(f"the slot table tells of {len(found)} slots, {len(ready)} are ready")

@@ -1,0 +1,210 @@
+"""An inference engine: a scheduler and its workers, serving prompts that share prefixes."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+from kvoffd_client.scheduler_session import SchedulerSession
+from kvoffd_client.tickets import LookupTicket
+from kvoffd_proto.messages import GroupKeys
+from tests.sim.audit import Readable, fold
+from tests.sim.client import SimClient
+from tests.sim.clock import Broken, Process
+from tests.sim.content import Content, Corpus
+from tests.sim.memory import WorkerMemory
+from tests.sim.parts import make_scheduler
+from tests.sim.rank import Rank
+from tests.sim.request import Request
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+MAX_ACTIVE = 3
+
+
+class Engine:
+    """One life of an engine."""
+
+    def __init__(self, world: World, name: str, content: Content, corpus: Corpus) -> None:
+        self.world = world
+        self.clock = world.clock
+        self.name = name
+        self.content = content
+        self.corpus = corpus
+        self.dice: random.Random = world.scenario.dice(name)
+        self.waiting = 0
+        """Prompts that found no room yet."""
+        self._active: list[Request] = []
+        self._poking = False
+        self._poke_again = False
+        self._leaving = False
+        self.ended = False
+        """True once a process of it died or it has left; nothing is asked of it any more."""
+        blocks = self.dice.randint(6, 16) * content.blocks_per_key
+        self._free = [list(range(blocks)) for _ in content.groups]
+        for free in self._free:
+            self.dice.shuffle(free)
+        self.ranks: list[Rank] = []
+        self.readable: Readable = set()
+        self.process = Process(world.clock, f"{name}.scheduler")
+        self.scheduler: SimClient[SchedulerSession] = SimClient(
+            world.clock,
+            world.network,
+            self.process,
+            (),
+            lambda link, options, dice: make_scheduler(link, content, self.process.name, options, dice),
+            world.scenario.dice(f"{name}.scheduler"),
+            self._scheduler_changed,
+        )
+        for rank in range(content.world_size):
+            memory = WorkerMemory(content, rank, blocks, self.dice)
+            own = world.scenario.dice(f"{name}.{rank}")
+            self.ranks.append(Rank(world, f"{name}.{rank}", memory, own, self.poke))
+
+    # --- what requests ask for -------------------------------------------------------------------
+
+    def lookup(self, keys: list[bytes]) -> LookupTicket:
+        """Ask for all keys of a prompt, in every group."""
+        groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
+        session = self.scheduler.session
+        ticket = session.lookup(groups, [len(keys)] * len(groups), self.clock.now)
+        self.scheduler.arm()
+        return ticket
+
+    def release(self, lease_id: int) -> None:
+        """Give a lease up."""
+        self.scheduler.session.release(lease_id)
+        self.scheduler.arm()
+
+    def give_back(self, blocks: list[list[int]]) -> None:
+        """A request needs its blocks no more."""
+        for free, given in zip(self._free, blocks, strict=True):
+            free.extend(given)
+
+    def wake_at(self, when: float) -> None:
+        """Have the requests looked at then."""
+        self.clock.at(when, lambda: self.process.run(self.poke))
+
+    # --- serving ---------------------------------------------------------------------------------
+
+    def submit(self) -> None:
+        """A prompt arrives."""
+        self.waiting += 1
+        self.process.run(self.poke)
+
+    def poke(self) -> None:
+        """Something changed: let every request go on as far as it can."""
+        if self._poking:
+            self._poke_again = True
+            return
+        if self.ended:
+            return
+        self._poking = True
+        try:
+            self._poke_again = True
+            while self._poke_again:
+                self._poke_again = False
+                self._admit()
+                for request in self._active:
+                    request.advance()
+                if any(request.done for request in self._active):
+                    self._active = [request for request in self._active if not request.done]
+                    self._poke_again = True
+        finally:
+            self._poking = False
+        if self._leaving and not self._active:
+            self._unregister()
+
+    def _admit(self) -> None:
+        while self.waiting and len(self._active) < MAX_ACTIVE and not self._leaving:
+            keys = self.corpus.prompt()
+            count = len(keys) * self.content.blocks_per_key
+            if any(len(free) < count for free in self._free):
+                if not self._active:
+                    self.waiting -= 1  # it is too long for this engine
+                return
+            self.waiting -= 1
+            blocks = []
+            for free in self._free:
+                blocks.append(free[:count])
+                del free[:count]
+            self._active.append(Request(self, keys, blocks))
+
+    def _scheduler_changed(self) -> None:
+        events = self.scheduler.session.events
+        if events is not None:
+            fold(events.take(), self.readable, strict=False)
+        self.poke()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Serve what is active, give the memory back, go."""
+        self._leaving = True
+        self.waiting = 0
+        self.process.run(self.poke)
+
+    def _unregister(self) -> None:
+        self.ended = True
+        for rank in self.ranks:
+            self._unregister_rank(rank)
+
+        def close() -> None:
+            self.scheduler.act(self.scheduler.session.close)
+            self.process.alive = False
+
+        self.process.after(0.0, close)
+        self.world.engine_ended(self)
+
+    def _unregister_rank(self, rank: Rank) -> None:
+        outcome: list[bool] = []
+
+        def begin(now: float) -> None:
+            rank.session.unregister(outcome, now, 0.5)
+
+        def close() -> None:
+            busy = self.world.daemon.space.busy_segments()
+            if outcome == [True] and any(segment in busy for segment in rank.memory.segments):
+                raise Broken("a transfer uses memory that was unregistered")
+            rank.client.act(rank.session.close)
+            rank.die()
+
+        rank.process.run(lambda: rank.client.act(begin))
+        rank.process.after(0.6, close)
+
+    def crash(self, first: int | None) -> None:
+        """A process dies, the scheduler (None) or a worker; the others follow soon."""
+        if self.ended:
+            return
+        self.ended = True
+        self.clock.note(f"{self.name} loses {'its scheduler' if first is None else f'rank {first}'}")
+        for number, rank in enumerate(self.ranks):
+            self.clock.after(0.0 if number == first else self.dice.uniform(0.0, 0.2), rank.die)
+        self.clock.after(0.0 if first is None else self.dice.uniform(0.0, 0.2), self._scheduler_dies)
+        self.world.engine_ended(self)
+
+    def _scheduler_dies(self) -> None:
+        self.process.alive = False
+        self.scheduler.link.close()
+
+    def unsettled(self) -> str | None:
+        """What is not at rest yet; None when everything is."""
+        session = self.scheduler.session
+        if self.ended:
+            return None
+        if self._active or self.waiting:
+            return f"{self.name} has {len(self._active)} requests, {self.waiting} wait"
+        service = self.world.daemon.service
+        sessions = [session, *[rank.session for rank in self.ranks]]
+        if not all(one.usable and one.epoch == service.epoch for one in sessions):
+            return f"{self.name} is not connected: {session.problem} {[rank.session.problem for rank in self.ranks]}"
+        if session.live_leases or any(rank.session.jobs for rank in self.ranks):
+            return f"{self.name} has {session.live_leases} leases and jobs {[len(r.session.jobs) for r in self.ranks]}"
+        events = session.events
+        assert events is not None
+        if events.next_sequence < service.publisher.sequence:
+            return f"{self.name} has seen {events.next_sequence} of {service.publisher.sequence} event messages"
+        if not events.lost and self.readable != self.world.daemon.audit.folded(self.content.spec.fingerprint):
+            raise Broken(f"{self.name} folded the KV events to something else than what was published")
+        return None

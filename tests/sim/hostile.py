@@ -1,0 +1,232 @@
+"""A client that lies, guesses and sends garbage. It may harm nobody but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.version import PROTOCOL_VERSION
+from tests.sim.clock import Broken, Process
+from tests.sim.memory import Segment
+from tests.sim.rank import ids
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+PAGE = 128
+BLOCKS = 4
+KEY_BYTES = 8
+
+
+class Hostile:
+    """One such client: connects, does a dozen bad things, dies or lingers."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world = world
+        self._clock = world.clock
+        self._dice = world.scenario.dice(f"hostile {number}")
+        self.process = Process(world.clock, f"hostile-{number}")
+        self._token = bytes(16)
+        self._session_id = 0
+        self._request_id = 0
+        self._fingerprint = bytes([number]) * 32
+        self._registration = self._dice.randbytes(16)
+        self._job_id = 0
+        self._asked: dict[int, int] = {}
+        """By request id of a Heartbeat or Release, the number of foreign leases it named."""
+        self._segment = Segment(PAGE * BLOCKS)
+        self._segment.owner_dead = True  # where it lets the daemon write is its own affair
+        self._segment.registered[:] = True
+        self._dealer = world.network.dealer(self.process, self._reply)
+        try:
+            self._lifeline = world.network.lifeline(self.process, self._frame)
+        except OSError:
+            self.process.alive = False
+
+    def die(self) -> None:
+        """Hang up without a word."""
+        if self.process.alive:
+            self.process.alive = False
+            self._lifeline.hang_up()
+            self._dealer.close()
+
+    def _frame(self, frame: lifeline.FromDaemon | None) -> None:
+        if frame is None or isinstance(frame, lifeline.Refused):
+            self.die()
+        elif isinstance(frame, lifeline.Greeting):
+            self._token, self._session_id = frame.token, frame.session_id
+            pause = 0.0
+            for deed in self._plan():
+                pause += self._dice.uniform(0.0, 0.01)
+                self.process.after(pause, deed)
+            if self._dice.random() < 0.7:
+                self.process.after(pause + self._dice.uniform(0.0, 0.5), self.die)
+
+    def _reply(self, frames: Sequence[bytes]) -> None:
+        reply = codec.decode_reply(frames[0]) if len(frames) == 1 else None
+        if isinstance(reply, m.HeartbeatReply) and len(reply.ended) != self._asked[reply.request_id]:
+            raise Broken("a hostile client renewed a lease that is not its own")
+        if isinstance(reply, m.Done) and reply.count and reply.request_id in self._asked:
+            raise Broken("a hostile client released a lease that is not its own")
+
+    # --- deeds -----------------------------------------------------------------------------------
+
+    def _plan(self) -> list[Callable[[], None]]:
+        entry = [self._hello, self._open] if self._dice.random() < 0.8 else []
+        self._role = self._dice.choice((m.Role.WORKER, m.Role.WORKER, m.Role.SCHEDULER, m.Role.ADMIN))
+        if entry and self._role is m.Role.WORKER and self._dice.random() < 0.8:
+            entry += [self._attach, self._register]
+        deeds: list[Callable[[], None]] = [
+            self._leases,
+            self._garbage,
+            self._mutated,
+            self._foreign_token,
+            self._wrong_version,
+            self._store,
+            self._store,
+            self._load,
+            self._cancel,
+            self._lookup,
+            self._leases,
+            self._bad_register,
+            self._attach,
+            self._other_geometry,
+            self._unregister,
+            self._frames,
+            self._replay,
+        ]
+        return entry + [self._dice.choice(deeds) for _ in range(self._dice.randint(3, 12))]
+
+    def _id(self) -> int:
+        self._request_id += 1
+        return self._request_id
+
+    def _send(self, message: m.AnyRequest) -> None:
+        self._dealer.send((codec.encode(message),))
+
+    def _victim(self) -> bytes:
+        return self._dice.choice(self._world.contents).spec.fingerprint
+
+    def _hello(self) -> None:
+        self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION, self._role, "h", ""))
+
+    def _open(self) -> None:
+        specs = [m.GroupSpec("x", 1)]
+        self._send(m.OpenNamespace(self._id(), self._token, self._fingerprint, "h", 1, KEY_BYTES, specs, ""))
+
+    def _attach(self) -> None:
+        if self._lifeline.server_open:
+            self._lifeline.to_daemon.send((lifeline.Attach(self._dice.choice((0, 0, 1))), self._segment))
+
+    def _register(self) -> None:
+        """In all honour, so that its jobs come further."""
+        handles: list[Handle] = [MemfdHandle(0, self._segment.data.size)]
+        tensors, groups = [TensorLayout(0, 0, PAGE, BLOCKS)], [[PageRef(0, PAGE)]]
+        name = self._registration
+        self._send(m.Register(self._id(), self._token, self._fingerprint, name, 0, 1, handles, tensors, groups))
+
+    def _bad_register(self) -> None:
+        tensor = TensorLayout(
+            self._dice.choice((0, 1, 65535)),
+            self._dice.choice((0, PAGE, 2**63 - 1)),
+            self._dice.choice((1, PAGE, 2**62)),
+            self._dice.choice((1, BLOCKS, 2**31 - 1)),
+        )
+        page = PageRef(self._dice.choice((0, 7)), self._dice.choice((1, PAGE + 1, 2**31 - 1)))
+        self._try_register(self._dice.choice((0, 3)), tensor, page)
+
+    def _try_register(self, rank: int, tensor: TensorLayout, page: PageRef) -> None:
+        handle: Handle = MemfdHandle(self._dice.choice((0, 0, 9)), self._segment.data.size)
+        gpu: Handle = CudaIpcHandle(bytes(64), 1 << 20, bytes(16))
+        handles = self._dice.choice(([handle], [handle, handle], [gpu]))
+        where = self._dice.choice((self._fingerprint, self._fingerprint, self._victim()))
+        name = self._dice.choice((self._registration, self._dice.randbytes(16)))
+        per_key = self._dice.choice((1, 1, 65535))
+        self._send(m.Register(self._id(), self._token, where, name, rank, per_key, handles, [tensor], [[page]]))
+
+    def _parts(self) -> list[m.GroupTransfer]:
+        count = self._dice.randint(0, 3)
+        keys = b"".join(self._dice.choice((b"a", b"b", b"c", b"d")) * KEY_BYTES for _ in range(count))
+        blocks = [self._dice.choice((0, 1, 2, 3, 4, -1, 2**31 - 1)) for _ in range(self._dice.choice((count, 1, 70)))]
+        if self._dice.random() < 0.5:
+            keys, blocks = b"".join(bytes([65 + at]) * KEY_BYTES for at in range(3)), [0, 1, 2]
+            if self._dice.random() < 0.5:  # all in order but for one block
+                wrong = m.GroupTransfer(0, keys, ids([0, self._dice.choice((BLOCKS, -1)), 2]), 0)
+                return [wrong]
+        raw = ids(blocks) + self._dice.choice((b"", b"", b"", b"\0"))
+        group = self._dice.choice((0, 0, 0, 1, 65535))
+        part = m.GroupTransfer(group, keys, raw, self._dice.choice((0, 0, 1, 65535)))
+        return self._dice.choice(([part], [part], [part, part]))
+
+    def _store(self) -> None:
+        self._job_id = self._dice.choice((self._job_id, self._job_id + 1))
+        name = self._dice.choice((self._registration, self._registration, bytes(16)))
+        self._send(m.Store(self._id(), self._token, name, self._job_id, self._parts()))
+
+    def _load(self) -> None:
+        self._job_id += 1
+        self._send(m.Load(self._id(), self._token, self._registration, self._job_id, self._some_lease(), self._parts()))
+
+    def _some_lease(self) -> int:
+        session = self._dice.choice((self._session_id, self._dice.randint(1, self._session_id)))
+        return (session << 32) | self._dice.randint(1, 5)
+
+    def _foreign_leases(self) -> list[int]:
+        return [(number << 32) | at for number in range(1, self._session_id)[-8:] for at in range(1, 9)]
+
+    def _leases(self) -> None:
+        foreign = self._foreign_leases()
+        for message in (
+            m.Heartbeat(self._id(), self._token, self._dice.choice((0, 2**63 - 1)), foreign),
+            m.Release(self._id(), self._token, foreign),
+        ):
+            self._asked[message.request_id] = len(foreign)
+            self._send(message)
+
+    def _lookup(self) -> None:
+        where = self._dice.choice((self._fingerprint, self._victim()))
+        keys = self._dice.choice((b"a" * KEY_BYTES, b"A" * KEY_BYTES, b"a" * 7, b"x" * 9000))
+        self._send(m.Lookup(self._id(), self._token, where, self._some_lease(), [m.GroupKeys(0, keys)]))
+
+    def _cancel(self) -> None:
+        self._send(m.Cancel(self._id(), self._token, [self._job_id, 1, 2, 3, 2**63 - 1, 1]))
+
+    def _unregister(self) -> None:
+        self._send(m.Unregister(self._id(), self._token, self._dice.choice((self._registration, bytes(16)))))
+
+    def _other_geometry(self) -> None:
+        victim, specs = self._victim(), [m.GroupSpec("y", 3)]
+        # One that is not open yet would be its own: whoever may connect and knows a fingerprint may open it.
+        if any(namespace.fingerprint == victim for namespace in self._world.daemon.service.cache.namespaces):
+            self._send(m.OpenNamespace(self._id(), self._token, victim, "h", 7, 64, specs, ""))
+
+    def _foreign_token(self) -> None:
+        token = self._dice.randbytes(16)
+        self._send(m.Reset(self._id(), token, self._victim()))
+        self._send(m.Clear(self._id(), token, None))
+
+    def _wrong_version(self) -> None:
+        self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", ""))
+
+    def _replay(self) -> None:
+        self._send(m.Replay(self._id(), self._token, self._dice.choice((0, 2**63 - 1))))
+
+    def _garbage(self) -> None:
+        self._dealer.send((self._dice.randbytes(self._dice.choice((0, 1, 20, 300))),))
+
+    def _frames(self) -> None:
+        self._dealer.send(self._dice.choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,))))
+
+    def _mutated(self) -> None:
+        message = m.Lookup(self._id(), self._token, self._fingerprint, 2**33, [m.GroupKeys(0, b"a" * KEY_BYTES)])
+        frame = bytearray(codec.encode(message))
+        for _ in range(self._dice.randint(1, 4)):
+            at = self._dice.randrange(len(frame))
+            if self._dice.random() < 0.5:
+                frame[at] = self._dice.randrange(256)
+            else:
+                del frame[at]
+        self._dealer.send((bytes(frame),))

@@ -1,0 +1,152 @@
+"""How the real parts are made: the only file of the simulator that knows their constructors."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.slots import SlotRecord, SlotStore
+from kvoffd.config import Config
+from kvoffd.pool.home import MemfdHome
+from kvoffd.pool.limits import MemoryLimit
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.pool import Pool
+from kvoffd.pool.scan import scan_table
+from kvoffd.server.inheritance import adopt_blocks
+from kvoffd.server.jobs import Job
+from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.service import Service
+from kvoffd.transfer.engine import Outcome, TransferEngine
+from kvoffd.transfer.segments import MappedSegment
+from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.identity import Identity
+from kvoffd_client.link import Link
+from kvoffd_client.options import ClientOptions
+from kvoffd_client.registration import Registration
+from kvoffd_client.scheduler_session import SchedulerSession
+from kvoffd_client.worker_session import WorkerSession
+from kvoffd_proto.messages import Role
+from tests.sim.content import Content
+from tests.sim.memory import WorkerMemory
+
+DIRECTORY = "/simulated"
+REGION_BYTES = 96 * 1024
+NO_LIMIT = MemoryLimit(2**60, "nothing")
+
+
+def make_config(dice: random.Random) -> Config:
+    """A daemon with short times and small bounds."""
+    return Config(
+        directory=Path(DIRECTORY),
+        pool_bytes=1 << 20,
+        eviction_policy=dice.choice(("lru", "arc")),
+        credit_bytes=dice.choice((0, 0, 40_000)),
+        lease_ttl_s=dice.choice((0.8, 2.0, 5.0)),
+        half_stored_timeout_s=dice.choice((0.5, 2.0)),
+        job_deadline_s=dice.choice((0.4, 1.5)),
+        shutdown_deadline_s=dice.choice((0.0, 0.2)),
+        heartbeat_interval_s=dice.choice((0.3, 0.8)),
+        event_buffer_steps=dice.choice((8, 10_000, 10_000)),
+        max_frame_bytes=1 << 16,
+        max_sessions=dice.choice((16, 64, 64)),
+        max_jobs_in_flight=dice.choice((2, 64, 64)),
+        max_keys_per_request=256,
+        max_leases=dice.choice((4, 64, 64)),
+    )
+
+
+Kept = tuple[int, int]
+"""Descriptors of a pool and its table that outlive a daemon. Whoever has them closes them."""
+
+
+def make_pool(pool_bytes: int, kept: Kept | None) -> Pool:
+    """The real pool: sealed memory, allocator and slot table; an earlier daemon's where that was kept."""
+    home = MemfdHome(kept)
+    try:
+        return Pool(pool_bytes, region_bytes=min(REGION_BYTES, pool_bytes), limit=NO_LIMIT, home=home)
+    finally:
+        home.close()
+
+
+def keep(pool: Pool) -> Kept:
+    """What systemd's descriptor store does."""
+    memory, table = pool.memory_fds
+    return os.dup(memory), os.dup(table)
+
+
+def keep_copy(pool: Pool) -> Kept:
+    """The pool as it is at this instant, as if its daemon were killed here."""
+    memory, table = pool.memory_fds
+    return _copy(memory, pool.pool_bytes), _copy(table, pool.table_bytes)
+
+
+def _copy(fd: int, size: int) -> int:
+    copy = PoolMemory.create(size, "kvoffd-sim")
+    try:
+        os.pwrite(copy.fd, os.pread(fd, size, 0), 0)
+        return os.dup(copy.fd)
+    finally:
+        copy.close()
+
+
+def ready_records(pool: Pool) -> list[SlotRecord]:
+    """What a successor of the daemon would find in the pool's table."""
+    return list(scan_table(pool.memory_fds[1]))
+
+
+def make_service(
+    config: Config,
+    pool: Pool,
+    slots: SlotStore,
+    engine: TransferEngine,
+    pool_address: int,
+    clock: Callable[[], float],
+    post: Callable[[Job, Outcome], None],
+    map_segment: Callable[[int, int], MappedSegment],
+    random_bytes: Callable[[int], bytes],
+) -> Service:
+    """The daemon's core as ``Daemon`` puts it together."""
+    publisher = EventPublisher(config.event_buffer_steps, clock)
+    cache = BlockCache(
+        slots,
+        make_policy(config.eviction_policy),
+        publisher,
+        clock,
+        half_stored_timeout_s=config.half_stored_timeout_s,
+        lease_ttl_s=config.lease_ttl_s,
+    )
+    adopt_blocks(cache, pool)
+    return Service(config, cache, publisher, engine, pool_address, 0, clock, post, map_segment, random_bytes)
+
+
+def make_scheduler(
+    link: Link, content: Content, name: str, options: ClientOptions, dice: random.Random
+) -> SchedulerSession:
+    """A scheduler's session that follows the namespace's events."""
+    identity = Identity(DIRECTORY, Role.SCHEDULER, name, "sim", content.spec)
+    return SchedulerSession(link, identity, options, dice, events=True)
+
+
+def make_worker(
+    link: Link, memory: WorkerMemory, name: str, options: ClientOptions, dice: random.Random
+) -> WorkerSession:
+    """A worker's session over its memory; a segment's number stands for its descriptor."""
+    content = memory.content
+    registration = Registration(
+        memory.rank,
+        content.blocks_per_key,
+        tuple((number, segment.data.size) for number, segment in enumerate(memory.segments)),
+        tuple(memory.tensors),
+        tuple(memory.groups),
+    )
+    identity = Identity(DIRECTORY, Role.WORKER, name, "sim", content.spec, registration)
+    return WorkerSession(link, identity, options, dice)
+
+
+def make_admin(link: Link, options: ClientOptions, dice: random.Random) -> AdminSession:
+    """An operator's session."""
+    return AdminSession(link, Identity(DIRECTORY, Role.ADMIN, "operator", "sim"), options, dice)

@@ -1,0 +1,231 @@
+"""Planted faults: one line of the real code made wrong, to show that the simulator would find such a bug.
+
+A fault names a function and a piece of its text. Where the code has moved on, the piece is not found any more: plant
+the same fault in the new code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One fault: in ``function`` of ``module``, ``right`` is replaced by ``wrong``."""
+
+    name: str
+    module: str
+    function: str
+    right: str
+    wrong: str
+
+    @contextmanager
+    def plant(self) -> Iterator[None]:
+        """Make the code wrong for a while, wherever it is called from."""
+        function = self._find()
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.right) == 1, (
+            f"{self.name!r} finds its line {source.count(self.right)} times in {self.module}.{self.function}: "
+            "plant it anew where it belongs now"
+        )
+        code = compile(
+            source.replace(self.right, self.wrong),
+            f"<planted: {self.name}>",
+            "exec",
+            flags=annotations.compiler_flag,
+            dont_inherit=True,
+        )
+        scope: dict[str, object] = {}
+        exec(code, function.__globals__, scope)  # noqa: S102 - that is what planting is
+        wrong = scope[function.__name__]
+        assert isinstance(wrong, FunctionType)
+        right, function.__code__ = function.__code__, wrong.__code__
+        try:
+            yield
+        finally:
+            function.__code__ = right
+
+    def _find(self) -> FunctionType:
+        found: object = importlib.import_module(self.module)
+        for part in self.function.split("."):
+            found = inspect.getattr_static(found, part)
+        assert isinstance(found, FunctionType)
+        return found
+
+
+PLANTED = (
+    Planted(
+        "skip a shard",
+        "kvoffd.cache.block",
+        "Block.__init__",
+        "self.missing = namespace.world_size",
+        "self.missing = max(1, namespace.world_size - 1)",
+    ),
+    Planted(
+        "copy one piece too few",
+        "kvoffd.transfer.plan",
+        "plan_copy",
+        "nbytes = int(ids.size) * int(layout.page_bytes.sum())",
+        "engine, pool, size = engine[:-1], pool[:-1], size[:-1]; nbytes = int(size.sum())",
+    ),
+    Planted(
+        "serve before commit",
+        "kvoffd.cache.blocks",
+        "Blocks.start_shard",
+        "    return block",
+        "    self.finish_shards([block], rank, namespace.shard_bytes(rank)[group])\n    return block",
+    ),
+    Planted(
+        "pin nothing for a load",
+        "kvoffd.cache.cache",
+        "BlockCache.begin_load",
+        "self._blocks.pin(blocks)",
+        "pass",
+    ),
+    Planted(
+        "forget to unpin",
+        "kvoffd.cache.blocks",
+        "Blocks.unpin",
+        "block.pins -= 1",
+        "block.pins -= block.pins == 1 or len(block.key) != 8",
+    ),
+    Planted(
+        "reuse a slot in flight",
+        "kvoffd.server.jobs",
+        "JobRunner.abandon",
+        "for job in jobs:",
+        "for job in jobs:\n        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
+    ),
+    Planted(
+        "lose a completion",
+        "kvoffd.server.session",
+        "CompletionLog.add",
+        "self._pending.append(result)",
+        "self._pending += [result] if result.job_id % 7 else []",
+    ),
+    Planted(
+        "complete twice",
+        "kvoffd.server.session",
+        "CompletionLog.add",
+        "self._pending.append(result)",
+        "self._pending += [result, result] if result.job_id % 7 == 3 else [result]",
+    ),
+    Planted(
+        "commit after EOF",
+        "kvoffd.server.jobs",
+        "JobRunner.transfer_done",
+        "(job.session.ended or not job.session.lifeline.alive())",
+        "False",
+    ),
+    Planted(
+        "commit what failed half-way",
+        "kvoffd.server.jobs",
+        "JobRunner.transfer_done",
+        "done = outcome is Outcome.DONE",
+        "done = outcome is not Outcome.CANCELLED",
+    ),
+    Planted(
+        "evict a pinned block",
+        "kvoffd.cache.room",
+        "choose_victims",
+        "if block.pins or block in spared:",
+        "if block in spared:",
+    ),
+    Planted(
+        "wrong slot offset",
+        "kvoffd.server.jobs",
+        "JobRunner._plan",
+        "np.uint64(self._pool_address)",
+        "np.uint64(self._pool_address + 8 * (keys > 2))",
+    ),
+    Planted(
+        "stale lease accepted",
+        "kvoffd.cache.lease",
+        "LeaseBook.remove",
+        "del self._leases[lease.lease_id]",
+        "pass",
+    ),
+    Planted(
+        "missed removed event",
+        "kvoffd.cache.blocks",
+        "Blocks._evict",
+        "self._listener.removed(namespace, group, keys)",
+        "self._listener.removed(namespace, group, keys[1:])",
+    ),
+    Planted(
+        "unmapped too early",
+        "kvoffd.server.registration",
+        "Registration._close_if_idle",
+        "if not self.closing or self.jobs:",
+        "if not self.closing:",
+    ),
+    Planted(
+        "block id one beyond the tensor",
+        "kvoffd.transfer.layout",
+        "check_blocks",
+        "highest >= layout.block_limit",
+        "highest > layout.block_limit",
+    ),
+    Planted(
+        "any token will do",
+        "kvoffd.server.service",
+        "Service._dispatch",
+        "self._by_token.get(request.token)",
+        "self._by_token.get(request.token) or next(iter(self.sessions.values()), None)",
+    ),
+    Planted(
+        "renew a foreign lease",
+        "kvoffd.cache.lease",
+        "LeaseBook.owned",
+        "lease.owner == owner",
+        "lease.owner",
+    ),
+    Planted(
+        "half-stored blocks stay",
+        "kvoffd.cache.blocks",
+        "Blocks.drop_half_stored",
+        "self.drop(stale)",
+        "pass",
+    ),
+    Planted(
+        "a successor serves half a block",
+        "kvoffd.cache.adopt",
+        "plan_adoption",
+        "if len(shards) == world_size and (",
+        "if shards or (",
+    ),
+    Planted(
+        "a successor brings back what was invalidated",
+        "kvoffd.pool.pool",
+        "Pool.disown",
+        "self._table.free(offset)",
+        "pass",
+    ),
+    Planted(
+        "the client lets go of a load too early",
+        "kvoffd_client.worker_session",
+        "WorkerSession._role_lost",
+        "if let_go or not job.is_load",
+        "if True or let_go",
+    ),
+    Planted(
+        "the client gives up jobs that it sent after it asked",
+        "kvoffd_client.worker_session",
+        "WorkerSession._fail_unknown",
+        "job.request_id < asked and",
+        "",
+    ),
+    Planted(
+        "the client skips lost event messages",
+        "kvoffd_client.event_stream",
+        "EventStream.message",
+        "self._ahead[number] = (topic, payload)",
+        "self._ahead[number] = (topic, payload); self.next_sequence = number",
+    ),
+)

@@ -1,0 +1,156 @@
+"""The real pool under watch: which slot is whose, and whether its bytes are what its record says."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvoffd.cache.slots import SlotOwner
+from kvoffd.pool.pool import Pool
+from tests.sim.clock import Broken
+from tests.sim.content import Bytes, Content
+
+PAGE = 4096
+
+
+@dataclass
+class Slot:
+    """A slot that is handed out."""
+
+    offset: int
+    size: int
+    state: str = "taken"
+    owner: SlotOwner | None = None
+    first_block: int = 0
+    transfers: int = 0
+    """Transfers that have not ended and will touch it."""
+    disowned: bool = False
+    """Ready for those who hold it, but struck out of the table."""
+
+
+class WatchedPool:
+    """A SlotStore that passes everything on and believes nothing."""
+
+    def __init__(self, inner: Pool, data: Bytes, contents: dict[bytes, Content]) -> None:
+        self._inner = inner
+        self.data = data
+        self._contents = contents
+        self.slots: dict[int, Slot] = {}
+        self._slot_of_page: dict[int, Slot] = {}
+        self.commits = 0
+        self.before_write: Callable[[], None] = lambda: None
+        """Called before each change of the pool's records."""
+        for record in inner.inheritance.slots:
+            self._enter(Slot(record.offset, record.slot_bytes, "ready", SlotOwner(*record[2:7]), record.first_block))
+            self.verify(SlotOwner(*record[2:7]), record.offset, record.first_block, record.length)
+
+    def _enter(self, slot: Slot) -> None:
+        for page in range(slot.offset // PAGE, (slot.offset + slot.size) // PAGE):
+            if page in self._slot_of_page:
+                raise Broken(f"a slot in use was handed out again at {slot.offset}")
+            self._slot_of_page[page] = slot
+        if slot.offset + slot.size > self.pool_bytes:
+            raise Broken("a slot reaches beyond the pool")
+        self.slots[slot.offset] = slot
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # what the cache asks of the pool besides is not watched
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._inner.pool_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        return self._inner.free_bytes
+
+    def take(self, slot_bytes: int, count: int) -> list[int]:
+        offsets = self._inner.take(slot_bytes, count)
+        if len(offsets) > count:
+            raise Broken("more slots than were asked for")
+        for offset in offsets:
+            self._enter(Slot(offset, slot_bytes))
+        return offsets
+
+    def disown(self, offset: int) -> None:
+        self.before_write()
+        self._inner.disown(offset)
+        self.slots[offset].disowned = True
+
+    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
+        slot = self.slots[offset]
+        if slot.transfers:
+            raise Broken("a slot is written anew while a transfer uses it")
+        self.before_write()
+        self._inner.mark_writing(offset, owner)
+        slot.state, slot.owner, slot.disowned = "writing", SlotOwner(*owner), False
+
+    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
+        slot = self.slots[offset]
+        if slot.state != "writing" or slot.owner is None:
+            raise Broken("a slot became ready that nobody wrote")
+        if slot.transfers:
+            raise Broken("a slot became ready while its bytes still move")
+        self.before_write()
+        self._inner.mark_ready(offset, first_block, length)
+        slot.state, slot.first_block = "ready", first_block
+        self.commits += 1
+        self.verify(slot.owner, offset, first_block, length)
+
+    def free(self, offset: int) -> None:
+        slot = self.slots.pop(offset)
+        if slot.transfers:
+            raise Broken("a slot was let go while a transfer uses it")
+        self.before_write()
+        for page in range(offset // PAGE, (offset + slot.size) // PAGE):
+            del self._slot_of_page[page]
+        self._inner.free(offset)
+
+    # --- for the copies --------------------------------------------------------------------------
+
+    def slots_at(self, offset: int, size: int) -> list[Slot]:
+        """The slots in use that this range lies in: one, or several that touch and are full."""
+        slots: list[Slot] = []
+        end = offset + size
+        while offset < end:
+            slot = self._slot_of_page.get(offset // PAGE)
+            if slot is None:
+                raise Broken(f"a copy touches pool bytes {offset} to {end} that are no part of a slot")
+            slots.append(slot)
+            offset = slot.offset + slot.size
+        return slots
+
+    def verify(self, owner: SlotOwner, offset: int, first_block: int, length: int) -> None:
+        """Raise Broken unless the shard there is what its record says."""
+        content = self._contents.get(owner.fingerprint)
+        if content is None:  # a hostile client's own
+            return
+        if length != content.shard_bytes(owner.rank, owner.group) or owner.world_size != content.world_size:
+            raise Broken("a slot's record does not fit its namespace")
+        found = self.data[offset : offset + length]
+        wrong = content.wrong_at(owner.rank, owner.group, owner.key, found, first_block)
+        if wrong is not None:
+            raise Broken(
+                f"rank {owner.rank} of key {owner.key.hex()[:8]} (group {owner.group}) is ready with a wrong byte "
+                f"at {wrong} of {length}"
+            )
+
+    def verify_ready(self) -> int:
+        """Check the bytes of every ready slot; returns how many there are."""
+        ready = [slot for slot in self.slots.values() if slot.state == "ready"]
+        for slot in ready:
+            assert slot.owner is not None
+            content = self._contents.get(slot.owner.fingerprint)
+            if content is not None:
+                length = content.shard_bytes(slot.owner.rank, slot.owner.group)
+                self.verify(slot.owner, slot.offset, slot.first_block, length)
+        return len(ready)
+
+
+def as_bytes(address: int, size: int) -> Bytes:
+    """The bytes at a real address as an array. The memory must stay mapped."""
+    return np.frombuffer(memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B"), dtype=np.uint8)

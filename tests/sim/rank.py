@@ -1,0 +1,115 @@
+"""One worker process of an engine: its memory, its session, its jobs and fences."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvoffd_client.session import Phase
+from kvoffd_client.worker_session import WorkerSession
+from kvoffd_proto.messages import GroupTransfer, JobResult
+from tests.sim.client import SimClient
+from tests.sim.clock import Broken, Process
+from tests.sim.memory import WorkerMemory
+from tests.sim.parts import make_worker
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+Place = tuple[int, bytes, int, int]
+"""(group, key, sub-block, engine block): what an engine block holds or is to hold."""
+
+
+class Rank:
+    """Everything of one rank. Jobs are numbered from 1 and every number has one result."""
+
+    def __init__(
+        self, world: World, name: str, memory: WorkerMemory, dice: random.Random, on_change: Callable[[], None]
+    ) -> None:
+        self._world = world
+        self._clock = world.clock
+        self.memory = memory
+        self.process = Process(world.clock, name)
+        self.results: dict[int, JobResult] = {}
+        self._loads: dict[int, list[Place]] = {}
+        self._issued = 0
+        self._on_change = on_change
+        self.client: SimClient[WorkerSession] = SimClient(
+            world.clock,
+            world.network,
+            self.process,
+            memory.segments,
+            lambda link, options, own: make_worker(link, memory, name, options, own),
+            dice,
+            self._take_results,
+        )
+
+    @property
+    def session(self) -> WorkerSession:
+        """The real thing."""
+        return self.client.session
+
+    def store(self, groups: Sequence[GroupTransfer]) -> int:
+        """Send a store; its number."""
+        self._issued += 1
+        job_id = self._issued
+        self._clock.note(f"{self.process.name} stores, job {job_id}")
+        self.process.run(lambda: self.client.act(lambda now: self.session.store(job_id, groups, now)))
+        return job_id
+
+    def load(self, lease_id: int, groups: Sequence[GroupTransfer], places: list[Place]) -> int:
+        """Send a load into ``places``, which are the daemon's until its result; its number."""
+        self._issued += 1
+        job_id = self._issued
+        self._loads[job_id] = places
+        self._clock.note(f"{self.process.name} loads, job {job_id}")
+        for group, _, _, block in places:
+            self.memory.allow(group, block, True)
+        self.process.run(lambda: self.client.act(lambda now: self.session.load(job_id, lease_id, groups, now)))
+        return job_id
+
+    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
+        """As WorkerClient.fence, but for the waiting: ``ended`` tells when it is over."""
+
+        def overdue() -> None:
+            if self.session.phase is not Phase.CLOSED and self.session.has_any(job_ids, loads=False):
+                self._world.faults.counts["fence_gave_up"] += 1
+                self._clock.note(f"{self.process.name} gives up at a fence for {list(job_ids)}")
+                self.client.act(self.session.abandon_stores)
+
+        self.process.run(lambda: self.client.act(lambda _: self.session.cancel(job_ids)))
+        self.process.after(timeout_s, overdue)
+
+    def ended(self, job_ids: Sequence[int]) -> bool:
+        """Whether all of these jobs have a result."""
+        return all(job_id in self.results for job_id in job_ids)
+
+    def _take_results(self) -> None:
+        taken, self.session.results = self.session.results, []
+        for result in taken:
+            if result.job_id in self.results or not 0 < result.job_id <= self._issued:
+                raise Broken(f"{self.process.name}: job {result.job_id} has a second result")
+            self.results[result.job_id] = result
+            self._clock.note(f"{self.process.name} job {result.job_id} ok={result.ok} {result.error}")
+            places = self._loads.pop(result.job_id, [])
+            kind = "load" if places else "store"
+            self._world.faults.counts[f"{kind}_ok" if result.ok else f"{kind}_failed"] += 1
+            for group, key, sub, block in places:
+                self.memory.allow(group, block, False)
+                if result.ok:
+                    self.memory.verify(group, key, sub, block)
+        self._on_change()
+
+    def die(self) -> None:
+        """SIGKILL."""
+        self.process.alive = False
+        self.memory.die()
+        self.client.link.close()
+
+
+def ids(blocks: Sequence[int]) -> bytes:
+    """Block ids as the wire has them."""
+    return np.array(blocks, dtype="<i4").tobytes()

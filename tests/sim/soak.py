@@ -1,0 +1,79 @@
+"""Runs seed after seed until told to stop: ``python -m tests.sim.soak`` or ``make soak``.
+
+The first seed that fails is shrunk and told with its trace; then it ends with status 1. Control-C ends it with 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from tests.sim.scenario import KINDS, Scenario
+from tests.sim.shrink import shrink
+from tests.sim.world import Outcome, run
+
+TELL_EVERY_S = 10.0
+LONG_EVERY = 50
+"""One seed in so many is a long run."""
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Most are short, some are long; what a seed means never changes."""
+    if seed % LONG_EVERY == LONG_EVERY - 1:
+        return Scenario(seed, duration_s=20.0, max_requests=150, check_every=64)
+    return Scenario(seed)
+
+
+def soak(first: int, count: int | None, seconds: float | None) -> int:
+    """Run seeds from ``first`` on, for so many or so long; the exit status."""
+    started = told = time.monotonic()
+    seeds = steps = 0
+    counts: Counter[str] = Counter()
+    try:
+        while (count is None or seeds < count) and (seconds is None or time.monotonic() - started < seconds):
+            outcome = run(scenario_of(first + seeds))
+            seeds += 1
+            steps += outcome.steps
+            counts.update(outcome.counts)
+            if outcome.problem is not None:
+                _tell(first, seeds, steps, started, counts)
+                tell_failure(outcome)
+                return 1
+            if time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                _tell(first, seeds, steps, started, counts)
+    except KeyboardInterrupt:
+        print()
+    _tell(first, seeds, steps, started, counts)
+    return 0
+
+
+def tell_failure(outcome: Outcome) -> None:
+    """Print a failing seed, shrunk."""
+    print(f"\nSeed {outcome.scenario.seed} fails: {outcome.problem}\nShrinking ...")
+    small = shrink(outcome)
+    print("\n".join(small.trace[-200:]))
+    print(f"\n{small.problem}\nin {small.steps} steps of {small.scenario}")
+
+
+def _tell(first: int, seeds: int, steps: int, started: float, counts: Counter[str]) -> None:
+    seconds = max(time.monotonic() - started, 1e-9)
+    rates = f"{seeds / seconds:.0f} seeds/s, {steps / seconds:.0f} steps/s"
+    print(f"\nseeds {first} to {first + seeds - 1}: {steps} steps, {rates}")
+    print("  faults:", ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind]))
+    print("  else:  ", ", ".join(f"{kind} {number}" for kind, number in sorted(counts.items()) if kind not in KINDS))
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=int(time.time()) * 1000, help="first seed (default: by the clock)")
+    parser.add_argument("--count", type=int, help="end after so many seeds")
+    parser.add_argument("--seconds", type=float, help="end after so long")
+    given = parser.parse_args()
+    return soak(given.first, given.count, given.seconds)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""The simulator's seeds: no promise breaks, and a seed means the same run everywhere and always."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sim.scenario import CHANCES, KINDS, TIMED, Scenario
+from tests.sim.soak import tell_failure
+from tests.sim.world import run
+
+SEEDS = 2000
+PARTS = 8
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_promise_breaks_in_any_of_the_ordinary_seeds(part: int) -> None:
+    for seed in range(part, SEEDS, PARTS):
+        outcome = run(Scenario(seed))
+        if outcome.problem is not None:
+            tell_failure(outcome)
+        assert outcome.problem is None, f"seed {seed}: {outcome.problem}"
+
+
+def test_a_long_run_keeps_every_promise() -> None:
+    outcome = run(Scenario(1, duration_s=30.0, max_requests=200, check_every=64, swarm=False))
+    assert outcome.problem is None
+    assert outcome.counts["load_ok"] > 100
+
+
+def test_every_fault_happens_within_the_ordinary_seeds() -> None:
+    counts = sum((run(Scenario(seed)).counts for seed in range(1, 120)), start=run(Scenario(0)).counts)
+    assert [kind for kind in KINDS if not counts[kind]] == []
+    assert counts["load_ok"] > 100
+    assert counts["store_ok"] > 100
+    assert counts["load_failed"] > 10
+    assert counts["store_failed"] > 10
+
+
+def test_without_faults_nothing_fails() -> None:
+    for seed in range(20):
+        outcome = run(Scenario(seed).but(*CHANCES, *TIMED))
+        assert outcome.problem is None
+        assert not [kind for kind in KINDS if outcome.counts[kind]]
+
+
+def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
+    program = (
+        "from tests.sim.scenario import Scenario\n"
+        "from tests.sim.world import run\n"
+        "print(*[run(Scenario(seed)).digest for seed in range(40)])"
+    )
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ).stdout
+        for seed in ("0", "1", "77")
+    }
+    here = " ".join(run(Scenario(seed)).digest for seed in range(40))
+    assert digests == {here + "\n"}
+
+
+def test_other_seeds_give_other_traces() -> None:
+    assert len({run(Scenario(seed)).digest for seed in range(20)}) == 20

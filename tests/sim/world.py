@@ -1,0 +1,327 @@
+"""One run: engines, a daemon and whatever happens to them, from a seed to the end where all books must be empty."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+from kvoffd_client.admin_session import AdminSession
+from kvoffd_proto import messages as m
+from tests.sim.audit import Readable
+from tests.sim.client import SimClient
+from tests.sim.clock import Broken, Clock, Process
+from tests.sim.content import Content, Corpus
+from tests.sim.daemon import Descriptors, FailureLog, SimDaemon
+from tests.sim.engine import Engine
+from tests.sim.hostile import Hostile
+from tests.sim.network import Network
+from tests.sim.parts import Kept, make_admin
+from tests.sim.scenario import Faults, Scenario
+
+SETTLE_S = 30.0
+"""Virtual time in which everything must come to rest once nothing goes wrong any more."""
+MAX_STEPS = 200_000
+POOL_SIZES = (96 * 1024, 200 * 1024, 400 * 1024, 800 * 1024)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    scenario: Scenario
+    digest: str
+    steps: int
+    counts: Counter[str]
+    problem: str | None = None
+    trace: tuple[str, ...] = ()
+
+
+class World:
+    """Everything there is in one run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = Clock()
+        self.faults = Faults(scenario)
+        dice = scenario.dice("world")
+        self._dice = dice
+        self.contents = [Content(number, dice) for number in range(dice.choice((1, 1, 2, 3)))]
+        self.content_of = {content.spec.fingerprint: content for content in self.contents}
+        self.corpora = [Corpus(content, dice) for content in self.contents]
+        largest = max(
+            content.shard_bytes(rank, group)
+            for content in self.contents
+            for rank in range(content.world_size)
+            for group in content.groups
+        )
+        self.pool_bytes = dice.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
+        self.log = FailureLog()
+        self.descriptors = Descriptors()
+        self.network = Network(self.clock, self.faults, scenario.dice("network"))
+        self._lives = 0
+        self._engines_made = 0
+        self.engines: list[Engine] = []
+        self._hostiles: list[Hostile] = []
+        self._operator: SimClient[AdminSession] | None = None
+        self._kept: Kept | None = None
+        self._pools_to_lose = 0
+        self.daemon = self._new_daemon()
+
+    def _new_daemon(self) -> SimDaemon:
+        self._lives += 1
+        kept, self._kept = self._kept, None
+        daemon = SimDaemon(self, self._lives, kept)
+        self.network.daemon = daemon
+        return daemon
+
+    # --- lives and deaths ------------------------------------------------------------------------
+
+    def daemon_died(self, kept: Kept, expected: dict[bytes, Readable] | None) -> None:
+        """Somebody will start it again. Where the old pool is kept, all that could be read must be there again."""
+        self._kept = kept
+        if self._pools_to_lose:
+            self._pools_to_lose -= 1
+            self._forget_pool()
+            expected = {}
+
+        def start() -> None:
+            self.daemon = self._new_daemon()
+            if expected is not None and self.daemon.readable() != expected:
+                raise Broken("a new daemon with the old pool serves other blocks than the old one did")
+            for subscription in self.network.subscriptions:
+                subscription.connect()
+
+        self.clock.after(self._dice.uniform(0.005, 0.5), start)
+
+    def _forget_pool(self) -> None:
+        for fd in self._kept or ():
+            os.close(fd)
+        self._kept = None
+
+    def engine_ended(self, engine: Engine) -> None:
+        """A new one takes its place some time later."""
+        place = self.engines.index(engine)
+
+        def start() -> None:
+            self.engines[place] = self._new_engine(engine.content, engine.corpus)
+
+        self.clock.after(self._dice.uniform(0.05, 0.5), start)
+
+    def _new_engine(self, content: Content, corpus: Corpus) -> Engine:
+        self._engines_made += 1
+        engine = Engine(self, f"engine-{self._engines_made}", content, corpus)
+        for _ in range(self._dice.randint(0, self.scenario.max_requests) if not self.faults.calm else 0):
+            self.clock.after(self._dice.uniform(0.0, self.scenario.duration_s), engine.submit)
+        return engine
+
+    # --- the run ---------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """The whole run. Raises Broken."""
+        scenario, start = self.scenario, self.clock.now
+        for number in range(self._dice.randint(1, scenario.max_engines)):
+            place = number % len(self.contents)
+            self.engines.append(self._new_engine(self.contents[place], self.corpora[place]))
+        for kind, at in self.faults.times():
+            self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+        self._run_until(start + scenario.duration_s)
+        self.faults.calm = True
+        for hostile in self._hostiles:
+            hostile.die()
+        self._settle(self._unsettled)
+        self.daemon.check_all()
+        self.daemon.pool.verify_ready()
+        for engine in self.engines:
+            if not engine.ended:
+                self._close(engine)
+        if self._operator is not None:
+            self._operator.act(self._operator.session.close)
+        self._settle(self._still_open)
+        self.daemon.check_at_rest()
+        self.daemon.stop()
+        died = self.daemon
+        while died.process.alive:
+            self._step()
+
+    def _close(self, engine: Engine) -> None:
+        engine.ended = True
+        for rank in engine.ranks:
+            rank.client.act(rank.session.close)
+        engine.scheduler.act(engine.scheduler.session.close)
+
+    def _unsettled(self) -> str | None:
+        daemon = self.daemon
+        if not daemon.process.alive or daemon.service.stopping:
+            return "the daemon is down"
+        if daemon.service.jobs.unfinished:
+            return f"{daemon.service.jobs.unfinished} jobs run"
+        for engine in self.engines:
+            if engine.ended:
+                return f"{engine.name} is not replaced yet"
+            if reason := engine.unsettled():
+                return reason
+        balance = daemon.service.cache.balance()
+        if balance.pinned_bytes or balance.leaving_bytes or balance.writing_bytes:
+            return f"something is held for nobody: {balance}"
+        return None
+
+    def _still_open(self) -> str | None:
+        sessions = self.daemon.service.sessions
+        return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
+
+    def _settle(self, reason: object) -> None:
+        assert callable(reason)
+        until = self.clock.now + SETTLE_S
+        count = 0
+        while True:
+            self._step()
+            count += 1
+            if count % 8 == 0:
+                why = reason()
+                if why is None:
+                    return
+                if self.clock.now > until:
+                    raise Broken(f"after {SETTLE_S:.0f} quiet seconds {why}")
+
+    def _run_until(self, when: float) -> None:
+        while self.clock.next_at() <= when:
+            self._step()
+
+    def _step(self) -> None:
+        if not self.clock.step():
+            raise Broken("nothing will ever happen again")
+        if self.log.failure is not None:
+            raise Broken(f"the daemon logged a failure inside: {self.log.failure!r}") from self.log.failure
+        if self.daemon.torn is not None and self.daemon.process.alive:
+            self.daemon.die()
+        if self.clock.steps > MAX_STEPS:
+            raise Broken("the run does not end")
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def _strike(self, kind: str) -> None:
+        if self.faults.calm:
+            return
+        self.faults.counts[kind] += 1
+        self.clock.note(f"fault {kind}")
+        getattr(self, f"_{kind}")()
+
+    def _daemon_crash(self) -> None:
+        if self.daemon.process.alive:
+            self.daemon.die()
+
+    def _daemon_stop(self) -> None:
+        if self.daemon.process.alive and not self.daemon.service.stopping:
+            self.daemon.process.run(self.daemon.stop)
+
+    def _lost_pool(self) -> None:
+        self._pools_to_lose += 1
+
+    def _daemon_pause(self) -> None:
+        self.daemon.process.pause(self._dice.uniform(0.05, 1.2))
+
+    def _some_engine(self) -> Engine:
+        return self._dice.choice(self.engines)
+
+    def _some_process(self, engine: Engine) -> Process:
+        return self._dice.choice([engine.process, *[rank.process for rank in engine.ranks]])
+
+    def _client_pause(self) -> None:
+        self._some_process(self._some_engine()).pause(self._dice.uniform(0.05, 2.5))
+
+    def _worker_crash(self) -> None:
+        engine = self._some_engine()
+        engine.crash(self._dice.randrange(len(engine.ranks)))
+
+    def _scheduler_crash(self) -> None:
+        self._some_engine().crash(None)
+
+    def _engine_leave(self) -> None:
+        self._some_engine().leave()
+
+    def _reset(self) -> None:
+        engine = self._some_engine()
+        outcome: list[bool] = []
+        engine.process.run(lambda: engine.scheduler.act(lambda now: engine.scheduler.session.reset(outcome, now, 0.5)))
+
+    def _invalidate(self) -> None:
+        engine = self._some_engine()
+        keys = engine.corpus.prompt()
+        groups = [m.GroupKeys(group, b"".join(keys)) for group in engine.content.groups]
+        engine.process.run(lambda: engine.scheduler.act(lambda _: engine.scheduler.session.invalidate(groups)))
+
+    def _lease_storm(self) -> None:
+        engine = self._some_engine()
+
+        def ask() -> None:
+            tickets = [engine.lookup(engine.corpus.prompt()) for _ in range(12)]
+            for ticket in tickets[::2]:
+                engine.release(ticket.lease_id)
+            engine.process.after(1.0, lambda: [engine.release(ticket.lease_id) for ticket in tickets])  # type: ignore[arg-type,func-returns-value]
+
+        engine.process.run(ask)
+
+    def _clear(self) -> None:
+        if self._operator is None:
+            process = Process(self.clock, "operator")
+            self._operator = SimClient(
+                self.clock, self.network, process, (), make_admin, self.scenario.dice("operator"), lambda: None
+            )
+        operator = self._operator
+        outcome: list[object] = []
+
+        def ask(now: float) -> None:
+            session = operator.session
+            for message in (m.Stats, m.Health, m.Sessions, m.Namespaces):
+                session.ask(message(session.next_request_id(), session.token or bytes(16)), outcome, now, 0.5)  # type: ignore[arg-type]
+            which = self._dice.choice([None, self.contents[0].spec.fingerprint])
+            session.ask(m.Clear(session.next_request_id(), session.token or bytes(16), which), outcome, now, 0.5)  # type: ignore[arg-type]
+
+        operator.process.after(0.05, lambda: operator.act(ask))
+
+    def _hostile(self) -> None:
+        self._hostiles.append(Hostile(self, len(self._hostiles)))
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back what the test's own process holds."""
+        self.daemon.discard()
+        self._forget_pool()
+        self.descriptors.close()
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Play a scenario; never raises for what is broken, but tells it."""
+    loggers = [logging.getLogger(name) for name in ("kvoffd", "kvoffd_client")]
+    before = [(logger.propagate, logger.level) for logger in loggers]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    world = World(scenario)
+    for logger in loggers:
+        logger.propagate = False
+        logger.setLevel(logging.ERROR)
+    loggers[0].addHandler(world.log)
+    problem: str | None = None
+    try:
+        world.play()
+    except Broken as broken:
+        problem = str(broken)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    finally:
+        world.close()
+        loggers[0].removeHandler(world.log)
+        for logger, (propagate, level) in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.setLevel(level)
+    left = len(os.listdir("/proc/self/fd")) - descriptors
+    if problem is None and left:
+        problem = f"{left} descriptors are left open"
+    clock = world.clock
+    trace = tuple(clock.trace) if problem else ()
+    return Outcome(scenario, clock.digest(), clock.steps, world.faults.counts, problem, trace)
+
+
+__all__ = ["Outcome", "World", "run"]
