@@ -51,8 +51,9 @@ class Scan(NamedTuple):
 
 class _Batch(NamedTuple):
     data: bytes
+    """Records that are not FREE, end to end."""
     numbers: npt.NDArray[np.int64]
-    """Of each record in ``data``."""
+    """Of each of them."""
 
 
 def scan_table(fd: int) -> list[SlotRecord]:
@@ -77,30 +78,42 @@ def scan(fd: int, geometry: Geometry) -> Scan:
 def _batches(fd: int, geometry: Geometry) -> Iterator[_Batch]:
     """The records in the file's data, some MiB at a time: data may lie in many small pieces, one page to a record."""
     position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
-    parts: list[bytes] = []
+    # One buffer for all: the kernel would have to find new pages for each new one.
+    buffer = bytearray(_BATCH_BYTES)
+    room = memoryview(buffer)
     first: list[int] = []
-    waiting = 0
-    while (position := _seek(fd, position, os.SEEK_DATA)) < end:
-        stop = min(_seek(fd, position, os.SEEK_HOLE), end, position + _BATCH_BYTES)
+    counts: list[int] = []
+    filled = 0
+    hole_at = position
+    while position < end:
+        if position == hole_at:
+            position = _seek(fd, position, os.SEEK_DATA)
+            if position >= end:
+                break
+            hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once for all of it: the kernel counts page by page
+        stop = min(hole_at, position + _BATCH_BYTES - filled)
         # Data begins and ends with pages, and pages hold whole records; what was cut off in between is gone.
-        part = os.pread(fd, stop - position, position)
-        part = part[: len(part) // RECORD_BYTES * RECORD_BYTES]
+        count = os.preadv(fd, [room[filled : filled + stop - position]], position) // RECORD_BYTES
         first.append((position - geometry.records_at) // RECORD_BYTES)
-        parts.append(part)
-        waiting += len(part)
+        counts.append(count)
+        filled += count * RECORD_BYTES
         position = stop
-        if waiting >= _BATCH_BYTES:
-            yield _join(parts, first)
-            parts, first, waiting = [], [], 0
-    if parts:
-        yield _join(parts, first)
+        if filled > _BATCH_BYTES - PAGE_BYTES:
+            yield _used(buffer, first, counts)
+            first, counts, filled = [], [], 0
+    if filled:
+        yield _used(buffer, first, counts)
 
 
-def _join(parts: list[bytes], first: list[int]) -> _Batch:
-    counts = np.array([len(part) // RECORD_BYTES for part in parts])
-    before = np.cumsum(counts) - counts
-    numbers = np.repeat(np.array(first, np.int64) - before, counts) + np.arange(counts.sum())
-    return _Batch(b"".join(parts), numbers)
+def _used(buffer: bytearray, first: list[int], counts: list[int]) -> _Batch:
+    """The records in use among those that lie in ``buffer``: ``counts[i]`` records from number ``first[i]`` on."""
+    in_piece = np.array(counts)
+    before = np.cumsum(in_piece) - in_piece
+    total = int(in_piece.sum())
+    numbers = np.repeat(np.array(first, np.int64) - before, in_piece) + np.arange(total)
+    rows = np.frombuffer(buffer, np.uint64, total * (RECORD_BYTES // 8)).reshape(total, -1)
+    used = np.flatnonzero(rows[:, 0])
+    return _Batch(rows[used].tobytes(), numbers[used])
 
 
 def _read_batch(
@@ -112,17 +125,16 @@ def _read_batch(
 ) -> None:
     data = batch.data
     rows = np.frombuffer(data, RECORD)
-    used = np.flatnonzero(rows["state"])
-    rows, numbers = rows[used], batch.numbers[used]
+    numbers = batch.numbers
     offsets = numbers * MIN_SLOT_BYTES + rows["half"].astype(np.int64) * PAGE_BYTES
     slot_bytes = regions[np.minimum(offsets // geometry.region_bytes, len(regions) - 1)]
     whole = (rows["state"] == SlotState.READY) & _fit(rows, offsets, slot_bytes, geometry)
     good = whole.tolist()
     crcs = rows["crc"].tolist()
     entries = list(map(Entry, rows["place"].tolist(), rows["entry_generation"].tolist()))
-    starts = (used * RECORD_BYTES).tolist()
     keys: list[bytes] = []
-    for index, (start, key_bytes) in enumerate(zip(starts, rows["key_bytes"].tolist(), strict=True)):
+    for index, key_bytes in enumerate(rows["key_bytes"].tolist()):
+        start = index * RECORD_BYTES
         if good[index] and (
             zlib.crc32(data[start + OWNER_AT : start + CRC_AT]) != crcs[index] or entries[index] not in fingerprints
         ):

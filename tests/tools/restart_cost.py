@@ -1,0 +1,84 @@
+"""What taking a pool over costs: python tests/tools/restart_cost.py [GiB ...]
+
+Records only, no bytes: the pools are memfds that nobody touches, so that one larger than the machine can be measured.
+The last line is the cost of mapping a pool that is in memory, which the daemon does behind its back once it serves.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.slots import NamespaceFacts, SlotOwner
+from kvoffd.pool.home import MemfdHome
+from kvoffd.pool.limits import MemoryLimit
+from kvoffd.pool.pool import Pool
+from kvoffd.server.daemon import GC_THRESHOLDS
+from kvoffd.server.publisher import EventPublisher
+from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.units import format_size
+
+NAME = b"n" * 32
+NO_LIMIT = MemoryLimit(2**62, "nothing")
+MAPPED_BYTES = 2 << 30
+
+
+def left_behind(pool_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """Descriptors of a full pool and its table."""
+    pool = Pool(pool_bytes, limit=NO_LIMIT)
+    pool.note_namespace(NamespaceFacts(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
+    for number, offset in enumerate(pool.take(block_bytes, pool_bytes // block_bytes)):
+        pool.mark_writing(offset, SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
+        pool.mark_ready(offset, 0, block_bytes)
+    kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
+    pool.close()
+    return kept
+
+
+def measure(gib: float, block_bytes: int) -> str:
+    home = MemfdHome(left_behind(int(gib * 2**30), block_bytes))
+    started = time.perf_counter()
+    pool = Pool(int(gib * 2**30), home=home, limit=NO_LIMIT)
+    home.close()
+    scanned = time.perf_counter()
+    publisher = EventPublisher(10_000)
+    cache = BlockCache(pool, make_policy("lru"), publisher, time.monotonic)
+    inheritance = pool.take_inheritance()
+    adoption = cache.adopt(inheritance.namespaces, inheritance.slots)
+    publisher.flush()
+    seconds, scan_s = time.perf_counter() - started, scanned - started
+    pool.close()
+    return (
+        f"{gib:6g} GiB in blocks of {format_size(block_bytes):>8}: {adoption.blocks:7} blocks in {seconds:6.3f} s "
+        f"(table {scan_s:.3f} s, cache {seconds - scan_s:.3f} s), {seconds / adoption.blocks * 1e6:.2f} ms per 1,000 "
+        f"blocks, {seconds / gib * 1e3:.2f} ms per GiB"
+    )
+
+
+def mapping() -> str:
+    pool = Pool(MAPPED_BYTES)
+    pool.touch(0, lambda _: None)
+    kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
+    pool.close()
+    home = MemfdHome(kept)
+    pool = Pool(MAPPED_BYTES, home=home)
+    home.close()
+    assert pool.resident
+    started = time.perf_counter()
+    pool.map_pages(lambda: False)
+    seconds = time.perf_counter() - started
+    pool.close()
+    per_gib = seconds / (MAPPED_BYTES / 2**30)
+    return f"pages of a resident pool: {per_gib * 1e3:.1f} ms per GiB, behind the serving daemon"
+
+
+if __name__ == "__main__":
+    gc.set_threshold(*GC_THRESHOLDS)  # as in the daemon
+    for size in [float(text) for text in sys.argv[1:]] or [4.0, 16.0, 64.0, 128.0]:
+        for block in (256 << 10, 1 << 20):
+            print(measure(size, block))
+    print(mapping())
