@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvoffd_client.vllm
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.handshake import KvoffdHandshake
-from kvoffd_client.vllm.log import ConnectionWatch, RefusalFilter
+from kvoffd_client.vllm.log import RefusalFilter
 from kvoffd_client.vllm.specs import FailedJob, KeyedSpec, KvoffdWorkerMetadata
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
@@ -50,9 +50,7 @@ def worker(config: Any) -> tuple[KvoffdConnector, FakeWorkerClient]:
     """A worker's connector whose memory is registered with a fake client."""
     connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
     client = FakeWorkerClient()
-    connector.connector_worker.worker = KvoffdWorker(
-        client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1, watch=ConnectionWatch("worker", "/nowhere")
-    )
+    connector.connector_worker.worker = KvoffdWorker(client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1)
     return connector, client
 
 

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from kvoffd_client.vllm.log import ConnectionWatch
-
-
-def test_a_connection_is_told_each_time_it_comes_and_only_then(said: list[str]) -> None:
-    watch = ConnectionWatch("worker 0", "/run/kvoffd")
-    for up in (False, True, True, False, False, True):
-        watch.observe(up)
-    assert said == ["kvoffd: the worker 0 is connected to the daemon in /run/kvoffd."] * 2
+import kvoffd_client.vllm.log  # noqa: F401 - joins the two loggers
 
 
 def test_what_the_client_logs_appears_in_the_engines_log(said: list[str]) -> None:

@@ -11,7 +11,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.inquiry import Setting
-from kvoffd_client.vllm.log import ConnectionWatch
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob
 from kvoffd_client.vllm.stats import CONNECTED, DEFERRED_STORES, DEFINITIONS, FAILED_LOADS, LATE_LOOKUPS, LOOKUPS
@@ -36,7 +35,6 @@ class Rig:
                 client=self.client,
                 setting=Setting(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
                 window=StoreWindow({suffix: SHARD_BYTES}),
-                watch=ConnectionWatch("scheduler", "/nowhere"),
                 fold=EventFold((0,)),
             )
         )

@@ -8,7 +8,6 @@ import torch
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client.vllm.log import ConnectionWatch
 from kvoffd_client.vllm.memory import SharedKvMemory
 from kvoffd_client.vllm.specs import NO_LEASE, KeyedSpec
 from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker, NotShareable, connect_worker, registration_of
@@ -27,7 +26,6 @@ def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
         blocks_per_chunk=1,
         key_bytes=KEY_BYTES,
         fence_timeout_s=1.5,
-        watch=ConnectionWatch("worker 0", "/nowhere"),
     )
 
 

@@ -8,30 +8,10 @@ from vllm.logger import init_logger
 
 logger: logging.Logger = init_logger("vllm.kvoffd")
 
-# The client says why it is not connected, once per outage and reason; vLLM gives handlers to its own loggers only.
+# The client tells when it is connected and, once per outage and reason, why not; only vLLM's loggers have handlers.
 _client_logger = logging.getLogger("kvoffd_client")
 if not _client_logger.handlers:
     _client_logger.parent = logger
-
-
-class ConnectionWatch:
-    """Logs when a connection to the daemon is there (again). That it is not, the client logs itself, with the reason.
-
-    Args:
-        what: which connection, e.g. ``worker 0``.
-        directory: where the daemon's sockets are.
-    """
-
-    def __init__(self, what: str, directory: str) -> None:
-        self._what = what
-        self._directory = directory
-        self._up = False
-
-    def observe(self, up: bool) -> None:
-        """Take note of the state."""
-        if up and not self._up:
-            logger.info("kvoffd: the %s is connected to the daemon in %s.", self._what, self._directory)
-        self._up = up
 
 
 class RefusalFilter(logging.Filter):

@@ -14,7 +14,6 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    ScheduleEndContext,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -22,7 +21,7 @@ from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm import stats
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.inquiry import Asker, Inquiry, Key, Question, Setting, Verdict
-from kvoffd_client.vllm.log import ConnectionWatch, logger
+from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.reset import Reset
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec
 from kvoffd_client.vllm.stores import StoreWindow
@@ -59,14 +58,12 @@ class ManagerParts:
         client: connection to the daemon.
         setting: what inquiries share; its asker is the client.
         window: stores under way.
-        watch: tells the operator about the connection.
         fold: translates KV events; None when the engine publishes none.
     """
 
     client: Client
     setting: Setting
     window: StoreWindow
-    watch: ConnectionWatch
     fold: EventFold | None
 
 
@@ -78,7 +75,6 @@ class KvoffdManager(OffloadingManager):
         self._setting = parts.setting
         self._positions = parts.setting.positions
         self._window = parts.window
-        self._watch = parts.watch
         self._fold = parts.fold
         self._inquiries: dict[str, Inquiry] = {}
         self._loading: dict[str, Question] = {}
@@ -202,9 +198,6 @@ class KvoffdManager(OffloadingManager):
         self._deferred.discard(req_context.req_id)
         if inquiry := self._inquiries.pop(req_context.req_id, None):
             inquiry.let_go()
-
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._watch.observe(self._client.connected)
 
     def has_pending_work(self) -> bool:
         return bool(self._deferred) or self._reset.flushing

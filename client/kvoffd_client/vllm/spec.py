@@ -24,7 +24,6 @@ from kvoffd_client.scheduler import SchedulerClient
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.handshake import LateClient
 from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Setting
-from kvoffd_client.vllm.log import ConnectionWatch
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
 from kvoffd_client.vllm.memory import SharedKvMemory
 from kvoffd_client.vllm.options import ConnectorOptions
@@ -95,7 +94,6 @@ class KvoffdSpec(OffloadingSpec):
                 blocks_per_chunk=self.blocks_per_chunk,
                 key_bytes=namespace.key_bytes,
                 fence_timeout_s=setup.options.store_fence_timeout_s,
-                watch=ConnectionWatch(f"worker {rank}", setup.options.socket_directory),
             )
         return self._worker
 
@@ -125,7 +123,6 @@ class KvoffdSpec(OffloadingSpec):
                 clock=time.monotonic,
             ),
             window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
-            watch=ConnectionWatch("scheduler", options.socket_directory),
             fold=EventFold(setup.group_ids) if publishes else None,
         )
 

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 
 from kvoffd_client.memory import SharedMemory
 from kvoffd_client.registration import Registration
-from kvoffd_client.vllm.log import ConnectionWatch, logger
+from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
@@ -98,7 +98,6 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
-        watch: tells the operator about the connection.
     """
 
     def __init__(
@@ -108,13 +107,11 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: int,
         key_bytes: int,
         fence_timeout_s: float,
-        watch: ConnectionWatch,
     ) -> None:
         self._client = client
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
-        self._watch = watch
         self._local: list[KvoffdTransferResult] = []
 
     @property
@@ -155,7 +152,6 @@ class KvoffdWorker(OffloadingWorker):
         """Jobs that ended since the last call."""
         finished, self._local = self._local, []
         if self._client is not None:
-            self._watch.observe(self._client.ready)
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
 
