@@ -79,7 +79,7 @@ class JobRunner:
         self._clock = clock
         self._deadline_s = deadline_s
         self._post = post
-        self._running: set[Job] = set()
+        self._running: dict[Job, None] = {}
         self._told: dict[int, Session] = {}
         self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
 
@@ -156,7 +156,7 @@ class JobRunner:
                 self._engine.abandon(job.transfer)
 
     def abandon_all(self) -> None:
-        """Stop every job, as when the daemon's own deadline for stopping has passed."""
+        """Stop every job, oldest first, as when the daemon's own deadline for stopping has passed."""
         self.abandon(list(self._running))
 
     def transfer_done(self, job: Job, outcome: Outcome) -> JobResult:
@@ -203,7 +203,7 @@ class JobRunner:
         job.session.jobs[job.id] = job
         if job.direction is Direction.STORE:
             job.session.store_bytes += job.nbytes
-        self._running.add(job)
+        self._running[job] = None
         if not plan.pieces:
             self.transfer_done(job, Outcome.DONE)
             return
@@ -237,7 +237,7 @@ class JobRunner:
         result = JobResult(job.id, error is None, copied, seconds, error, job.failed)
         session.completions.add(result)
         self._told[session.id] = session
-        self._running.discard(job)
+        self._running.pop(job, None)
         job.registration.job_ended()
         session.job_ended(job.id)
         return result
