@@ -34,6 +34,9 @@ bench: $(VENV)/.tools ## measure lookups, copies and jobs against their floors; 
 bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, which gets its own .venv-lmcache (1.6 GB)
 	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)
 
+soak: $(VENV)/.tools ## simulate daemon, engines and faults, seed after seed, until told to stop; SOAK_ARGS="--seconds 60"
+	@$(BIN)/python -m tests.sim.soak $(SOAK_ARGS)
+
 clean: ## remove .venv, the demo's files and all caches
 	rm -rf $(VENV) $(PEERS) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -45,7 +45,7 @@ TIMED = {
     "lease_storm": 3,
     "hostile": 3,
 }
-"""Faults that happen at some time of the run, with how often at most."""
+"""Faults that happen at some time of the run, with how often at most in two seconds."""
 
 KINDS = (*CHANCES, *TIMED)
 
@@ -101,5 +101,5 @@ class Faults:
         for kind, most in TIMED.items():
             if kind in self._enabled:
                 dice = self.scenario.dice(kind)
-                for _ in range(dice.randint(0, most)):
+                for _ in range(round(dice.randint(0, most) * max(1.0, self.scenario.duration_s / 2.0))):
                     yield kind, dice.random()

@@ -27,10 +27,11 @@ def test_no_promise_breaks_in_any_of_the_ordinary_seeds(part: int) -> None:
         assert outcome.problem is None, f"seed {seed}: {outcome.problem}"
 
 
-def test_a_long_run_keeps_every_promise() -> None:
-    outcome = run(Scenario(1, duration_s=30.0, max_requests=200, check_every=64, swarm=False))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_run_keeps_every_promise(seed: int) -> None:
+    outcome = run(Scenario(seed, duration_s=30.0, max_requests=400, check_every=64, swarm=seed % 2 == 0))
     assert outcome.problem is None
-    assert outcome.counts["load_ok"] > 100
+    assert outcome.counts["load_ok"] > 10
 
 
 def test_every_fault_happens_within_the_ordinary_seeds() -> None:
@@ -53,7 +54,7 @@ def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
     program = (
         "from tests.sim.scenario import Scenario\n"
         "from tests.sim.world import run\n"
-        "print(*[run(Scenario(seed)).digest for seed in range(40)])"
+        "print(*[run(Scenario(seed)).digest for seed in range(100)])"
     )
     digests = {
         subprocess.run(
@@ -65,9 +66,9 @@ def test_the_same_seed_gives_the_same_trace_in_any_process() -> None:
             text=True,
             timeout=60,
         ).stdout
-        for seed in ("0", "1", "77")
+        for seed in ("1", "77")
     }
-    here = " ".join(run(Scenario(seed)).digest for seed in range(40))
+    here = " ".join(run(Scenario(seed)).digest for seed in range(100))
     assert digests == {here + "\n"}
 
 
