@@ -21,6 +21,10 @@ _mmap.restype = ctypes.c_void_p
 _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _munmap.restype = ctypes.c_int
+_MADV_DONTDUMP = 16
+_madvise = _libc.madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_madvise.restype = ctypes.c_int
 _fstatfs = _libc.fstatfs
 _fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _fstatfs.restype = ctypes.c_int
@@ -81,6 +85,8 @@ def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
     address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    # A core dump of the pool would take minutes, the next daemon waiting for it, and put prompts on a disk.
+    _madvise(address, size_bytes, _MADV_DONTDUMP)
     return MappedSegment(address, size_bytes)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from kvoffd.config import load_config
+from kvoffd_proto.units import parse_size
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 FILES = sorted(KUBERNETES.glob("*.yaml"))
@@ -118,6 +119,23 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
         assert quantity(memory) >= config.pool_bytes * 1.025 + 512 * MIB, "the formula in deploy/README.md"
+
+
+def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
+    for pod, container in daemons():
+        variables = environment(container)
+        path = Path(variables["KVOFFD_POOL_FILE"])
+        (mount,) = [m for m in container["volumeMounts"] if Path(m["mountPath"]) == path.parent]
+        (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+        if "emptyDir" in volume:
+            assert volume["emptyDir"]["medium"] == "Memory"
+            room = quantity(volume["emptyDir"]["sizeLimit"])
+            assert room >= 1.02 * parse_size(variables["KVOFFD_POOL_SIZE"])
+        else:
+            assert volume["hostPath"]["path"].startswith("/dev/shm/")
+        others = [c for c in containers(pod) if c is not container and c["name"] != "own-directory"]
+        for other in others:
+            assert mount["name"] not in [m["name"] for m in other.get("volumeMounts", [])]
 
 
 def test_the_users_of_probe_and_engine_may_connect() -> None:

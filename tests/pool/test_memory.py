@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,19 @@ def test_closing_twice_is_harmless_and_the_address_is_gone() -> None:
     pool.close()
     with pytest.raises(ValueError, match="unmapped"):
         _ = pool.address
+
+
+def test_core_dumps_leave_the_memory_out() -> None:
+    pool = PoolMemory.create(MIB, "test")
+    try:
+        flags: list[str] = []
+        inside = False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if line.startswith(f"{pool.address:x}-") or line.startswith(f"{pool.address:08x}-"):
+                inside = True
+            elif inside and line.startswith("VmFlags:"):
+                flags = line.split()[1:]
+                break
+        assert "dd" in flags
+    finally:
+        pool.close()
