@@ -188,13 +188,17 @@ class JobRunner:
         chosen: Sequence[int],
         offsets: Sequence[int],
     ) -> Plan:
+        layout = registration.layouts[part.group]
         keys = len(part.keys) // registration.namespace.key_bytes
-        indices = np.fromiter(chosen, dtype=np.int64, count=len(chosen))
+        slots = np.array(offsets, dtype=np.uint64) + np.uint64(self._pool_address)
+        if len(chosen) == keys:
+            return plan_copy(layout, direction, block_ids, part.first_block, slots)
+        indices = np.array(chosen, dtype=np.int64)
         addresses = np.zeros(keys, dtype=np.uint64)
-        addresses[indices] = np.fromiter(offsets, dtype=np.uint64, count=len(offsets)) + np.uint64(self._pool_address)
+        addresses[indices] = slots
         mask = np.zeros(keys, dtype=np.bool_)
         mask[indices] = True
-        return plan_copy(registration.layouts[part.group], direction, block_ids, part.first_block, addresses, mask)
+        return plan_copy(layout, direction, block_ids, part.first_block, addresses, mask)
 
     def _start(self, job: Job, plans: list[Plan]) -> None:
         plan = concatenate(plans)

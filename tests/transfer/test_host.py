@@ -108,3 +108,27 @@ def test_pages_of_64_kib_move_at_over_half_the_speed_of_memcpy(direction: Direct
         assert engine.close(10)
         engine_side.close()
         pool_side.close()
+
+
+def test_the_layers_of_one_block_are_one_call() -> None:
+    layers = [number * 10**6 for number in range(32)]
+    plan = plan_between([number * 4096 for number in range(32)], [10**10 + at for at in layers], [4096] * 32)
+    assert [len(part) for part in iterate_strokes(plan, 8 * MIB)] == [1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 15, 16, 17, 63, 64, 65, 200])
+@pytest.mark.parametrize("evenly", [True, False])
+def test_small_plans_copy_what_they_say(count: int, evenly: bool) -> None:
+    random = np.random.default_rng(count)
+    source, destination = random_bytes(1 << 20), np.zeros(1 << 20, dtype=np.uint8)
+    at = np.arange(count) * 5000 if evenly else random.permutation(count) * 5000 + random.integers(0, 900, count)
+    size = [4096 if evenly else int(number) for number in random.integers(1, 4096, count)]
+    to, back = address_of(destination), address_of(source)
+    plan = plan_between((to + at).tolist(), (back + at[::-1]).tolist(), size)
+    for part in iterate_strokes(plan, 8 * MIB):
+        for stroke in part:
+            copy_stroke(stroke)
+    wanted = np.zeros_like(destination)
+    for begin, end, nbytes in zip(at.tolist(), at[::-1].tolist(), size, strict=True):
+        wanted[begin : begin + nbytes] = source[end : end + nbytes]
+    assert np.array_equal(destination, wanted)

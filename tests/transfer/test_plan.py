@@ -136,12 +136,12 @@ def test_blocks_whose_layers_lie_side_by_side_are_one_piece() -> None:
 
 def test_the_layers_of_a_block_follow_each_other() -> None:
     """The order HostEngine's strided copies rest on."""
-    layout = evenly_spaced(4, 16, 4096, 2)
+    layout = evenly_spaced(16, 16, 4096, 2)
     plan = plan_of(layout, [9, 1], [0])
     blocks = ((plan.source - np.uint64(2**40)) // np.uint64(4096) % np.uint64(16)).tolist()
-    assert blocks == [9, 9, 9, 9, 1, 1, 1, 1]
+    assert blocks == [9] * 16 + [1] * 16
     ((stroke,),) = iterate_strokes(plan, 1 << 20)
-    assert stroke[3] * stroke[6] == 8
+    assert stroke[3] * stroke[6] == 32
 
 
 def test_nothing_chosen_is_an_empty_plan() -> None:
