@@ -108,6 +108,8 @@ def test_names_leave_the_unit_to_the_value() -> None:
         ("max_keys_per_request", "many"),
         ("max_frame_size", "1KiB"),
         ("event_buffer_steps", "0"),
+        ("pool_file", "/dev/shm/"),
+        ("pool_file", "/"),
         ("http_address", "localhost"),
         ("http_address", "127.0.0.1:65536"),
         ("http_address", ":9464"),
@@ -148,6 +150,7 @@ def test_an_impossible_value_is_refused_by_name_value_and_source(name: str, valu
         ("allowed_uids = [true]", "True"),
         ("allowed_uids = [-4]", "-4"),
         ("directory = 5", "5"),
+        ("pool_file = 1", "1"),
         ("http_address = 9464", "9464"),
         ("http_address = false", "False"),
     ],
@@ -242,6 +245,14 @@ def test_a_long_value_is_cut_in_the_sentence() -> None:
 def test_a_relative_directory_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/tmp")
     assert load_config({"directory": "sockets"}, {}).config.directory == Path("/tmp/sockets")
+
+
+def test_a_relative_pool_file_becomes_absolute_and_nothing_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"pool_file": "here"}, {}).config.pool_file == str(tmp_path / "here")
+    assert load_config({"pool_file": ""}, {"KVOFFD_POOL_FILE": "/dev/shm/x"}).config.pool_file == ""
 
 
 def test_the_configuration_cannot_be_changed() -> None:

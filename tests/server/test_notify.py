@@ -7,13 +7,16 @@ import asyncio
 import logging
 import os
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvoffd.server.notify import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog
+from kvoffd.server.notify import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
 
 DEADLINE_S = 10.0
 
@@ -233,3 +236,58 @@ def test_where_nobody_watches_the_keeper_ends_at_once(notifier: Notifier) -> Non
         raise AssertionError("nobody should ask")
 
     asyncio.run(asyncio.wait_for(keep_watchdog(notifier, works), DEADLINE_S))
+
+
+def test_stored_descriptors_are_removed_by_name(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.remove_fds("kvoffd-pool")
+    assert heard(listener) == {"FDSTOREREMOVE": "1", "FDNAME": "kvoffd-pool"}
+
+
+def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, notifier: Notifier) -> None:
+    def hear() -> None:
+        data, ancillary, _, _ = listener.recvmsg(4096, 1024)
+        assert data == b"BARRIER=1"
+        os.close(array.array("i", ancillary[0][2])[0])
+
+    assert not notifier.wait_heard(0.05), "nobody has read the barrier yet"
+    hear()
+    systemd = threading.Thread(target=hear)
+    systemd.start()
+    assert notifier.wait_heard(DEADLINE_S)
+    systemd.join()
+
+
+def test_without_a_listener_nothing_is_waited_for() -> None:
+    assert Notifier({}).wait_heard(60.0)
+
+
+def test_stored_descriptors_come_by_name_and_are_not_passed_on() -> None:
+    # They have the numbers from 3 on, so this takes a process of its own.
+    script = """
+import os
+from kvoffd.server.notify import take_stored_fds
+for place, fd in enumerate([os.memfd_create("x") for _ in range(10)][-3:]):
+    os.dup2(fd, 3 + place)
+    os.set_inheritable(3 + place, True)
+environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": "a:b:a", "HOME": "/"}
+assert take_stored_fds(environ) == {"a": [3, 5], "b": [4]}
+assert environ == {"HOME": "/"}
+assert not any(os.get_inheritable(fd) for fd in (3, 4, 5))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "many"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "-1"},
+        {"LISTEN_FDS": "2"},
+    ],
+)
+def test_descriptors_of_others_are_not_taken(variables: dict[str, str]) -> None:
+    environ = dict(variables)
+    assert take_stored_fds(environ) == {}
+    assert environ == {}

@@ -1,0 +1,26 @@
+"""KV events as messages: bounded, numbered, in order."""
+
+from __future__ import annotations
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.server.publisher import MAX_EVENTS_PER_MESSAGE, EventPublisher
+from kvoffd_proto.events import AllBlocksCleared, BlockStored, decode_event_batch
+from kvoffd_proto.messages import GroupSpec
+
+
+def test_much_at_once_becomes_many_messages_in_order() -> None:
+    namespace = Namespace(b"f" * 32, "", 1, 8, [GroupSpec("full", 16)], "{}")
+    publisher = EventPublisher(1000)
+    publisher.cleared(namespace)
+    count = 3 * MAX_EVENTS_PER_MESSAGE
+    for number in range(count):
+        publisher.stored(namespace, 0, [number.to_bytes(8, "big")])
+    messages = publisher.flush()
+    assert len(messages) == 4
+    assert [int.from_bytes(sequence, "big") for _, sequence, _ in messages] == [0, 1, 2, 3]
+    events = [event for _, _, payload in messages for event in decode_event_batch(payload).events]
+    assert isinstance(events[0], AllBlocksCleared)
+    stored = [event.block_hashes[0] for event in events[1:] if isinstance(event, BlockStored)]
+    assert stored == [number.to_bytes(8, "big") for number in range(count)]
+    assert publisher.flush() == []
+    assert publisher.replay(2)[:2] == messages[2:]
