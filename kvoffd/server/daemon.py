@@ -250,7 +250,11 @@ class Daemon:
     @staticmethod
     def _take_finished(inbox: _Inbox, service: Service, transport: Transport) -> None:
         for job, outcome in inbox.take():
-            service.transfer_done(job, outcome)
+            try:
+                service.transfer_done(job, outcome)
+            except Exception:
+                # The other jobs must have their completions all the same.
+                logger.exception("The end of job %d of session %d failed inside the daemon.", job.id, job.session.id)
         transport.schedule_turn()
 
 

@@ -109,11 +109,12 @@ class JobRunner:
                 if ticket.dropped:
                     job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
                 plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
+            plan = concatenate(plans)
         except BaseException:
             for ticket in job.store_tickets:
                 self._cache.abort_store(ticket)
             raise
-        self._start(job, plans)
+        self._start(job, plan)
 
     def load(self, session: Session, registration: Registration, message: Load) -> None:
         """Accept a load, or raise KvoffdError and change nothing. A block that is not there fails the accepted job."""
@@ -133,10 +134,11 @@ class JobRunner:
                 job.load_tickets.append(ticket)
                 every = range(len(ticket.offsets))
                 plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
+            plan = concatenate([] if job.failed else plans)
         except BaseException:
             self._cache.end_load(job.load_tickets, ok=False)
             raise
-        self._start(job, [] if job.failed else plans)
+        self._start(job, plan)
 
     def cancel(self, jobs: Iterable[Job]) -> tuple[list[int], list[int]]:
         """Fail what has not started. Returns the ids of those, and of those whose bytes are moving."""
@@ -200,8 +202,7 @@ class JobRunner:
         mask[indices] = True
         return plan_copy(layout, direction, block_ids, part.first_block, addresses, mask)
 
-    def _start(self, job: Job, plans: list[Plan]) -> None:
-        plan = concatenate(plans)
+    def _start(self, job: Job, plan: Plan) -> None:
         job.nbytes = plan.nbytes
         job.registration.job_started()
         job.session.jobs[job.id] = job
@@ -213,7 +214,12 @@ class JobRunner:
             return
         deadline = job.accepted_at + self._deadline_s
         job.transfer = Transfer(job.direction, plan, deadline, lambda _, outcome, __: self._post(job, outcome))
-        self._engine.submit(job.transfer)
+        try:
+            self._engine.submit(job.transfer)
+        except Exception:
+            # It is accepted and holds slots: whatever went wrong, its completion must let them go.
+            logger.exception("A transfer could not be handed to the copy engine; its job fails.")
+            self.transfer_done(job, Outcome.FAILED)
 
     def _end_store(self, job: Job, done: bool) -> None:
         namespace = job.registration.namespace
