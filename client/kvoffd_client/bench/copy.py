@@ -21,8 +21,6 @@ LAYERS = 16
 """As many as a model of 1 B parameters has: what one key costs is spread over so many pieces."""
 MAX_BLOCK_BYTES = 4 * MIB
 """With large pieces fewer layers make a block, so that every pool has room for it."""
-JOBS = 4
-"""In flight at once, as an engine's are: the daemon plans the next while it copies one."""
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
 
 
@@ -37,9 +35,9 @@ def bench_copy(
     """Measure stores, loads, and both at once of ``total_bytes`` each in pieces, alternating with the floor.
 
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
-    no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included, from the
-    first of four jobs to the end of the last. ``threads`` is how many the daemon copies with in each direction, so that
-    the floor copies with as many. Raises BenchFailed, DaemonUnavailable.
+    no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included, for as
+    many jobs at once as the daemon has copy ``threads`` for each direction; the floor copies with as many threads.
+    Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []
     with Memcpy(total_bytes, 2 * threads) as memcpy, CpuMeter(directory) as meter:
@@ -48,7 +46,7 @@ def bench_copy(
             layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece))
             keys = total_bytes // (layers * piece)
             with BenchEngine(directory, f"copy {format_size(piece)}", layers, 2 * keys, piece) as engine:
-                results += _measure(_Copies(engine, keys), memcpy, meter, format_size(piece), rounds, threads)
+                results += _measure(_Copies(engine, keys, threads), memcpy, meter, format_size(piece), rounds, threads)
     with_threads = f"{threads} threads' memcpy" if threads > 1 else "one thread's memcpy"
     floor = f"{with_threads} of as many bytes in large pieces between two memfds; at once: by twice as many threads"
     return Report("copy", floor, results, _curves(piece_sizes, results))
@@ -67,10 +65,11 @@ class _Way:
 
 
 class _Copies:
-    """Stores and loads of ``keys`` keys by one engine with twice as many blocks."""
+    """Stores and loads of ``keys`` keys, in so many jobs, by one engine with twice as many blocks."""
 
-    def __init__(self, engine: BenchEngine, keys: int) -> None:
+    def __init__(self, engine: BenchEngine, keys: int, jobs: int) -> None:
         self._engine = engine
+        self._jobs = min(jobs, keys)
         self._random = np.random.default_rng(1)
         self._keys = keys
         self._stored = b""
@@ -93,7 +92,7 @@ class _Copies:
     def _timed(self, stores: Sequence[tuple[bytes, BlockIds]], loads: Sequence[tuple[bytes, BlockIds]]) -> float:
         leases = [self._engine.lookup(names)[0].lease_id for names, _ in loads]
         begin = time.perf_counter()
-        for index in range(JOBS):
+        for index in range(self._jobs):
             if index < len(stores):
                 self._engine.begin_store(*stores[index])
             if index < len(loads):
@@ -104,11 +103,11 @@ class _Copies:
         return seconds
 
     def _parts(self, names: bytes, first_block: int) -> list[tuple[bytes, BlockIds]]:
-        """The keys in as many jobs as are in flight, each block once, in an order without neighbours to be merged."""
+        """The keys by job, each block once, in an order without neighbours that could be merged."""
         blocks = (self._random.permutation(self._keys) + first_block).astype(np.int32)
         return [
             (names[part[0] * KEY_BYTES : (part[-1] + 1) * KEY_BYTES], blocks[part])
-            for part in np.array_split(np.arange(self._keys), min(JOBS, self._keys))
+            for part in np.array_split(np.arange(self._keys), self._jobs)
         ]
 
 
