@@ -239,6 +239,7 @@ class BlockCache:
         ticket = StoreTicket(namespace, rank, group)
         wanted: list[int] = []
         slot_for: dict[int, int] = {}
+        narrow: list[Block] = []
         for number, key in enumerate(split):
             if (block := index.get(key)) is None:
                 wanted.append(number)
@@ -248,10 +249,12 @@ class BlockCache:
                 wanted.append(number)
             elif shard.written and not block.pins and (0 if number else first_block) < shard.first_block:
                 # It holds less of the key than is offered now, and nobody reads it.
-                self._blocks.reopen_shard(block, rank)
+                narrow.append(block)
                 slot_for[number] = shard.offset
         spared = set(ticket.present).union(*[other.present for other in same_job])
         slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared), strict=False))
+        for block in narrow:
+            self._blocks.reopen_shard(block, rank)
         ticket.dropped = [number for number in wanted if number not in slot_for]
         namespace.counters.dropped_keys += len(ticket.dropped)
         ticket.copy = sorted(slot_for)

@@ -276,3 +276,17 @@ def test_stored_blocks_are_counted() -> None:
     assert (namespace.ready_blocks, namespace.ready_bytes) == (4, 8 * SLOT_UNIT)
     rig.cache.begin_store(namespace, 0, 0, keys_of(5))
     assert namespace.writing_blocks == 1
+
+
+def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(slot_bytes: int, count: int) -> list[int]:
+        raise MemoryError
+
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1), first_block=2)
+    monkeypatch.setattr(rig.slots, "take", fail)
+    with pytest.raises(MemoryError):
+        rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
+    rig.cache.check()
+    assert rig.states(namespace, keys_of(1, 2)) == [R, A]
