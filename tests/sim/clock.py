@@ -17,6 +17,10 @@ class Broken(AssertionError):
     """A promise of DESIGN.md does not hold, or the simulation got stuck. The text says which and how."""
 
 
+class Injected(Exception):
+    """A failure that a test put in: what the daemon does then must leave everything in order."""
+
+
 class Clock:
     """Seconds that pass only from one event to the next. Events of the same time happen in the order of their entry."""
 

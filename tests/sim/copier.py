@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
-from tests.sim.clock import Broken, Clock, Process
+from tests.sim.clock import Broken, Clock, Injected, Process
 from tests.sim.memory import AddressSpace
 from tests.sim.pool import Slot, WatchedPool
 from tests.sim.scenario import Faults
@@ -171,7 +171,10 @@ class SimEngine(TransferEngine):
                 until = self._dice.randint(copy.moved, until)
                 outcome = Outcome.FAILED
             lane.nbytes += until - copy.moved
-            self._move(copy, until)
+            try:
+                self._move(copy, until)
+            except Injected:  # as HostEngine takes an exception of its copy function
+                outcome = Outcome.FAILED
             if outcome is None and copy.step == copy.steps:
                 outcome = Outcome.DONE
         if outcome is None:
