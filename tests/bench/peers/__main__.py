@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,10 @@ def main() -> int:
     facts: dict[str, object] = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
-        "command": "python -m tests.bench.peers " + " ".join(sys.argv[1:]),
+        "command": _command(options, effort),
         "machine": machine(),
         "load_average": {"before": before, "after": load_average()},
+        "priority": f"nice {os.getpriority(os.PRIO_PROCESS, 0)}" + (f", {options.note}" if options.note else ""),
         "effort": vars(effort),
         "others": {
             "share of all cores, median": number(median(comparison.shares)),
@@ -74,9 +76,20 @@ def _options() -> argparse.Namespace:
         "--others-share", type=float, default=effort.others_share, help="of all cores, what others may use in a round"
     )
     parser.add_argument("--patience", type=int, default=effort.patience, help="rounds that may be done again")
+    parser.add_argument("--note", default="", help="how the machine was made ready, for the results")
     parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
     parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
     return parser.parse_args()
+
+
+def _command(options: argparse.Namespace, effort: Effort) -> str:
+    """How to measure the same again. Where things were on this machine is nobody's business elsewhere."""
+    defaults = vars(Effort())
+    names = {"starts": "starts", "rounds": "rounds", "samples": "samples", "idle_s": "idle-seconds"}
+    names |= {"others_share": "others-share", "patience": "patience"}
+    changed = [f"--{names[name]} {value:g}" for name, value in vars(effort).items() if value != defaults[name]]
+    changed += ["--json"] if options.json else []
+    return "make bench-peers" + (f' PEERS_ARGS="{" ".join(changed)}"' if changed else "")
 
 
 def _commit() -> str:

@@ -31,7 +31,7 @@ class Client:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=server.environment,
+            env=server.player_environment,
         )
 
     def tell(self, what: str, **arguments: object) -> None:

@@ -18,12 +18,19 @@ from kvoffd_client.bench.echo import Echo, echo_request
 from tests.bench.peers.client import Client
 from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
 from tests.bench.peers.quiet import OthersShare
-from tests.bench.peers.servers import KvoffdServer, LMCacheServer, Server, idle_cpu_percents, resident_mib
+from tests.bench.peers.servers import (
+    POOL_GIB,
+    KvoffdServer,
+    LMCacheServer,
+    Server,
+    idle_cpu_percents,
+    resident_mib,
+)
 from tests.bench.peers.table import Row
 
 T = TypeVar("T")
 F = TypeVar("F")
-KIB, MIB = 2**10, 2**20
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 PROMPT_TOKENS = 16_384
 DEFAULT_CHUNK_TOKENS = 256
 """LMCache's default."""
@@ -34,6 +41,8 @@ LOOKUP = Geometry(layers=1, blocks=1 + PROMPT_TOKENS // BLOCK_TOKENS, page_bytes
 """Lookups ask for many small blocks. Block 0 is nobody's: LMCache takes it for no block, as vLLM does."""
 FLOOD_KEYS, FLOOD_CLIENTS, FLOOD_IN_FLIGHT, FLOOD_S = 64, 4, 4, 2.0
 SETTLE_S = 5.0
+WARM_UP_JOBS = 15 * GIB * POOL_GIB // (16 * JOB_BYTES)
+"""As many as fit in 15/16 of the pool: LMCache's client maps it anew for each engine, and a page at its first touch."""
 WARM_UPS = 3
 """Rounds before those that count."""
 QUIET_S = 0.5
@@ -122,10 +131,10 @@ class Comparison:
                 with make() as server:
                     self._say(f"{server.name} idle, {number + 1} of {self._effort.starts}")
                     if number == 0:
-                        self.commands.append(" ".join(server.command))
+                        self.commands.append(" ".join([Path(server.command[0]).name, *server.command[1:]]))
                     time.sleep(SETTLE_S)
                     starts[side].append(server.start_s)
-                    idle[side] += idle_cpu_percents((server,), self._effort.idle_s)
+                    idle[side].extend(idle_cpu_percents((server,), self._effort.idle_s))
                     resident[side].append(resident_mib(server))
         self.rows += [
             Row("server: start to first connection", "s", *starts),
@@ -167,6 +176,7 @@ class Comparison:
         for client in (kvoffd, lmcache):
             client.open(geometry)
             client.ask("verify", blocks=blocks)
+            client.ask("warm", order=list(range(1, 1 + blocks)), jobs=WARM_UP_JOBS)
         own_orders, other_orders = _orders(geometry.blocks, blocks), _orders(geometry.blocks, blocks)
         self._say(f"copies in pieces of {piece // KIB} KiB, {chunks}")
         with Memcpy(JOB_BYTES) as memcpy:

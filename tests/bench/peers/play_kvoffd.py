@@ -42,6 +42,11 @@ class KvoffdPlayer(Player):
         self._filled = random_keys(prompt.keys)
         self._copy("store", self._filled, np.arange(1, prompt.keys + 1, dtype=np.int32))
 
+    def warm(self, order: list[int], jobs: int) -> None:
+        for _ in range(jobs):
+            self._copy("store", random_keys(len(order)), np.array(order, dtype=np.int32))
+        self._open_engine.forget()
+
     def lookup(self, prompt: Prompt, hit: bool) -> float:
         engine = self._open_engine
         ticket, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))

@@ -84,6 +84,11 @@ class LMCachePlayer(Player):
         self._filled = self._prompt(blocks)
         self._store(self._filled, list(range(1, blocks + 1)))
 
+    def warm(self, order: list[int], jobs: int) -> None:
+        for _ in range(jobs):
+            self._store(self._prompt(len(order)), order)
+        self._adapters[0].reset_cache()
+
     def lookup(self, prompt: Prompt, hit: bool) -> float:
         tokens = self._filled if hit else self._prompt(prompt.tokens // BLOCK_TOKENS)
         request_id = next(self._request_ids)

@@ -69,6 +69,10 @@ class Player(ABC):
         """Store one prompt for ``lookup(hit=True)`` and ``flood()``."""
 
     @abstractmethod
+    def warm(self, order: list[int], jobs: int) -> None:
+        """Store ``jobs`` prompts from the blocks ``order``, so that all but the whole pool is touched; drop them."""
+
+    @abstractmethod
     def lookup(self, prompt: Prompt, hit: bool) -> float:
         """Seconds from the question for the filled prompt, or a new one, to the answer; its pins are let go after."""
 
@@ -135,6 +139,6 @@ def _do(player: Player, what: str, arguments: dict[str, Any]) -> object:
             return player.lookups(**arguments)
         case "copies":
             return [asdict(item) for item in player.copies(**arguments)]
-        case "fill" | "verify" | "flood" | "facts":
+        case "fill" | "warm" | "verify" | "flood" | "facts":
             return getattr(player, what)(**arguments)
     raise ValueError(f"There is no command {what!r}.")
