@@ -43,7 +43,13 @@ class PoolMemory:
         Raises:
             PoolTooLarge: the kernel refuses a file or a mapping of that size.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise PoolTooLarge(
+                f"The kernel makes no shared memory for the pool ({error.strerror}); see its limits on descriptors and "
+                "memory (ulimit -n, the cgroup's limits)."
+            ) from error
         try:
             os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

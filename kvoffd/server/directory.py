@@ -54,10 +54,20 @@ class DaemonDirectory:
             raise DirectoryError(
                 f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
             ) from error
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(lock_fd, 0)
+            os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+            self._remove_stale_sockets()
+        except OSError as error:
+            os.close(lock_fd)
+            raise DirectoryError(
+                f"The lock file in {directory} cannot be written ({error.strerror}); make room there, or choose "
+                "another directory with --directory."
+            ) from error
+        except BaseException:
+            os.close(lock_fd)
+            raise
         self._lock_fd = lock_fd
-        self._remove_stale_sockets()
 
     def open_to_group(self, path: Path) -> None:
         """Give a socket that was just bound its mode."""
@@ -67,9 +77,11 @@ class DaemonDirectory:
         """Remove the sockets and give the directory up. The lock file stays: removing it would be a race."""
         if self._lock_fd < 0:
             return
-        self._unlink_sockets()
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        try:
+            self._unlink_sockets()
+        finally:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def _remove_stale_sockets(self) -> None:
         if stale := self._unlink_sockets():

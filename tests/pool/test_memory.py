@@ -125,3 +125,12 @@ def test_core_dumps_leave_the_memory_out() -> None:
         assert "dd" in flags
     finally:
         pool.close()
+
+
+def test_no_descriptor_left_for_the_memory_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    with pytest.raises(PoolTooLarge, match="Too many open files"):
+        PoolMemory.create(MIB, "test")
