@@ -390,6 +390,9 @@ def first_hit_s(daemon: DaemonProcess, keys: list[bytes]) -> float:
 
 @pytest.mark.skipif(shutil.disk_usage(SHM).free < 9 << 30, reason="/dev/shm has not the room")
 def test_the_first_hit_of_4_gib_comes_within_a_second(pool_file: Path) -> None:
+    cores = os.cpu_count() or 1
+    if os.getloadavg()[0] > 2 * cores:
+        pytest.skip("others use the machine; a time measured now says nothing")
     keys = [number.to_bytes(32, "big") for number in range(14_000)]
     with DaemonProcess("4GiB", pool_file=str(pool_file)) as daemon:
         with FakeEngine(daemon.directory, layers=4, blocks=512, page_bytes=65536) as engine:
@@ -399,6 +402,5 @@ def test_the_first_hit_of_4_gib_comes_within_a_second(pool_file: Path) -> None:
         times = [first_hit_s(daemon, keys[:1000]) for _ in range(3)]
         print(f"first hit after {', '.join(f'{seconds:.3f} s' for seconds in times)} with 14,000 blocks in 4 GiB")
         # On cores that others use, the start of Python alone takes longer.
-        quiet = os.getloadavg()[0] < (os.cpu_count() or 1)
-        assert min(times) < (1.0 if quiet else 5.0)
+        assert min(times) < (1.0 if os.getloadavg()[0] < cores else 5.0)
         assert stats(daemon.directory).pool.ready_bytes == len(keys) * 4 * 65536
