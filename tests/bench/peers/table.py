@@ -41,8 +41,8 @@ class Row:
             self.unit,
             number(median(self.kvoffd)),
             number(median(self.lmcache)),
-            f"{number(median(ratios))} ({number(min(ratios))} to {number(max(ratios))})",
-            number(median(self.floor)) if self.floor else "",
+            spread(ratios),
+            spread(self.floor) if self.floor else "",
         ]
 
     def to_object(self) -> dict[str, object]:
@@ -59,7 +59,7 @@ class Row:
         }
 
 
-HEAD = ["case", "unit", "kvoffd", "LMCache", "times better (min to max)", "floor"]
+HEAD = ["case", "unit", "kvoffd", "LMCache", "times better (min to max)", "floor (min to max)"]
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -70,6 +70,11 @@ def table(rows: Sequence[Row]) -> str:
     texts = [f"| {' | '.join(line)} |" for line in padded]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([texts[0], rule, *texts[1:]])
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median, least and most."""
+    return f"{number(median(values))} ({number(min(values))} to {number(max(values))})"
 
 
 def number(value: float) -> str:

@@ -31,7 +31,12 @@ def test_a_ratio_above_one_means_that_kvoffd_was_better() -> None:
 def test_the_table_shows_medians_and_leaves_out_floors_that_do_not_exist() -> None:
     lines = table([Row("a", "ms", [1.0, 9.0, 2.0], [3.0] * 3, [0.5] * 3), Row("b", "MiB", [1.0], [2.0])]).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert [cell.strip() for cell in lines[2].split("|")[3:7]] == ["2.00", "3.00", "1.50 (0.333 to 3.00)", "0.500"]
+    assert [cell.strip() for cell in lines[2].split("|")[3:7]] == [
+        "2.00",
+        "3.00",
+        "1.50 (0.333 to 3.00)",
+        "0.500 (0.500 to 0.500)",
+    ]
     assert lines[3].split("|")[6].strip() == ""
 
 
