@@ -1,11 +1,16 @@
-"""The bench of a real engine, as far as it goes without one."""
+"""The bench of a real engine, with one and without."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.daemon import DaemonProcess
+from support.models import make_demo_llama
 
 from kvoffd_client.bench.report import BenchFailed
 from kvoffd_client.bench.ttft import bench_engine
@@ -19,3 +24,20 @@ def test_without_vllm_a_sentence_says_where_to_run_it(
         bench_engine(daemon.directory, lambda _: None, "none")
     print("the report")
     assert capfd.readouterr().out == "the report\n"
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_a_real_engine_is_faster_with_its_blocks_in_the_pool(tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    model = make_demo_llama(tmp_path / "model")
+    program = "import sys; from kvoffd_client.cli import main; sys.exit(main())"
+    with DaemonProcess("512MiB") as daemon:
+        command = [sys.executable, "-c", program, "bench", "engine", "--json", "--model", str(model)]
+        command += ["--directory", str(daemon.directory)]
+        # In a process of its own: what vLLM warns of is not this test's business.
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    cold, warm = json.loads(ran.stdout)["results"]
+    assert warm["value"] < cold["value"] / 2
