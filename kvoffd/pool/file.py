@@ -71,21 +71,22 @@ class FileHome:
         return self._map(geometry)
 
     def make(self, geometry: Geometry) -> Rooms:
-        if self._fd >= 0:
-            os.unlink(self._path.name, dir_fd=self._directory_fd)
-            os.close(self._fd)
-            self._fd = -1
+        size = self._file_bytes(geometry)
         try:
+            if self._fd >= 0:
+                os.unlink(self._path.name, dir_fd=self._directory_fd)
+                os.close(self._fd)
+                self._fd = -1
             self._fd = os.open(self._path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, size)
         except OSError as error:
             raise PoolFileError(
                 f"The pool file {self._path} cannot be made ({error.strerror}); make {self._path.parent} writable for "
                 "the daemon's user, or name another file."
             ) from error
-        os.fchmod(self._fd, 0o600)
-        assert try_lock(self._fd), "nobody else can know a file without a name"
-        size = self._file_bytes(geometry)
-        os.ftruncate(self._fd, size)
+        locked = try_lock(self._fd)
+        assert locked, "nobody else can know a file without a name"
         self._allocate(self._fd, size)
         return self._map(geometry)
 
