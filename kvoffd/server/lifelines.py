@@ -6,6 +6,7 @@ import array
 import asyncio
 import logging
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -58,12 +59,10 @@ class _Connection:
         """Ask the kernel whether the peer still holds its end."""
         if self._stream.fileno() < 0:
             return False
-        try:
-            return self._stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        # Not by peeking: what a peer wrote before it died would hide that it died.
+        poller = select.poll()
+        poller.register(self._stream, select.POLLRDHUP)
+        return not poller.poll(0)
 
     def close(self) -> None:
         """Close the stream and what came over it and was not taken."""
@@ -141,7 +140,8 @@ class LifelineServer:
             self._end(connection)
 
     def tick(self) -> None:
-        """End connections that were opened and never said Hello: they would hold a session for ever."""
+        """Accept again if it failed. End connections that never said Hello: they would hold a session for ever."""
+        self._loop.add_reader(self._listener.fileno(), self._accept)
         overdue = self.service.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections):
             session = connection.session
@@ -162,7 +162,9 @@ class LifelineServer:
             except BlockingIOError:
                 return
             except OSError as error:
+                # It stays readable: without a pause until the next tick the loop would do nothing else.
                 logger.warning("A lifeline could not be accepted: %s.", error.strerror)
+                self._loop.remove_reader(self._listener.fileno())
                 return
             stream.setblocking(False)
             self._admit(stream)
