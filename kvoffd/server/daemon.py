@@ -174,6 +174,8 @@ class Daemon:
             time.monotonic,
             inbox.post,
             map_segment=faulter.map_memfd,
+            # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
+            max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         )
         transport = Transport(service, directory)
         lifelines = LifelineServer(service, directory, transport.schedule_turn)

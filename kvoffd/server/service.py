@@ -32,6 +32,8 @@ from kvoffd_proto.errors import ErrorCode
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
+ALWAYS_ATTACHABLE = 64
+"""Descriptors that a session may attach however many the others have, as long as there are any."""
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Service:
         post: Callable[[Job, Outcome], None],
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+        max_attached: int = 2**16,
     ) -> None:
         self.config = config
         self.cache = cache
@@ -66,6 +69,8 @@ class Service:
         self.table_bytes = table_bytes
         self.clock = clock
         self.map_segment = map_segment
+        self.max_attached = max_attached
+        """Descriptors that all sessions together may have attached and not registered."""
         self.started_at = clock()
         self.stopping = False
         self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
@@ -123,6 +128,14 @@ class Service:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self.config.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
+        free = self.max_attached - sum(len(other.segments) for other in self.sessions.values())
+        # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.
+        if free <= 0 or len(session.segments) >= max(free, ALWAYS_ATTACHABLE):
+            raise KvoffdError(
+                f"Descriptors are short: the session has {len(session.segments)} attached and {free} are left for all. "
+                "Register them, or raise the daemon's limit of open files.",
+                ErrorCode.TOO_MANY,
+            )
         session.segments[segment_id] = fd
 
     def end_session(self, session: Session, on_drained: Callable[[], None]) -> None:
