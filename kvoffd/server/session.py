@@ -47,11 +47,14 @@ class CompletionLog:
         self._pending: list[JobResult] = []
         self._kept: deque[Completions] = deque()
         self._kept_results = 0
+        self.kept_bytes = 0
+        """Of the keys in results that are not acknowledged: what a client that never reads could make large."""
         self.sequence = 0
 
     def add(self, result: JobResult) -> None:
         """Put ``result`` into the batch that the next flush publishes."""
         self._pending.append(result)
+        self.kept_bytes += _key_bytes(result)
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -67,7 +70,9 @@ class CompletionLog:
     def acknowledge(self, sequence: int) -> None:
         """Forget all batches up to ``sequence``."""
         while self._kept and self._kept[0].sequence <= sequence:
-            self._kept_results -= len(self._kept.popleft().results)
+            results = self._kept.popleft().results
+            self._kept_results -= len(results)
+            self.kept_bytes -= sum(map(_key_bytes, results))
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -76,6 +81,10 @@ class CompletionLog:
     def __len__(self) -> int:
         """Results that are not acknowledged."""
         return self._kept_results + len(self._pending)
+
+
+def _key_bytes(result: JobResult) -> int:
+    return sum(len(part.keys) for part in result.failed)
 
 
 @dataclass(eq=False)

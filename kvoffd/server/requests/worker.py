@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 MAX_UNACKNOWLEDGED_RESULTS = 65536
+MAX_UNACKNOWLEDGED_BYTES = 16 * 1024**2
 
 
 def store(service: Service, session: Session, message: m.Store) -> None:
@@ -41,7 +42,8 @@ def _job_door(service: Service, session: Session, message: m.Store | m.Load) -> 
         raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
     if len(session.jobs) >= service.config.max_jobs_in_flight:
         raise KvoffdError(f"The session has {len(session.jobs)} jobs in flight, its limit.", ErrorCode.TOO_MANY)
-    if len(session.completions) >= MAX_UNACKNOWLEDGED_RESULTS:
+    log = session.completions
+    if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
     # Credits are a promise of the client; this is the bound behind it, for one that does not keep it.
     if isinstance(message, m.Store) and session.store_bytes > 2 * service.credit_bytes:
