@@ -133,5 +133,5 @@ def _pack(facts: NamespaceFacts) -> bytes:
 def _unpack(packed: bytes) -> NamespaceFacts | None:
     try:
         return _decoder.decode(zlib.decompressobj().decompress(packed, _MOST_UNPACKED_BYTES))
-    except (zlib.error, msgspec.MsgspecError):
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

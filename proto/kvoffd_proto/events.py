@@ -77,4 +77,7 @@ def encode_event_batch(batch: EventBatch) -> bytes:
 
 def decode_event_batch(payload: bytes) -> EventBatch:
     """Decode a payload frame. Raises msgspec.MsgspecError."""
-    return _decoder.decode(payload)
+    try:
+        return _decoder.decode(payload)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through as they are
+        raise msgspec.DecodeError(str(error)) from error

@@ -102,7 +102,7 @@ def decode_from_daemon(body: bytes) -> FromDaemon:
     """Decode a frame body sent by the daemon. Raises LifelineError."""
     try:
         return _from_daemon.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LifelineError(f"Not a lifeline frame of the daemon: {error}") from error
 
 
@@ -110,5 +110,5 @@ def decode_from_client(body: bytes) -> FromClient:
     """Decode a frame body sent by a client. Raises LifelineError."""
     try:
         return _from_client.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise LifelineError(f"Not a lifeline frame of a client: {error}") from error
