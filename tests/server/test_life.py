@@ -133,6 +133,8 @@ def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
         registration = client.register(memory, page_bytes=2**20)
         store = m.Store(1, client.token, registration, 1, [m.GroupTransfer(0, keys(*range(16)), ids(*range(16)))])
         client.send(store)
+        # Requests are handled in order: once this one is answered the store was accepted.
+        client.ask(m.Health(client.next_id(), client.token), m.HealthReply)
         daemon.process.terminate()
         assert client.completions().results[0].ok
         assert client.lifeline_ended()
