@@ -78,7 +78,7 @@ def test_several_threads_of_a_direction_copy_at_once() -> None:
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_pages_of_64_kib_move_at_over_half_the_speed_of_memcpy(direction: Direction) -> None:
-    """0.8 and more is what is measured on an idle machine. Others' load only slows a copy, so the best of nine counts."""
+    """An idle machine shows 0.8 and more. Others' load only slows a copy, so the best of nine counts."""
     size, layers, page = 64 * MIB, 4, 65536
     blocks = size // layers // page
     engine_side, pool_side = PoolMemory.create(size, "engine"), PoolMemory.create(size, "pool")
