@@ -183,6 +183,15 @@ def _address(default: str, description: str) -> str:
     return field(default=default, metadata={"kind": Kind("HOST:PORT", parse, str), "description": description})
 
 
+def _library(default: str, description: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name a library, such as /usr/lib/libcuda.so.1")
+        return value.strip()
+
+    return field(default=default, metadata={"kind": Kind("PATH", parse, str), "description": description})
+
+
 def _whole(value: Value) -> int:
     assert isinstance(value, int)
     return value
@@ -226,7 +235,8 @@ class Config:
     max_keys_per_request: int = _number(65_536, 1, 10_000_000, "Keys in one request.")
     max_leases: int = _number(16_384, 1, 1_000_000, "Live leases of a session.")
     max_registrations: int = _number(8, 1, 1024, "Registrations of a session.")
-    max_segments: int = _number(4096, 1, 65_536, "Memory segments of a session.")
+    max_segments: int = _number(16_384, 1, 65_536, "Memory segments of a session.")
+    cuda_library: str = _library("", "Path of the CUDA driver's library; empty for the system's.")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ class ClientOptions:
     """How long calls that wait for a daemon at the start (FakeEngine) do so."""
     handshake_timeout_s: float = 5.0
     """From opening the lifeline to being ready; then the attempt is given up and a new one made."""
+    gpu_register_timeout_s: float = 30.0
+    """The daemon's answer to a registration of GPU memory, for the first of which it starts the CUDA driver."""
     request_timeout_s: float = 2.0
     """A request without reply by then has failed; for a lookup that is a miss."""
     backoff_min_s: float = 0.05

@@ -61,6 +61,7 @@ class WorkerClient:
             )
         if registration.blocks_per_key < 1 or not registration.memories or not registration.tensors:
             raise ValueError("A registration needs memory, tensors and at least one block per key.")
+        self._registration = registration
         self._key_bytes = namespace.key_bytes
         self._group_count = len(namespace.groups)
         identity = Identity(os.fspath(directory), Role.WORKER, name, software, namespace, registration)
@@ -188,6 +189,7 @@ class WorkerClient:
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
         self._connection.close()
+        self._registration.close_exports()
 
     def _check(self, groups: Sequence[GroupTransfer]) -> None:
         for item in groups:

@@ -15,7 +15,7 @@ from kvoffd_client.session import Phase, Session
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.handles import MemfdHandle
+from kvoffd_proto.handles import Handle
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
 from kvoffd_proto.messages import (
     AnyReply,
@@ -66,6 +66,8 @@ class WorkerSession(Session):
         assert identity.registration is not None
         self._registration = identity.registration
         self._registration_id = b""
+        self._handles: list[Handle] = []
+        self._fds: list[int] = []
         self._attached_count = 0
         self.jobs: dict[int, Job] = {}
         self._by_request: dict[int, int] = {}
@@ -159,17 +161,20 @@ class WorkerSession(Session):
 
     def _namespace_open(self, now: float) -> None:
         self._attached_count = 0
-        if self.registration_wanted:
+        if not self.registration_wanted:
+            self._become_ready(now)
+            return
+        self._handles, self._fds = self._registration.handles()
+        if self._fds:
             self.phase = Phase.ATTACHING
             self._attach_next(now)
         else:
-            self._become_ready(now)
+            self._register(now)
 
     def _attach_next(self, now: float) -> None:
         # One at a time: the stream's buffer and the kernel's count of descriptors in flight stay small.
-        fd, _ = self._registration.descriptors()[self._attached_count]
         try:
-            self._link.attach(Attach(self._attached_count), fd)
+            self._link.attach(Attach(self._attached_count), self._fds[self._attached_count])
         except OSError as error:
             self.lose(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
 
@@ -180,7 +185,7 @@ class WorkerSession(Session):
             self.lose("The daemon acknowledged a descriptor that was not sent.", now)
         else:
             self._attached_count += 1
-            if self._attached_count < len(self._registration.memories):
+            if self._attached_count < len(self._fds):
                 self._attach_next(now)
             else:
                 self._register(now)
@@ -190,7 +195,6 @@ class WorkerSession(Session):
         self.phase = Phase.REGISTERING
         registration = self._registration
         self._registration_id = self._dice.randbytes(16)
-        sizes = [size for _, size in registration.descriptors()]
         message = Register(
             self.next_request_id(),
             self.token,
@@ -198,11 +202,15 @@ class WorkerSession(Session):
             self._registration_id,
             registration.rank,
             registration.blocks_per_key,
-            [MemfdHandle(index, size) for index, size in enumerate(sizes)],
+            self._handles,
             list(registration.tensors),
             [list(pages) for pages in registration.groups],
         )
-        self.request(message, self._registered, now, self.options.handshake_timeout_s)
+        timeout_s = self.options.handshake_timeout_s
+        if registration.on_gpu:
+            timeout_s = self.options.gpu_register_timeout_s
+            self._handshake_deadline = now + timeout_s
+        self.request(message, self._registered, now, timeout_s)
 
     def _registered(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
         if isinstance(reply, Registered):

@@ -23,16 +23,16 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.directory import DaemonDirectory
+from kvoffd.server.engine_memory import GpuMapper
 from kvoffd.server.http import HttpServer
 from kvoffd.server.inheritance import adopt_blocks, open_pool
-from kvoffd.server.jobs import Job
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.notify import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.server.probe import SelfProbe
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
-from kvoffd.transfer.engine import Outcome
+from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.faulting import PageFaulter
 from kvoffd.transfer.host import HostEngine
 from kvoffd_proto.units import format_size
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
+GPUS_CLOSE_S = 5.0
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
 SWITCH_INTERVAL_S = 0.0001
@@ -68,29 +69,31 @@ def run(config: Config) -> int:
 
 
 class _Inbox:
-    """Finished transfers on their way from copy threads to the loop, one wake-up for many."""
+    """Calls on their way from other threads to the loop, one wake-up for many."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
         self._loop = loop
         self._wake = wake
-        self._waiting: deque[tuple[Job, Outcome]] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
 
-    def post(self, job: Job, outcome: Outcome) -> None:
+    def post(self, call: Callable[[], None]) -> None:
         """Called from any thread."""
         first = not self._waiting
-        self._waiting.append((job, outcome))
+        self._waiting.append(call)
         if first:
             try:
                 self._loop.call_soon_threadsafe(self._wake)
             except RuntimeError:
                 pass  # the loop has ended; so have all sessions
 
-    def take(self) -> list[tuple[Job, Outcome]]:
-        """Everything that has arrived."""
-        taken: list[tuple[Job, Outcome]] = []
+    def work_off(self) -> None:
+        """Make all calls that have arrived."""
         while self._waiting:
-            taken.append(self._waiting.popleft())
-        return taken
+            call = self._waiting.popleft()
+            try:
+                call()
+            except Exception:
+                logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
 
 
 class Daemon:
@@ -161,19 +164,23 @@ class Daemon:
             lease_ttl_s=config.lease_ttl_s,
         )
         adopt_blocks(cache, pool)
-        engine = HostEngine(threads_per_direction=config.copy_threads)
+        host = HostEngine(threads_per_direction=config.copy_threads)
+        gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library)
+        if gpus.available:
+            logger.info("A CUDA driver is here; GPUs are used when their engines register.")
         faulter = PageFaulter()
-        inbox = _Inbox(loop, lambda: self._take_finished(inbox, service, transport))
+        inbox = _Inbox(loop, lambda: self._take_in(inbox, transport))
         service = Service(
             config,
             cache,
             publisher,
-            engine,
+            host,
             pool.address,
             pool.table_bytes,
             time.monotonic,
-            inbox.post,
+            lambda job, outcome: inbox.post(lambda: service.transfer_done(job, outcome)),
             map_segment=faulter.map_memfd,
+            gpu_mapper=GpuMapper(gpus, inbox.post) if gpus.available else None,
             # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
             max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         )
@@ -200,13 +207,16 @@ class Daemon:
             if http is not None:
                 await http.close()
             probe.close()
-            if not engine.close(ENGINE_CLOSE_S):
+            if not host.close(ENGINE_CLOSE_S) or not gpus.stop(ENGINE_CLOSE_S):
                 self._copy_stuck = True
                 logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
-            self._take_finished(inbox, service, transport)
+            self._take_in(inbox, transport)
             transport.flush()
             lifelines.close()
             faulter.close()
+            if not gpus.close(GPUS_CLOSE_S):
+                # The driver lets go of the pool when the process ends.
+                self._copy_stuck = True
             transport.close(LINGER_MS)
 
     async def _start_http(self, http: HttpServer) -> None:
@@ -250,13 +260,8 @@ class Daemon:
         transport.flush()
 
     @staticmethod
-    def _take_finished(inbox: _Inbox, service: Service, transport: Transport) -> None:
-        for job, outcome in inbox.take():
-            try:
-                service.transfer_done(job, outcome)
-            except Exception:
-                # The other jobs must have their completions all the same.
-                logger.exception("The end of job %d of session %d failed inside the daemon.", job.id, job.session.id)
+    def _take_in(inbox: _Inbox, transport: Transport) -> None:
+        inbox.work_off()
         transport.schedule_turn()
 
 

@@ -15,7 +15,7 @@ from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
-from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.layout import check_blocks
 from kvoffd.transfer.plan import Plan, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
@@ -45,6 +45,8 @@ class Job:
     failed: list[GroupKeys] = field(default_factory=list)
     """Keys that are known to fail before a byte moves: no room for a store's, not ready for a load's."""
     transfer: Transfer | None = None
+    answered: bool = False
+    """It has its completion, but its copy hangs and still holds its slots and its registration's memory."""
 
 
 @dataclass
@@ -62,20 +64,23 @@ class JobRunner:
 
     ``post`` carries a finished transfer from whatever thread the engine runs in back to the thread that runs
     this object; it calls ``transfer_done`` there.
+
+    A copy on a GPU that hangs does not come back at its deadline. A store of that kind is answered all the same: the
+    engine's blocks are only read, and the slots hold nothing that anyone may read. They stay taken, and the
+    registration mapped, until the copy has ended after all. A load of that kind is not answered: its bytes may still
+    land in the engine's blocks, which the engine keeps until it has the completion or the lifeline has ended.
     """
 
     def __init__(
         self,
         cache: BlockCache,
         pool_address: int,
-        engine: TransferEngine,
         clock: Callable[[], float],
         deadline_s: float,
         post: Callable[[Job, Outcome], None],
     ) -> None:
         self._cache = cache
         self._pool_address = pool_address
-        self._engine = engine
         self._clock = clock
         self._deadline_s = deadline_s
         self._post = post
@@ -145,7 +150,7 @@ class JobRunner:
         cancelled: list[int] = []
         running: list[int] = []
         for job in jobs:
-            if job.transfer is not None and self._engine.cancel(job.transfer):
+            if job.transfer is not None and job.registration.memory.engine.cancel(job.transfer):
                 cancelled.append(job.id)
             else:
                 running.append(job.id)
@@ -154,15 +159,21 @@ class JobRunner:
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs whose session is gone: those that wait now, those that run at their next step."""
         for job in jobs:
-            if job.transfer is not None and not self._engine.cancel(job.transfer):
-                self._engine.abandon(job.transfer)
+            engine = job.registration.memory.engine
+            if job.transfer is not None and not engine.cancel(job.transfer):
+                engine.abandon(job.transfer)
 
     def abandon_all(self) -> None:
         """Stop every job, oldest first, as when the daemon's own deadline for stopping has passed."""
         self.abandon(list(self._running))
 
-    def transfer_done(self, job: Job, outcome: Outcome) -> JobResult:
-        """End ``job``: commit or give back its blocks, and return its completion, which is in its session's log."""
+    def transfer_done(self, job: Job, outcome: Outcome) -> None:
+        """End ``job``: commit or give back its blocks, and put its completion into its session's log."""
+        if job.answered:
+            for ticket in job.store_tickets:
+                self._cache.abort_store(ticket)
+            self._release(job)
+            return
         done = outcome is Outcome.DONE
         # The client may have given its blocks to another request the moment it closed its lifeline, so what was
         # copied counts only if the lifeline is still open now, after the copy.
@@ -177,7 +188,23 @@ class JobRunner:
             self._end_store(job, done)
         else:
             self._cache.end_load(job.load_tickets, ok=done and not job.failed)
-        return self._finish(job, error, job.nbytes if done else 0)
+        self._answer(job, error, job.nbytes if done else 0)
+        self._release(job)
+        job.session.job_ended(job.id)
+
+    def transfer_overdue(self, job: Job) -> None:
+        """The job's copy hangs beyond its deadline: answer it if it is a store. See the class."""
+        if job.direction is not Direction.STORE or job.answered or job not in self._running:
+            return
+        job.answered = True
+        for ticket in job.store_tickets:
+            keys = b"".join(block.key for block in ticket.blocks)
+            if keys:
+                job.failed.append(GroupKeys(ticket.group, keys))
+                # So that others may store these keys, elsewhere in the pool.
+                self._cache.invalidate(ticket.namespace, [(ticket.group, keys)])
+        self._answer(job, ErrorCode.SESSION_ENDED if job.session.ended else ErrorCode.DEADLINE, 0)
+        job.session.job_ended(job.id)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -213,9 +240,15 @@ class JobRunner:
             self.transfer_done(job, Outcome.DONE)
             return
         deadline = job.accepted_at + self._deadline_s
-        job.transfer = Transfer(job.direction, plan, deadline, lambda _, outcome, __: self._post(job, outcome))
+        job.transfer = Transfer(
+            job.direction,
+            plan,
+            deadline,
+            lambda _, outcome, __: self._post(job, outcome),
+            lambda _: self.transfer_overdue(job),
+        )
         try:
-            self._engine.submit(job.transfer)
+            job.registration.memory.engine.submit(job.transfer)
         except Exception:
             # It is accepted and holds slots: whatever went wrong, its completion must let them go.
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
@@ -233,7 +266,7 @@ class JobRunner:
         if done:
             namespace.counters.stored_bytes += job.nbytes
 
-    def _finish(self, job: Job, error: ErrorCode | None, copied: int) -> JobResult:
+    def _answer(self, job: Job, error: ErrorCode | None, copied: int) -> None:
         session, counters = job.session, self.counters[job.direction]
         counters.jobs += 1
         counters.failed_jobs += error is not None
@@ -244,13 +277,13 @@ class JobRunner:
         if job.direction is Direction.STORE:
             session.store_bytes -= job.nbytes
         seconds = max(0.0, self._clock() - job.accepted_at)
-        result = JobResult(job.id, error is None, copied, seconds, error, job.failed)
-        session.completions.add(result)
+        session.completions.add(JobResult(job.id, error is None, copied, seconds, error, job.failed))
         self._told[session.id] = session
+
+    def _release(self, job: Job) -> None:
+        """Nothing touches the job's slots and its registration's memory any more."""
         self._running.pop(job, None)
         job.registration.job_ended()
-        session.job_ended(job.id)
-        return result
 
 
 def _check(

@@ -54,7 +54,7 @@ class Reporter:
     def health(self, request_id: int) -> m.HealthReply:
         """Whether the daemon works. That it answers at all says that its loop does."""
         service = self._service
-        problems = list(self.problems)
+        problems = self.problems + service.memory.problems
         if service.stopping:
             problems.append("The daemon is stopping.")
         return m.HealthReply(request_id, service.epoch, not problems, not service.stopping, problems)
@@ -92,7 +92,7 @@ class Reporter:
 
     def _direction(self, direction: Direction) -> m.DirectionStats:
         counters = self._service.jobs.counters[direction]
-        load = self._service.engine.load_of(direction)
+        load = self._service.memory.load_of(direction)
         return m.DirectionStats(
             counters.jobs,
             counters.failed_jobs,

@@ -17,6 +17,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace
 from kvoffd.observe.latency import LatencyRecorder
 from kvoffd.observe.rates import RateMeter
+from kvoffd.server.engine_memory import GpuMapper, MemoryMapper
 from kvoffd.server.jobs import Job, JobRunner
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.registration import Registration
@@ -61,14 +62,14 @@ class Service:
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
+        gpu_mapper: GpuMapper | None = None,
     ) -> None:
         self.config = config
         self.cache = cache
         self.publisher = publisher
-        self.engine = engine
+        self.memory = MemoryMapper(engine, map_segment, gpu_mapper)
         self.table_bytes = table_bytes
         self.clock = clock
-        self.map_segment = map_segment
         self.max_attached = max_attached
         """Descriptors that all sessions together may have attached and not registered."""
         self.started_at = clock()
@@ -77,7 +78,7 @@ class Service:
         """Bytes of stores that all sessions together may have outstanding."""
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         self.sessions: dict[int, Session] = {}
-        self.jobs = JobRunner(cache, pool_address, engine, clock, config.job_deadline_s, post)
+        self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post)
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.lookup_latency = LatencyRecorder()
@@ -124,6 +125,8 @@ class Service:
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
         """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
+        if session.ended:
+            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
         if segment_id in session.segments:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self.config.max_segments:
@@ -178,19 +181,28 @@ class Service:
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
             reply = self._dispatch(request)
-        except KvoffdError as error:
-            self.count_error(error.code)
-            reply = m.Error(request_id, self.epoch, error.code, error.message)
-        except Exception:
-            logger.exception("A request failed inside the daemon.")
-            self.count_error(ErrorCode.INTERNAL)
-            reply = m.Error(request_id, self.epoch, ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence)
+        except Exception as error:
+            reply = self.refusal(request_id, error)
         if reply is not None:
-            self.outbox.replies.append((sender, codec.encode(reply)))
+            self.reply(sender, reply)
 
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
         self.outbox.event_replays.append((sender, self.publisher.replay(int.from_bytes(start, "big"))))
+
+    def reply(self, sender: bytes, reply: m.AnyReply) -> None:
+        """Send a reply with the next flush."""
+        self.outbox.replies.append((sender, codec.encode(reply)))
+
+    def refusal(self, request_id: int, error: Exception) -> m.Error:
+        """The reply to a request that raised ``error``, which is counted."""
+        if isinstance(error, KvoffdError):
+            code, sentence = error.code, error.message
+        else:
+            logger.error("A request failed inside the daemon.", exc_info=error)
+            code, sentence = ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence
+        self.count_error(code)
+        return m.Error(request_id, self.epoch, code, sentence)
 
     def count_error(self, code: ErrorCode) -> None:
         """Count an error reply or a refusal at the lifeline."""
@@ -222,8 +234,13 @@ class Service:
         self._to_touch.clear()
 
     def tick(self) -> None:
-        """Periodic work: leases that are overdue, blocks that stay half-stored."""
+        """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""
         self.cache.expire()
+        self.memory.expire()
+        for session in list(self.sessions.values()):
+            if any(registration.memory.engine.lost for registration in session.registrations.values()):
+                logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
+                self.end_session(session, session.lifeline.close)
 
     # --- for the requests -------------------------------------------------------------------------
 

@@ -108,6 +108,8 @@ class Session:
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
+    registering: set[bytes] = field(default_factory=set)
+    """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""

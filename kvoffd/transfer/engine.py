@@ -69,9 +69,23 @@ class DirectionLoad(NamedTuple):
     bytes: int
     """Bytes copied, those of transfers that ended half-way included."""
 
+    def plus(self, other: DirectionLoad) -> DirectionLoad:
+        """Those of two engines together."""
+        return DirectionLoad(
+            self.queued + other.queued,
+            self.running + other.running,
+            self.busy_seconds + other.busy_seconds,
+            self.bytes + other.bytes,
+        )
+
 
 class TransferEngine(ABC):
     """Executes transfers. Its methods may be called from any thread and never wait for a copy, but for ``close``."""
+
+    @property
+    def lost(self) -> bool:
+        """Every transfer fails from now on, until all memory of the engine's device was let go and mapped anew."""
+        return False
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> None:
@@ -90,6 +104,12 @@ class TransferEngine(ABC):
     @abstractmethod
     def abandon(self, transfer: Transfer) -> None:
         """Ends the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
+
+    def expire(self) -> None:  # noqa: B027 - engines whose copies always come back need not do anything
+        """Ends what waits and is beyond its deadline, and calls ``on_overdue`` of what runs and does not come back.
+
+        To be called now and then, by the owner: threads that hang cannot look at the clock.
+        """
 
     @abstractmethod
     def load_of(self, direction: Direction) -> DirectionLoad:

@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from kvoffd.cli import main
 from kvoffd.transfer import host
-from kvoffd.transfer.engine import Direction
 from kvoffd.transfer.strokes import Stroke
 
 
-def faulty(direction: Direction, copy: Callable[[Stroke], None], fault_file: Path) -> Callable[[Stroke], None]:
-    """The copy function of one direction, with the fault that the file names at the time of each copy."""
+def faulty(fault_file: Path) -> Callable[[Stroke], None]:
+    """The copy function, with the fault that the file names at the time of each copy, for one direction."""
 
     def copy_with_fault(stroke: Stroke) -> None:
         words = fault_file.read_text().split() if fault_file.exists() else []
-        if not words or words[0] != direction.value:
-            copy(stroke)
+        if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
+            host.copy_stroke(stroke)
             return
         if words[1] == "fails":
             raise OSError("a deliberate failure")
         if words[1] == "slow":
             time.sleep(float(words[2]))
-        copy(stroke)
+        host.copy_stroke(stroke)
         if words[1] == "lies":
             destination, _, size, inner, inner_to, _, outer, outer_to, _ = stroke
             lie = np.ndarray((outer, inner, size), np.uint8, host._SPACE, destination - 1, (outer_to, inner_to, 1))
@@ -39,12 +38,7 @@ def faulty(direction: Direction, copy: Callable[[Stroke], None], fault_file: Pat
 
 def install(fault_file: Path) -> None:
     """Put the faults under the daemon's copy threads."""
-    build = host._Lane.__init__
-
-    def build_faulty(self: Any, direction: Direction, clock: Any, threads: int, copy: Any) -> None:
-        build(self, direction, clock, threads, faulty(direction, copy, fault_file))
-
-    host._Lane.__init__ = build_faulty  # type: ignore[method-assign]
+    host.HostEngine.__init__.__defaults__ = (time.monotonic, 1, faulty(fault_file))  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
    relies on an order, finds other bytes. Calls need a current context where the driver's do.
 
    Every call is counted and logged, can be made to fail and to hang: by the functions stub_*, or in another process by
-   the variables STUB_FAIL and STUB_HANG ("cuMemcpyAsync:2:700"; nth 0 means every one), STUB_VERSION, STUB_LOG. */
+   the variables STUB_FAIL and STUB_HANG ("cuMemcpyAsync:2:700"; nth 0 means every one), STUB_VERSION, STUB_LOG,
+   STUB_DEVICES (how many), STUB_FIRST (which of the machine's is this process's first), STUB_LOSE (a failure sticks to
+   the context, so that every call fails until a new one is made). */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -51,7 +53,7 @@ static plan_t plans[64];
 static count_t counts[96];
 static range_t ranges[MANY];
 static int contexts[16], made_contexts, initialised, released, hanging;
-static int version = 12080, devices = 1, mig, same_pid_allowed, strict, batch_missing, handle_types = 1;
+static int version = 12080, devices = 1, first, loses, lost, mig, same_pid_allowed, strict, batch_missing, handle_types = 1;
 static char *text;
 static size_t text_length, text_room;
 static __thread int current = -1;
@@ -87,6 +89,9 @@ __attribute__((constructor)) static void start(void) {
     char name[48]; int nth = 0, status = 999;
     const char *value;
     if ((value = getenv("STUB_VERSION"))) version = atoi(value);
+    if ((value = getenv("STUB_DEVICES"))) devices = atoi(value);
+    if ((value = getenv("STUB_FIRST"))) first = atoi(value);
+    if ((value = getenv("STUB_LOSE"))) loses = atoi(value);
     if ((value = getenv("STUB_FAIL")) && sscanf(value, "%47[^:]:%d:%d", name, &nth, &status) >= 1) add_plan(name, nth, status, 0);
     nth = 0;
     if ((value = getenv("STUB_HANG")) && sscanf(value, "%47[^:]:%d", name, &nth) >= 1) add_plan(name, nth, 0, 1);
@@ -114,6 +119,7 @@ static int enter(const char *name) {
             continue;
         }
         note("%s fails", name);
+        lost = loses ? status : 0;
         return status;
     }
     return 0;
@@ -121,7 +127,7 @@ static int enter(const char *name) {
 
 #define ENTER(name) pthread_mutex_lock(&lock); int status = enter(name); if (status) return leave(status);
 #define NEED_INIT if (!initialised) return leave(NOT_INITIALIZED);
-#define NEED_CONTEXT if (current < 0 || contexts[current] < 1) return leave(INVALID_CONTEXT);
+#define NEED_CONTEXT if (current < 0 || contexts[current] < 1) return leave(INVALID_CONTEXT); if (lost) return leave(lost);
 static int leave(int status) { pthread_mutex_unlock(&lock); return status; }
 
 static range_t *find(address_t address, int kinds) {
@@ -191,8 +197,8 @@ int cuGetErrorName(int code, const char **out) {
 }
 int cuDeviceGetCount(int *out) { ENTER("cuDeviceGetCount") NEED_INIT *out = devices; return leave(0); }
 int cuDeviceGet(int *out, int ordinal) { ENTER("cuDeviceGet") if (ordinal >= devices) return leave(INVALID_DEVICE); *out = ordinal; return leave(0); }
-int cuDeviceGetUuid(void *out, int device) { ENTER("cuDeviceGetUuid") memset(out, 0x10 + device, 16); return leave(0); }
-int cuDeviceGetUuid_v2(void *out, int device) { ENTER("cuDeviceGetUuid_v2") memset(out, (mig ? 0x80 : 0x10) + device, 16); return leave(0); }
+int cuDeviceGetUuid(void *out, int device) { ENTER("cuDeviceGetUuid") memset(out, 0x10 + first + device, 16); return leave(0); }
+int cuDeviceGetUuid_v2(void *out, int device) { ENTER("cuDeviceGetUuid_v2") memset(out, (mig ? 0x80 : 0x10) + first + device, 16); return leave(0); }
 int cuDeviceGetName(char *out, int room, int device) { ENTER("cuDeviceGetName") snprintf(out, room, "Stub %d", device); return leave(0); }
 int cuDeviceGetPCIBusId(char *out, int room, int device) { ENTER("cuDeviceGetPCIBusId") snprintf(out, room, "00000000:3B:%02X.0", device); return leave(0); }
 int cuDevicePrimaryCtxRetain(void **out, int device) {
@@ -204,7 +210,10 @@ int cuDevicePrimaryCtxRetain(void **out, int device) {
 int cuDevicePrimaryCtxRelease_v2(int device) {
     ENTER("cuDevicePrimaryCtxRelease_v2")
     if (contexts[device] < 1) return leave(INVALID_CONTEXT);
-    if (!--contexts[device]) note("context of %d gone", device);
+    if (!--contexts[device]) {
+        note("context of %d gone", device);
+        if (lost) { lost = 0; for (int i = 0; i < MANY; i++) if (ranges[i].kind == HOST) ranges[i].kind = FREE; }
+    }
     return leave(0);
 }
 int cuCtxSetCurrent(void *context) { ENTER("cuCtxSetCurrent") current = (int)(intptr_t)context - 1; return leave(0); }
@@ -324,6 +333,9 @@ int cuMemFree_v2(address_t address) {
     munmap((void *)range->base, range->size); close(range->fd); range->kind = FREE;
     return leave(0);
 }
+int cuMemcpyHtoD_v2(address_t to, const void *from, size_t size) { ENTER("cuMemcpyHtoD_v2") NEED_CONTEXT memcpy((void *)to, from, size); return leave(0); }
+int cuMemcpyDtoH_v2(void *to, address_t from, size_t size) { ENTER("cuMemcpyDtoH_v2") NEED_CONTEXT memcpy(to, (void *)from, size); return leave(0); }
+int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { ENTER("cuMemGetInfo_v2") NEED_CONTEXT *free_bytes = *total = (size_t)1 << 37; return leave(0); }
 int cuPointerGetAttribute(void *out, int attribute, address_t address) {
     ENTER("cuPointerGetAttribute")
     range_t *range = find(address, ON_DEVICE);

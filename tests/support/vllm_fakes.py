@@ -96,6 +96,11 @@ class FakeWorkerClient:
     results: list[JobResult] = field(default_factory=list)
     fences: list[tuple[list[int], float]] = field(default_factory=list)
     closed: bool = False
+    unregistered: int = 0
+
+    def unregister(self, timeout_s: float) -> bool:
+        self.unregistered += 1
+        return True
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
         self.stores[job_id] = list(groups)

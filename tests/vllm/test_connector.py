@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvoffd_client.vllm
+import kvoffd_client.vllm.connector as connector_module
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.handshake import KvoffdHandshake
 from kvoffd_client.vllm.log import RefusalFilter
@@ -91,11 +92,20 @@ def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]
     assert any("zeta" in line for line in said)
 
 
-def test_sleep_mode_is_refused(config: Any) -> None:
-    assert not KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
     config.model_config.enable_sleep_mode = True
+    monkeypatch.setattr(connector_module, "HAS_SLEEP_HOOKS", False)
     with pytest.raises(ValueError, match="sleep mode"):
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    monkeypatch.setattr(connector_module, "HAS_SLEEP_HOOKS", True)
+    KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
+
+
+def test_before_its_memory_is_registered_a_worker_sleeps_and_wakes_without_the_daemon(config: Any) -> None:
+    connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
 
 
 def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) -> None:

@@ -76,10 +76,10 @@ def test_memory_that_is_not_shared_is_told_apart() -> None:
         registration_of(caches_in(private), [], rank=0, blocks_per_chunk=1)
 
 
-def test_a_gpus_memory_is_refused_with_a_sentence() -> None:
+def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
     caches = caches_in(torch.zeros(8192, dtype=torch.int8))
     caches.tensors[0].tensor = torch.zeros((4, 512), dtype=torch.int8, device="meta")
-    with pytest.raises(NotShareable, match="engines on CPU"):
+    with pytest.raises(NotShareable, match="cpu and meta memory; kvoffd serves NVIDIA GPUs and CPUs"):
         registration_of(caches, [], rank=0, blocks_per_chunk=1)
 
 

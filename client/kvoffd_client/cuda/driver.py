@@ -11,7 +11,7 @@ import os
 
 from kvoffd_client.errors import KvoffdClientError
 
-LIBRARY_VARIABLE = "KVOFFD_LIBCUDA"
+LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 DEFAULT_LIBRARY = "libcuda.so.1"
 
 IPC_HANDLE_BYTES = 64
@@ -70,7 +70,7 @@ class ExportDriver:
     """The driver library. All but what is about devices and pointers' attributes needs a current context.
 
     Args:
-        library: path of libcuda; KVOFFD_LIBCUDA or the system's when None.
+        library: path of libcuda; KVOFFD_CUDA_LIBRARY or the system's when None.
 
     Raises:
         KvoffdClientError: it is not there, or is too old.

@@ -15,7 +15,7 @@ class NotExportable(KvoffdClientError):
     """The memory cannot be handed to another process; the sentence says why and what to change."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GpuSegment:
     """A stretch of this process's GPU memory, exported.
 
@@ -39,8 +39,9 @@ class GpuSegment:
         return sum(self.chunk_bytes)
 
     def close(self) -> None:
-        """Closes the descriptors, which keep the memory allocated as long as they are open. Once."""
-        for fd in self.fds:
+        """Closes the descriptors, which keep the memory allocated as long as they are open. Repeatable."""
+        fds, self.fds = self.fds, ()
+        for fd in fds:
             os.close(fd)
 
 

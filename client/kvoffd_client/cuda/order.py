@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvoffd_proto.errors import ErrorCode
+
 log = logging.getLogger("kvoffd_client")
 
 
@@ -28,7 +30,7 @@ class _Job:
     job_id: int
     event: Event
     send: Callable[[], None]
-    fail: Callable[[], None]
+    fail: Callable[[ErrorCode], None]
 
 
 class OrderedSender:
@@ -46,10 +48,11 @@ class OrderedSender:
         self._thread = threading.Thread(target=self._run, name="kvoffd-order", daemon=True)
         self._thread.start()
 
-    def submit(self, job_id: int, send: Callable[[], None], fail: Callable[[], None]) -> None:
-        """Have ``send`` called once what the caller's stream holds now is done, or ``fail`` if that fails.
+    def submit(self, job_id: int, send: Callable[[], None], fail: Callable[[ErrorCode], None]) -> None:
+        """Have ``send`` called once what the caller's stream holds now is done, or ``fail`` if it will not be.
 
-        Both are called in the sender's thread and must not wait. An error of ``record`` is raised here.
+        Both are called in the sender's thread, or in that of ``withdraw``, and must not wait. An error of ``record`` is
+        raised here.
         """
         job = _Job(job_id, self._record(), send, fail)
         with self._changed:
@@ -57,11 +60,13 @@ class OrderedSender:
             self._changed.notify_all()
 
     def withdraw(self, job_ids: Iterable[int]) -> list[int]:
-        """Take back those of the jobs that have not been sent: neither their ``send`` nor ``fail`` will be called."""
+        """Fail those of the jobs that have not been sent, with CANCELLED; they will not be. Returns their ids."""
         with self._changed:
-            taken = [job_id for job_id in job_ids if self._jobs.pop(job_id, None) is not None]
+            taken = [job for job_id in job_ids if (job := self._jobs.pop(job_id, None)) is not None]
+            for job in taken:
+                job.fail(ErrorCode.CANCELLED)
             self._changed.notify_all()
-        return taken
+        return [job.job_id for job in taken]
 
     def wait_sent(self, job_ids: Iterable[int], timeout_s: float) -> bool:
         """Wait until none of the jobs is left unsent; False when one is after ``timeout_s`` seconds."""
@@ -110,4 +115,4 @@ class OrderedSender:
             log.error("Job %d is not sent, since the GPU failed: %s", job.job_id, error)
         except Exception:
             log.exception("Job %d could not be sent.", job.job_id)
-        job.fail()
+        job.fail(ErrorCode.COPY_FAILED)

@@ -31,6 +31,7 @@ from kvoffd_client.vllm.specs import FailedJob, KvoffdWorkerMetadata
 from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker
 
 SPEC_NAME = "KvoffdSpec"
+HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -102,8 +103,11 @@ class KvoffdConnector(OffloadingConnector):
     connector_worker: Any
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        if vllm_config.model_config.enable_sleep_mode:
-            raise ValueError("KvoffdConnector cannot follow vLLM's sleep mode yet; start the engine without it.")
+        if vllm_config.model_config.enable_sleep_mode and not HAS_SLEEP_HOOKS:
+            raise ValueError(
+                f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no "
+                "KV cache; start it without sleep mode, or use vLLM 0.33."
+            )
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         if unknown and role == KVConnectorRole.SCHEDULER:
@@ -129,6 +133,16 @@ class KvoffdConnector(OffloadingConnector):
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         """On CPU: has the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
         return self._setup.memory if current_platform.is_cpu() else None
+
+    def unregister_kv_caches(self) -> None:
+        """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""
+        if isinstance(self._worker_half.worker, KvoffdWorker):
+            self._worker_half.worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """0.33, after sleep: the same addresses, other memory."""
+        if isinstance(self._worker_half.worker, KvoffdWorker):
+            self._worker_half.worker.restore()
 
     def get_handshake_metadata(self) -> KvoffdHandshake | None:
         """What vLLM hands to the scheduler's half once the KV caches are registered."""
@@ -204,8 +218,8 @@ class KvoffdConnector(OffloadingConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Asked by 0.33. Sleep unmaps the memory the daemon copies from and to."""
-        return False
+        """Asked by 0.33, which tells us before sleep unmaps the memory that the daemon copies from and to."""
+        return True
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:

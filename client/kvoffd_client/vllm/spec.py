@@ -18,10 +18,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.registration import Registration
 from kvoffd_client.scheduler import SchedulerClient
 from kvoffd_client.vllm.events import EventFold
+from kvoffd_client.vllm.gpu import record_event
 from kvoffd_client.vllm.handshake import LateClient
 from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Setting
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
@@ -29,7 +31,7 @@ from kvoffd_client.vllm.memory import SharedKvMemory
 from kvoffd_client.vllm.options import ConnectorOptions
 from kvoffd_client.vllm.stats import DEFINITIONS
 from kvoffd_client.vllm.stores import StoreWindow
-from kvoffd_client.vllm.worker import KvoffdWorker, connect_worker
+from kvoffd_client.vllm.worker import Client, KvoffdWorker, connect_worker
 from kvoffd_client.worker import WorkerClient
 
 
@@ -89,11 +91,20 @@ class KvoffdSpec(OffloadingSpec):
             setup, namespace = self.setup, self.setup.namespace
             assert namespace is not None, "a worker has one"
             rank = self.config.parallel.rank
+
+            def connect() -> Client | None:
+                return connect_worker(
+                    kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client
+                )
+
+            on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
             self._worker = KvoffdWorker(
-                connect_worker(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client),
+                connect(),
                 blocks_per_chunk=self.blocks_per_chunk,
                 key_bytes=namespace.key_bytes,
                 fence_timeout_s=setup.options.store_fence_timeout_s,
+                sender=OrderedSender(record_event) if on_gpu else None,
+                reconnect=connect,
             )
         return self._worker
 

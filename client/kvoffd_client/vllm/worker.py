@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
 
+from kvoffd_client.cuda.export import GpuSegment
+from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.memory import SharedMemory
 from kvoffd_client.registration import Registration
+from kvoffd_client.vllm.gpu import NotShareable, export_tensors
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, JobResult
-
-
-class NotShareable(Exception):
-    """The worker's KV memory cannot be handed to the daemon; the sentence says why."""
 
 
 class Client(Protocol):
@@ -38,7 +38,12 @@ class Client(Protocol):
 
     def fence(self, job_ids: Sequence[int], timeout_s: float) -> None: ...
 
+    def unregister(self, timeout_s: float) -> bool: ...
+
     def close(self) -> None: ...
+
+
+UNREGISTER_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -56,15 +61,31 @@ def registration_of(
     Raises:
         NotShareable: a tensor lies in no memory that can be shared.
     """
+    kinds = {cache.tensor.device.type for cache in kv_caches.tensors}
+    found: tuple[Sequence[SharedMemory | GpuSegment], list[TensorLayout]]
+    if kinds == {"cuda"}:
+        found = export_tensors(kv_caches)
+    elif kinds == {"cpu"}:
+        found = _shared_tensors(kv_caches, memories)
+    else:
+        raise NotShareable(
+            f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
+        )
+    groups = tuple(
+        tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs) for refs in kv_caches.group_data_refs
+    )
+    return Registration(
+        rank=rank, blocks_per_key=blocks_per_chunk, memories=tuple(found[0]), tensors=tuple(found[1]), groups=groups
+    )
+
+
+def _shared_tensors(
+    kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
+) -> tuple[list[SharedMemory], list[TensorLayout]]:
     tensors = []
     used: list[SharedMemory] = []
     for cache in kv_caches.tensors:
         tensor = cache.tensor
-        if tensor.device.type != "cpu":
-            raise NotShareable(
-                f"The KV cache is in {tensor.device.type} memory. This release of kvoffd serves engines on CPU; "
-                "GPU memory comes with a later one."
-            )
         address = int(tensor.data_ptr())
         memory = next((item for item in memories if 0 <= address - _address(item) < item.size_bytes), None)
         if memory is None:
@@ -82,12 +103,7 @@ def registration_of(
                 num_blocks=int(tensor.shape[0]),
             )
         )
-    groups = tuple(
-        tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs) for refs in kv_caches.group_data_refs
-    )
-    return Registration(
-        rank=rank, blocks_per_key=blocks_per_chunk, memories=tuple(used), tensors=tuple(tensors), groups=groups
-    )
+    return used, tensors
 
 
 class KvoffdWorker(OffloadingWorker):
@@ -98,6 +114,8 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
+        sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
+        reconnect: makes a new client after the engine's sleep has ended the old one.
     """
 
     def __init__(
@@ -107,17 +125,23 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: int,
         key_bytes: int,
         fence_timeout_s: float,
+        sender: OrderedSender | None = None,
+        reconnect: Callable[[], Client | None] = lambda: None,
     ) -> None:
         self._client = client
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
-        self._local: list[KvoffdTransferResult] = []
+        self._sender = sender
+        self._reconnect = reconnect
+        self._asleep = False
+        # Filled by the sender's thread too.
+        self._local: deque[KvoffdTransferResult] = deque()
 
     @property
     def usable(self) -> bool:
-        """This worker's memory can be shared with the daemon."""
-        return self._client is not None
+        """This worker's memory can be shared with the daemon, now or after the engine's sleep."""
+        return self._client is not None or self._asleep
 
     @property
     def credit_bytes(self) -> int | None:
@@ -150,18 +174,47 @@ class KvoffdWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that ended since the last call."""
-        finished, self._local = self._local, []
+        finished: list[TransferResult] = []
+        while self._local:
+            finished.append(self._local.popleft())
         if self._client is not None:
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when the daemon touches the blocks of these jobs no more."""
+        """Return when the daemon touches the blocks of these jobs no more. What was not sent yet fails at once."""
+        if self._sender is not None:
+            self._sender.withdraw(sorted(job_ids))
         if self._client is not None:
             self._client.fence(sorted(job_ids), self._fence_timeout_s)
 
+    def unregister(self) -> None:
+        """Have the daemon let go of the KV memory, which the engine is about to give up. Jobs fail from now on."""
+        client, self._client = self._client, None
+        if client is None:
+            return
+        self._asleep = True
+        if self._sender is not None:
+            self._sender.withdraw(self._sender.waiting)
+        if not client.unregister(UNREGISTER_TIMEOUT_S):
+            logger.warning(
+                "kvoffd: the daemon did not confirm within %.0f s that it has let go of the KV cache; the memory may "
+                "stay allocated until it does.",
+                UNREGISTER_TIMEOUT_S,
+            )
+        client.close()
+        self._local.extend(_transfer_result(result) for result in client.take_results())
+
+    def restore(self) -> None:
+        """Register the KV memory again, which may be another one at the same addresses."""
+        if self._asleep:
+            self._asleep = False
+            self._client = self._reconnect()
+
     def shutdown(self) -> None:
         """End the connection. Repeatable."""
+        if self._sender is not None:
+            self._sender.close()
         if self._client is not None:
             self._client.close()
 
@@ -183,7 +236,15 @@ class KvoffdWorker(OffloadingWorker):
             logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", error)  # type: ignore[attr-defined]
             self._fail(job_id, keyed, ErrorCode.BAD_BLOCK_IDS)
             return
-        send(self._client, groups)
+        client = self._client
+        if self._sender is None:
+            send(client, groups)
+            return
+        try:
+            self._sender.submit(job_id, lambda: send(client, groups), lambda error: self._fail(job_id, keyed, error))
+        except RuntimeError as error:  # what torch raises for a GPU that has failed
+            logger.warning_once("kvoffd: a job was not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
+            self._fail(job_id, keyed, ErrorCode.COPY_FAILED)
 
     def _fail(self, job_id: int, keyed: KeyedSpec, error: ErrorCode) -> None:
         keys = tuple((index, hashes) for index, hashes in enumerate(keyed.groups) if hashes)

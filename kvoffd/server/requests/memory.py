@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
 from kvoffd.transfer.layout import build_layouts
-from kvoffd.transfer.segments import MappedSegment
-from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import Handle, MemfdHandle
+from kvoffd_proto.handles import Handle
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
@@ -41,40 +41,36 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     return m.NamespaceOpened(message.request_id, service.epoch, created)
 
 
-def register(service: Service, session: Session, message: m.Register) -> m.Registered:
-    """Map a worker's memory. Takes the attached descriptors over when all of it is sound, none of them otherwise."""
+def register(service: Service, session: Session, message: m.Register) -> None:
+    """Map a worker's memory; the reply follows once that is done.
+
+    Takes the attached descriptors over when all of it is sound, none of them otherwise.
+    """
     service.refuse_when_stopping()
     namespace = service.namespace_of(session, message.namespace)
-    if message.registration_id in session.registrations:
-        raise BadGeometry("A registration with this id exists; make a new id.")
-    if len(session.registrations) >= service.config.max_registrations:
-        raise KvoffdError(
-            f"The session holds {len(session.registrations)} registrations, its limit.", ErrorCode.TOO_MANY
-        )
-    if message.rank >= namespace.world_size:
-        raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
-    if len(message.groups) != len(namespace.groups):
-        raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
-    segment_ids = _memfd_ids(session, message.segments)
-    mapped: list[MappedSegment] = []
+    _check(service, session, message, namespace)
+    descriptors = _claim(session, message.segments)
+    session.registering.add(message.registration_id)
+    sender = service.sender
+
+    def mapped(result: EngineMemory | KvoffdError) -> None:
+        session.registering.discard(message.registration_id)
+        reply: m.AnyReply
+        try:
+            reply = _registered(service, session, message, namespace, result)
+        except Exception as error:
+            reply = service.refusal(message.request_id, error)
+            _give_back(session, descriptors)
+        else:
+            _close(descriptors)
+        service.reply(sender, reply)
+
     try:
-        for segment_id, handle in zip(segment_ids, message.segments, strict=True):
-            assert isinstance(handle, MemfdHandle)
-            mapped.append(service.map_segment(session.segments[segment_id], handle.size_bytes))
-        spans = [(segment.address, segment.size_bytes) for segment in mapped]
-        layouts = build_layouts(spans, message.tensors, message.groups, message.blocks_per_key)
-        service.cache.set_shard_bytes(namespace, message.rank, [layout.shard_bytes for layout in layouts])
+        service.memory.map(message.registration_id, message.segments, descriptors, mapped)
     except BaseException:
-        for segment in mapped:
-            segment.close()
+        session.registering.discard(message.registration_id)
+        _give_back(session, descriptors)
         raise
-    for segment_id in segment_ids:
-        os.close(session.segments.pop(segment_id))
-    session.registrations[message.registration_id] = Registration(
-        message.registration_id, namespace, message.rank, mapped, layouts
-    )
-    shard_bytes = [layout.shard_bytes for layout in layouts]
-    return m.Registered(message.request_id, service.epoch, message.registration_id, shard_bytes)
 
 
 def unregister(service: Service, session: Session, message: m.Unregister) -> None:
@@ -83,20 +79,64 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Non
     del session.registrations[message.registration_id]
     sender, reply = service.sender, m.Done(message.request_id, service.epoch, 1)
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
-    registration.close_when_idle(lambda: service.outbox.replies.append((sender, codec.encode(reply))))
+    registration.close_when_idle(lambda: service.reply(sender, reply))
 
 
-def _memfd_ids(session: Session, handles: list[Handle]) -> list[int]:
-    """The attached segments that ``handles`` name, each once."""
-    ids: list[int] = []
-    for handle in handles:
-        if not isinstance(handle, MemfdHandle):
-            raise KvoffdError(
-                "This daemon takes memfd segments only; GPU memory comes in a later release.", ErrorCode.UNSUPPORTED
-            )
-        if handle.segment_id not in session.segments:
-            raise KvoffdError(f"No descriptor was attached as segment {handle.segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
-        if handle.segment_id in ids:
-            raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
-        ids.append(handle.segment_id)
-    return ids
+def _check(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:
+    if message.registration_id in session.registrations or message.registration_id in session.registering:
+        raise BadGeometry("A registration with this id exists; make a new id.")
+    held = len(session.registrations) + len(session.registering)
+    if held >= service.config.max_registrations:
+        raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
+    if message.rank >= namespace.world_size:
+        raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
+    if len(message.groups) != len(namespace.groups):
+        raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
+
+
+def _registered(
+    service: Service,
+    session: Session,
+    message: m.Register,
+    namespace: Namespace,
+    memory: EngineMemory | KvoffdError,
+) -> m.Registered:
+    """Enter the registration into the books, or unmap its memory and raise."""
+    if isinstance(memory, KvoffdError):
+        raise memory
+    try:
+        if session.ended:
+            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+        layouts = build_layouts(memory.spans, message.tensors, message.groups, message.blocks_per_key)
+        shard_bytes = [layout.shard_bytes for layout in layouts]
+        service.cache.set_shard_bytes(namespace, message.rank, shard_bytes)
+    except BaseException:
+        memory.close(lambda: None)
+        raise
+    session.registrations[message.registration_id] = Registration(
+        message.registration_id, namespace, message.rank, memory, layouts
+    )
+    return m.Registered(message.request_id, service.epoch, message.registration_id, shard_bytes)
+
+
+def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
+    """Take the descriptors that handles name from the session: segment id -> fd."""
+    ids = segment_ids(handles)
+    for segment_id in ids:
+        if segment_id not in session.segments:
+            raise KvoffdError(f"No descriptor was attached as segment {segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
+    return {segment_id: session.segments.pop(segment_id) for segment_id in ids}
+
+
+def _give_back(session: Session, descriptors: dict[int, int]) -> None:
+    """Undo a claim. A new attachment may have got the same id meanwhile; then the old one has lost it."""
+    for segment_id, fd in descriptors.items():
+        if session.ended or segment_id in session.segments:
+            os.close(fd)
+        else:
+            session.segments[segment_id] = fd
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for fd in descriptors.values():
+        os.close(fd)

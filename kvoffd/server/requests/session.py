@@ -15,8 +15,6 @@ from kvoffd_proto.version import PROTOCOL_VERSION
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
-CAPABILITIES = ["memfd", "kv_events"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +44,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         service.epoch,
         session.id,
         __version__,
-        CAPABILITIES,
+        [*service.memory.kinds, "kv_events"],
         service.limits(),
         service.credit_of(session),
         round(config.lease_ttl_s * 1000),

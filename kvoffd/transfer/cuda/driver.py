@@ -6,12 +6,10 @@ Prototypes and constants are those of ``cuda.h`` (NVIDIA's CUDA driver API, 12.0
 from __future__ import annotations
 
 import ctypes
-import os
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 
-LIBRARY_VARIABLE = "KVOFFD_LIBCUDA"
 DEFAULT_LIBRARY = "libcuda.so.1"
 
 IPC_HANDLE_BYTES = 64
@@ -127,14 +125,14 @@ class CudaDriver:
     Addresses, contexts, streams and events are ints; devices are the driver's ordinals in this process.
 
     Args:
-        library: path of libcuda; KVOFFD_LIBCUDA or the system's when None.
+        library: path of libcuda; the system's when it is empty.
 
     Raises:
         CudaMissing: it is not there, or is too old.
     """
 
-    def __init__(self, library: str | None = None) -> None:
-        path = library or os.environ.get(LIBRARY_VARIABLE) or DEFAULT_LIBRARY
+    def __init__(self, library: str = "") -> None:
+        path = library or DEFAULT_LIBRARY
         try:
             self._library = ctypes.CDLL(path)
             for name, argtypes in _PROTOTYPES.items():
@@ -144,7 +142,7 @@ class CudaDriver:
         except (OSError, AttributeError) as error:
             raise CudaMissing(
                 f"The CUDA driver {path} cannot be used ({error}); install a driver of CUDA 12 or newer, or set "
-                f"{LIBRARY_VARIABLE}."
+                "cuda_library."
             ) from error
         self._copy = self._library.cuMemcpyAsync
 

@@ -51,7 +51,7 @@ class CudaEngine(TransferEngine):
         clock: Callable[[], float] = time.monotonic,
         step_pieces: int = STEP_PIECES,
     ) -> None:
-        calls = CopyCalls(driver, name)
+        self._calls = calls = CopyCalls(driver, name)
         self._lanes = {
             direction: Lane(
                 f"kvoffd-gpu-{direction.value}",
@@ -70,6 +70,10 @@ class CudaEngine(TransferEngine):
     def hangs(self) -> bool:
         """A transfer is far beyond its deadline and its thread has not come back from the driver."""
         return any(lane.hangs for lane in self._lanes.values())
+
+    @property
+    def lost(self) -> bool:
+        return self._calls.lost
 
     def submit(self, transfer: Transfer) -> None:
         self._lanes[transfer.direction].submit(transfer)
@@ -96,11 +100,16 @@ class CudaEngine(TransferEngine):
 
 
 class CopyCalls:
-    """Which call one GPU's copies are made with: batches, until one of them is refused."""
+    """Which call one GPU's copies are made with: batches, until one of them is refused.
+
+    Attributes:
+        lost: the context is: whatever is called in it fails.
+    """
 
     def __init__(self, driver: CudaDriver, name: str) -> None:
         self._driver = driver
         self._name = name
+        self.lost = False
         self._batch: BatchCopy | None = driver.batch_copy()
         if self._batch is None:
             _log.info("%s: the driver knows no batches (CUDA 12.8 does); pieces are copied one by one.", name)
@@ -204,8 +213,9 @@ class _GpuCopier:
             self._driver.record_event(self._events[0], self._stream)
             self._driver.wait_event(self._events[0])
         except CudaError as error:
-            # The context is lost, and its work with it: the driver has taken it off the GPU.
-            _log.error("The GPU's context is lost: %s", error.message)
+            # The context's work is lost with it: the driver has taken it off the GPU.
+            _log.error("The daemon's context on a GPU is lost, all its engines there must register again: %s", error)
+            self._calls.lost = True
         else:
             turn.copied(sum(nbytes for _, nbytes in self._in_flight))
         self._in_flight.clear()

@@ -74,7 +74,7 @@ class Gpu:
     def load_of(self, direction: Direction) -> DirectionLoad:
         """Counters over all its engines."""
         past, engine = self._past[direction], self.engine
-        return past if engine is None else sum_loads(past, engine.load_of(direction))
+        return past if engine is None else past.plus(engine.load_of(direction))
 
     def map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         """See ``Gpus.map``."""
@@ -152,7 +152,7 @@ class Gpu:
         engine, self.engine = self.engine, None
         assert engine is not None
         for direction in Direction:
-            self._past[direction] = sum_loads(self._past[direction], engine.load_of(direction))
+            self._past[direction] = self._past[direction].plus(engine.load_of(direction))
         if not engine.close(_LANES_CLOSE_S):
             _log.error("%s: a copy thread does not end; its context stays.", self.device)
             return
@@ -163,13 +163,3 @@ class Gpu:
         except CudaError as error:
             _log.warning("%s: its context could not be given up: %s", self.device, error.message)
         _log.info("%s is not in use any more.", self.device)
-
-
-def sum_loads(one: DirectionLoad, other: DirectionLoad) -> DirectionLoad:
-    """Counters of two engines together."""
-    return DirectionLoad(
-        one.queued + other.queued,
-        one.running + other.running,
-        one.busy_seconds + other.busy_seconds,
-        one.bytes + other.bytes,
-    )

@@ -10,7 +10,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.transfer.cuda.control import ControlThread
 from kvoffd.transfer.cuda.device import Device, find_device, list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaMissing
-from kvoffd.transfer.cuda.gpu import HANGING_S, Gpu, OnMapped, sum_loads
+from kvoffd.transfer.cuda.gpu import HANGING_S, Gpu, OnMapped
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Direction, DirectionLoad
@@ -31,7 +31,7 @@ class Gpus:
         pool_address: int,
         pool_bytes: int,
         clock: Callable[[], float] = time.monotonic,
-        library: str | None = None,
+        library: str = "",
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Gpus:
         """Counters of one direction over all GPUs."""
         total = DirectionLoad(0, 0, 0.0, 0)
         for gpu in self._known():
-            total = sum_loads(total, gpu.load_of(direction))
+            total = total.plus(gpu.load_of(direction))
         return total
 
     def expire(self) -> None:

@@ -177,11 +177,14 @@ class _PinRun(threading.Thread):
         _log.info("%s of the pool are pinned after %.1f s.", format_size(pinned), time.monotonic() - started)
 
     def _unpin(self) -> None:
+        failures: list[str] = []
         for address in self._registered:
             try:
                 self._driver.unregister_host(address)
             except CudaError as error:
-                _log.warning("A part of the pool could not be unpinned: %s", error.message)
+                failures.append(error.message)
+        if failures:  # as where the context is lost, and the registrations with it
+            _log.warning("%d parts of the pool could not be unpinned: %s", len(failures), failures[0])
 
 
 def _bytes_of(chunks: list[tuple[int, int]]) -> int:

@@ -31,8 +31,8 @@ def test_no_tensors_need_no_driver() -> None:
 
 
 def test_a_machine_without_a_driver_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVOFFD_LIBCUDA", "/nowhere/libcuda.so")
-    with pytest.raises(KvoffdClientError, match=r"nowhere/libcuda\.so.*KVOFFD_LIBCUDA"):
+    monkeypatch.setenv("KVOFFD_CUDA_LIBRARY", "/nowhere/libcuda.so")
+    with pytest.raises(KvoffdClientError, match=r"nowhere/libcuda\.so.*KVOFFD_CUDA_LIBRARY"):
         export_segments([(1, 1)])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_proto.errors import ErrorCode
 
 WAIT_S = 10.0
 
@@ -34,7 +35,7 @@ class Gpu:
     def __init__(self) -> None:
         self.events: list[FakeEvent] = []
         self.sent: list[int] = []
-        self.failed: list[int] = []
+        self.failed: list[tuple[int, ErrorCode]] = []
         self.sender = OrderedSender(self.record)
 
     def record(self) -> FakeEvent:
@@ -43,7 +44,7 @@ class Gpu:
         return event
 
     def submit(self, job_id: int) -> FakeEvent:
-        self.sender.submit(job_id, lambda: self.sent.append(job_id), lambda: self.failed.append(job_id))
+        self.sender.submit(job_id, lambda: self.sent.append(job_id), lambda code: self.failed.append((job_id, code)))
         return self.events[-1]
 
 
@@ -101,7 +102,8 @@ def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
     first.happened.set()
     second.happened.set()
     assert gpu.sender.wait_sent([3], WAIT_S)
-    assert (gpu.sent, gpu.failed) == ([3], [])
+    assert gpu.sent == [3]
+    assert gpu.failed == [(1, ErrorCode.CANCELLED), (2, ErrorCode.CANCELLED)]
     assert gpu.sender.withdraw([3]) == []
 
 
@@ -123,7 +125,7 @@ def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
     event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     event.happened.set()
     assert gpu.sender.wait_sent([1], WAIT_S)
-    assert (gpu.sent, gpu.failed) == ([], [1])
+    assert (gpu.sent, gpu.failed) == ([], [(1, ErrorCode.COPY_FAILED)])
     gpu.submit(2).happened.set()
     assert gpu.sender.wait_sent([2], WAIT_S)
     assert gpu.sent == [2]
@@ -133,10 +135,10 @@ def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
     def send() -> None:
         raise ValueError("a bug")
 
-    gpu.sender.submit(1, send, lambda: gpu.failed.append(1))
+    gpu.sender.submit(1, send, lambda code: gpu.failed.append((1, code)))
     gpu.events[0].happened.set()
     assert gpu.sender.wait_sent([1], WAIT_S)
-    assert gpu.failed == [1]
+    assert gpu.failed == [(1, ErrorCode.COPY_FAILED)]
 
 
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:

@@ -181,6 +181,16 @@ def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machin
     assert good.is_copied()
 
 
+def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
+    machine.stub.fail("cuMemcpyAsync", 1, 1)
+    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert not machine.engine.lost
+    machine.stub.fail("cuMemcpyAsync", 1, 700)
+    machine.stub.fail("cuEventRecord", 1, 700)
+    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert machine.engine.lost
+
+
 def test_few_steps_are_with_the_gpu_at_a_time(machine: Machine) -> None:
     """So that a load behind a store on the same copy engine waits for them, and not for the store."""
     machine.pin()

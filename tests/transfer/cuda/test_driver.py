@@ -13,19 +13,13 @@ from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:
-    with pytest.raises(CudaMissing, match=r"nowhere/libcuda\.so.*KVOFFD_LIBCUDA"):
+    with pytest.raises(CudaMissing, match=r"nowhere/libcuda\.so.*cuda_library"):
         CudaDriver("/nowhere/libcuda.so")
 
 
 def test_a_library_that_is_no_driver_is_told_so() -> None:
     with pytest.raises(CudaMissing, match="cuInit"):
         CudaDriver("libc.so.6")
-
-
-def test_the_variable_names_the_library(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVOFFD_LIBCUDA", stub.path)
-    CudaDriver().init()
-    assert stub.calls("cuInit") == 1
 
 
 def test_an_error_names_the_call_and_the_status(stub: StubCuda) -> None:

@@ -1,0 +1,183 @@
+"""A worker's KV memory as the daemon has mapped it, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.transfer.cuda.gpu import GpuMemory
+from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
+from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
+from kvoffd.transfer.segments import MappedSegment
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
+
+Post: TypeAlias = Callable[[Callable[[], None]], None]
+"""Has the service's thread call something soon; from any thread."""
+
+
+class EngineMemory(Protocol):
+    """Mapped segments of one registration, and the engine that copies to and from them."""
+
+    @property
+    def engine(self) -> TransferEngine: ...
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(address, size in bytes) of each segment, in the order of the handles."""
+        ...
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """Unmap it, then have ``on_closed`` called in the service's thread. No copy of it may be running. Once."""
+        ...
+
+
+OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
+
+
+class _HostMemory:
+    """Memfds."""
+
+    def __init__(self, engine: TransferEngine, segments: list[MappedSegment]) -> None:
+        self.engine = engine
+        self.spans = [(segment.address, segment.size_bytes) for segment in segments]
+        self._segments = segments
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        for segment in self._segments:
+            segment.close()
+        on_closed()
+
+
+class _DeviceMemory:
+    """Memory of a GPU, unmapped by that GPU's own thread."""
+
+    def __init__(self, memory: GpuMemory, post: Post) -> None:
+        self.engine = memory.engine
+        self.spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
+        self._memory = memory
+        self._post = post
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        self._memory.close(lambda: self._post(on_closed))
+
+
+class GpuMapper:
+    """Maps memory of GPUs; ``post`` brings the answers of their threads to the service's."""
+
+    def __init__(self, gpus: Gpus, post: Post) -> None:
+        self.gpus = gpus
+        self._post = post
+
+    def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
+        """See ``MemoryMapper.map``."""
+        uuid, exports = _exports(handles, fds)
+
+        def mapped(result: GpuMemory | KvoffdError) -> None:
+            memory = result if isinstance(result, KvoffdError) else _DeviceMemory(result, self._post)
+            self._post(lambda: on_mapped(memory))
+
+        self.gpus.map(uuid, owner, exports, mapped)
+
+
+class MemoryMapper:
+    """Maps what workers register; knows all engines.
+
+    Args:
+        host: copies between memfds and the pool.
+        map_segment: maps a memfd.
+        gpu_mapper: for memory of GPUs; None where there is no driver.
+    """
+
+    def __init__(
+        self,
+        host: TransferEngine,
+        map_segment: Callable[[int, int], MappedSegment],
+        gpu_mapper: GpuMapper | None,
+    ) -> None:
+        self._host = host
+        self._map_segment = map_segment
+        self._gpu_mapper = gpu_mapper
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of handles that can be mapped, as Welcome names them."""
+        return ["memfd"] if self._gpu_mapper is None else ["memfd", "cuda_ipc", "cuda_vmm"]
+
+    @property
+    def problems(self) -> list[str]:
+        """Sentences for the operator."""
+        return [] if self._gpu_mapper is None else self._gpu_mapper.gpus.problems
+
+    def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
+        """Map the memory of registration ``owner`` and call ``on_mapped``, now or later, in the service's thread.
+
+        ``fds`` are the attached descriptors by segment id; they stay the caller's, and open until ``on_mapped``. Raises
+        KvoffdError, and then calls nothing, when the handles cannot be one registration.
+        """
+        if all(isinstance(handle, MemfdHandle) for handle in handles):
+            on_mapped(self._map_host(handles, fds))
+        elif self._gpu_mapper is None:
+            raise KvoffdError(
+                "This daemon has no CUDA driver, so it takes memory of the host only; install NVIDIA's driver where it "
+                "runs, or set cuda_library.",
+                ErrorCode.UNSUPPORTED,
+            )
+        else:
+            self._gpu_mapper.map(owner, handles, fds, on_mapped)
+
+    def expire(self) -> None:
+        """See TransferEngine."""
+        self._host.expire()
+        if self._gpu_mapper is not None:
+            self._gpu_mapper.gpus.expire()
+
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        """Counters of one direction over all engines."""
+        load = self._host.load_of(direction)
+        return load if self._gpu_mapper is None else load.plus(self._gpu_mapper.gpus.load_of(direction))
+
+    def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> _HostMemory:
+        mapped: list[MappedSegment] = []
+        try:
+            for handle in handles:
+                assert isinstance(handle, MemfdHandle)
+                mapped.append(self._map_segment(fds[handle.segment_id], handle.size_bytes))
+        except BaseException:
+            for segment in mapped:
+                segment.close()
+            raise
+        return _HostMemory(self._host, mapped)
+
+
+def segment_ids(handles: Sequence[Handle]) -> list[int]:
+    """The attached segments that handles name, in their order. Raises BadGeometry when one is named twice."""
+    ids: list[int] = []
+    for handle in handles:
+        if isinstance(handle, MemfdHandle):
+            ids.append(handle.segment_id)
+        elif isinstance(handle, CudaVmmHandle):
+            ids += handle.segment_ids
+    if len(set(ids)) < len(ids):
+        raise BadGeometry("A segment is named twice; name it once and let tensors share it.")
+    return ids
+
+
+def _exports(handles: Sequence[Handle], fds: Mapping[int, int]) -> tuple[bytes, list[IpcExport | VmmExport]]:
+    exports: list[IpcExport | VmmExport] = []
+    uuids: set[bytes] = set()
+    for handle in handles:
+        if isinstance(handle, MemfdHandle):
+            raise KvoffdError(
+                "A registration names memory of the host and of a GPU; register each on its own.", ErrorCode.UNSUPPORTED
+            )
+        uuids.add(handle.gpu_uuid)
+        if isinstance(handle, CudaIpcHandle):
+            exports.append(IpcExport(handle.handle, handle.size_bytes))
+        else:
+            exports.append(VmmExport([fds[segment_id] for segment_id in handle.segment_ids], handle.chunk_bytes))
+    if len(uuids) > 1:
+        raise KvoffdError("A registration names several GPUs; register each on its own.", ErrorCode.UNSUPPORTED)
+    return uuids.pop(), exports

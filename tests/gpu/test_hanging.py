@@ -1,0 +1,100 @@
+"""A GPU that hangs hurts its own engines only, and no byte lands where it must not. Over the stub driver."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from support.exporter import Exporter
+from support.gpu_machine import Machine
+from support.stub_cuda import wait_until
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import GroupKeys
+
+KEY = bytes(32)
+MakeMachine = Callable[..., Machine]
+
+
+def send(worker: Exporter, command: str, **arguments: object) -> None:
+    """Ask and do not wait."""
+    assert worker.process.stdin is not None
+    worker.process.stdin.write(json.dumps([command, arguments]) + "\n")
+    worker.process.stdin.flush()
+
+
+def answer(worker: Exporter) -> dict[str, object]:
+    assert worker.process.stdout is not None
+    return dict(json.loads(worker.process.stdout.readline()))
+
+
+def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_machine: MakeMachine) -> None:
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:1"}, job_deadline="500ms")
+    with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
+        worker.wait_ready()
+        stored = worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])
+        assert (stored["ok"], stored["error"]) == (False, "DEADLINE")
+        ticket = scheduler.lookup([GroupKeys(0, KEY)])
+        assert ticket.wait(10)
+        assert ticket.states == [b"\0"], "others may store the key"
+        with AdminClient(machine.daemon.directory) as admin:
+            pool = admin.stats().pool
+            assert pool.leaving_bytes > 0, "the copy may still write there"
+            assert pool.free_bytes + pool.leaving_bytes == pool.pool_bytes
+            (problem,) = admin.health().problems
+            assert "does not answer" in problem
+        # An engine in host memory does not notice.
+        with FakeEngine(machine.daemon.directory, namespace="host") as engine:
+            engine.fill([3], seed=1)
+            before = engine.checksums([3])
+            assert engine.store([KEY], [3]).ok
+            assert engine.lookup([KEY]) == 1
+            assert engine.load([KEY], [5]).ok
+            assert engine.checksums([5]) == before
+
+
+def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_machine: MakeMachine) -> None:
+    """Its bytes may still land, so the engine must keep the blocks."""
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, job_deadline="500ms")
+    with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
+        worker.wait_ready()
+        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+        ticket = scheduler.lookup([GroupKeys(0, KEY)])
+        assert ticket.wait(10)
+        send(worker, "load", job_id=2, lease_id=ticket.lease_id, keys=KEY.hex(), blocks=[1])
+        with AdminClient(machine.daemon.directory) as admin:
+            wait_until(lambda: any("does not answer" in problem for problem in admin.health().problems))
+        assert worker.process.poll() is None
+        killed_at = time.monotonic()
+        machine.daemon.kill()
+        loaded = answer(worker)
+        assert (loaded["ok"], loaded["error"]) == (False, "SESSION_ENDED")
+        assert time.monotonic() - killed_at < 10
+
+
+def test_a_gpu_whose_context_is_lost_is_taken_into_use_again(stub_machine: MakeMachine) -> None:
+    """An error that sticks to the context, as one engine's mistake may cause, must not outlive a reconnection."""
+    machine = stub_machine({"STUB_FAIL": "cuEventRecord:2:700", "STUB_LOSE": "1"})
+    with machine.exporter("ordinary") as worker, machine.exporter("chunks") as other:
+        worker.wait_ready()
+        other.wait_ready()
+        assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+        failed = worker.ask("store", job_id=2, keys=bytes([2] * 32).hex(), blocks=[1])
+        assert (failed["ok"], failed["error"]) == (False, "COPY_FAILED")
+        wait_until(lambda: machine.driver_log().count("context of 0 made") >= 4)  # two exporters, the daemon twice
+        for engine, key in ((worker, 3), (other, 4)):
+            engine.wait_ready()
+            assert engine.ask("store", job_id=key, keys=bytes([key] * 32).hex(), blocks=[2])["ok"]
+
+
+def test_a_registration_that_hangs_leaves_the_daemon_alive(stub_machine: MakeMachine) -> None:
+    machine = stub_machine({"STUB_HANG": "cuIpcOpenMemHandle_v2:1"})
+    with machine.exporter("ordinary") as worker:
+        wait_until(lambda: "cuIpcOpenMemHandle_v2 hangs" in machine.driver_log())
+        with AdminClient(machine.daemon.directory) as admin:
+            assert admin.health().ready
+        assert not worker.ask("ready", timeout_s=0.2)["ready"]
+        worker.kill()
+    assert machine.daemon.stop() == 0

@@ -1,0 +1,124 @@
+"""An engine's process, a daemon's process, GPU memory between them: bytes, deaths, memory let go."""
+
+from __future__ import annotations
+
+import pytest
+from support.gpu_machine import Machine
+from support.stub_cuda import wait_until
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_proto.messages import GroupKeys
+
+KINDS = ["ordinary", "chunks"]
+
+
+def keys(*numbers: int) -> bytes:
+    return b"".join(number.to_bytes(32, "big") for number in numbers)
+
+
+def lease(scheduler: SchedulerClient, blob: bytes) -> int:
+    ticket = scheduler.lookup([GroupKeys(0, blob)])
+    assert ticket.wait(10)
+    assert set(ticket.states[0]) == {2}, ticket.states
+    return ticket.lease_id
+
+
+def mapped_bytes(admin: AdminClient) -> int:
+    return sum(session.registered_bytes for session in admin.sessions().sessions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("page_bytes", [512, 4096, 16384 - 8, 65536, 262144, 300 * 1024])
+def test_blocks_come_back_byte_for_byte(machine: Machine, kind: str, page_bytes: int) -> None:
+    with machine.exporter(kind, page_bytes=page_bytes) as worker, machine.scheduler() as scheduler:
+        worker.wait_ready()
+        before = worker.ask("fill", seed=1)["pages"]
+        stored = worker.ask("store", job_id=1, keys=keys(1, 2, 3, 4).hex(), blocks=[6, 1, 2, 3])
+        assert (stored["ok"], stored["bytes"]) == (True, 4 * 3 * page_bytes)
+        other = worker.ask("fill", seed=2)["pages"]
+        loaded = worker.ask(
+            "load",
+            job_id=2,
+            lease_id=lease(scheduler, keys(1, 2, 3, 4)),
+            keys=keys(1, 2, 3, 4).hex(),
+            blocks=[0, 5, 4, 7],
+        )
+        assert (loaded["ok"], loaded["bytes"]) == (True, 4 * 3 * page_bytes)
+        after = worker.ask("pages")["pages"]
+        assert [after[block] for block in (0, 5, 4, 7)] == [before[block] for block in (6, 1, 2, 3)]
+        assert [after[block] for block in (1, 2, 3, 6)] == [other[block] for block in (1, 2, 3, 6)], (
+            "others were written"
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_of_one_engine_are_loaded_by_another(machine: Machine, kind: str) -> None:
+    with machine.exporter("ordinary") as one, machine.exporter(kind) as other, machine.scheduler() as scheduler:
+        one.wait_ready()
+        other.wait_ready()
+        before = one.ask("fill", seed=3)["pages"]
+        assert one.ask("store", job_id=1, keys=keys(7).hex(), blocks=[2])["ok"]
+        assert other.ask("load", job_id=1, lease_id=lease(scheduler, keys(7)), keys=keys(7).hex(), blocks=[5])["ok"]
+        assert other.ask("pages")["pages"][5] == before[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_engines_memory_is_let_go_at_once_and_its_blocks_stay(machine: Machine, kind: str) -> None:
+    with machine.scheduler() as scheduler, AdminClient(machine.daemon.directory) as admin:
+        with machine.exporter(kind) as worker:
+            worker.wait_ready()
+            before = worker.ask("fill", seed=4)["pages"]
+            assert worker.ask("store", job_id=1, keys=keys(1).hex(), blocks=[0])["ok"]
+            assert mapped_bytes(admin) > 0
+            worker.kill()
+            wait_until(lambda: mapped_bytes(admin) == 0, 5)
+            if machine.is_stub:
+                wait_until(lambda: "context of 0 gone" in machine.driver_log(), 5)
+                released = "ipc close" if kind == "ordinary" else "reservation freed"
+                assert released in machine.driver_log()
+        with machine.exporter(kind) as again:
+            again.wait_ready()
+            assert again.ask("load", job_id=1, lease_id=lease(scheduler, keys(1)), keys=keys(1).hex(), blocks=[3])["ok"]
+            assert again.ask("pages")["pages"][3] == before[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_daemon_costs_the_engine_its_blocks_and_no_more(machine: Machine, kind: str) -> None:
+    with machine.exporter(kind) as worker:
+        epoch = worker.wait_ready()["epoch"]
+        pages = worker.ask("fill", seed=5)["pages"]
+        assert worker.ask("store", job_id=1, keys=keys(1).hex(), blocks=[0])["ok"]
+        machine.daemon.kill()
+        failed = worker.ask("store", job_id=2, keys=keys(2).hex(), blocks=[1])
+        assert (failed["ok"], failed["error"]) == (False, "SESSION_ENDED")
+        assert worker.ask("pages")["pages"] == pages
+        machine.daemon.start()
+        assert worker.wait_ready()["epoch"] != epoch
+        assert worker.ask("store", job_id=3, keys=keys(3).hex(), blocks=[1])["bytes"] > 0
+
+
+def test_after_unregistering_nothing_is_mapped(machine: Machine) -> None:
+    with machine.exporter("chunks") as worker, AdminClient(machine.daemon.directory) as admin:
+        worker.wait_ready()
+        assert mapped_bytes(admin) > 0
+        assert worker.ask("unregister")["ok"]
+        assert mapped_bytes(admin) == 0
+        if machine.is_stub:
+            assert "reservation freed" in machine.driver_log()
+
+
+def test_a_daemon_without_gpu_engines_has_made_no_context(machine: Machine) -> None:
+    with machine.scheduler():
+        if machine.is_stub:
+            assert machine.driver_log() == []
+        assert machine.daemon.stop() == 0
+
+
+def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:
+    with machine.exporter("ordinary") as worker:
+        worker.wait_ready()
+        assert machine.daemon.stop() == 0
+        if machine.is_stub:
+            assert {"ipc close", "context of 0 gone"} <= set(machine.driver_log())
+        assert "Traceback" not in machine.daemon.log

@@ -1,0 +1,77 @@
+"""A worker with GPU memory in a process of its own, over a stub driver or a real one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+MAIN = Path(__file__).with_name("exporter_main.py")
+
+
+class Exporter:
+    """Starts it; ``ask`` has it do something.
+
+    Args:
+        directory: the daemon's.
+        library: libcuda's path; "" for the system's.
+        kind: "ordinary", or "chunks" of CUDA's virtual memory API.
+        environ: of the process.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        library: str,
+        kind: str,
+        *,
+        layers: int = 3,
+        blocks: int = 8,
+        page_bytes: int = 65536,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        arguments = [str(directory), library, kind, str(layers), str(blocks), str(page_bytes)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(MAIN), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=None if environ is None else dict(environ),
+            text=True,
+        )
+
+    def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """What it answers."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the exporter ended with {self.process.wait(10)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def wait_ready(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Until its memory is registered."""
+        answer = self.ask("ready", timeout_s=timeout_s)
+        assert answer["ready"], answer["problem"]
+        return answer
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(10)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()

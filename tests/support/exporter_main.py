@@ -1,0 +1,191 @@
+"""A worker with GPU memory, in a process of its own: obeys JSON lines on its standard input. See ``support.exporter``.
+
+Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvoffd_client.cuda.driver import DEFAULT_LIBRARY, ExportDriver
+from kvoffd_client.cuda.export import export_segments
+from kvoffd_client.cuda.order import Event, OrderedSender
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.registration import Registration
+from kvoffd_client.worker import WorkerClient
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupTransfer
+
+CHUNK = 2 << 20
+U64, SIZE, POINTER = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+
+
+class Gpu:
+    """Memory of device 0: layers of blocks of pages, in one allocation or in chunks of 2 MiB."""
+
+    def __init__(self, library: str, kind: str, layers: int, blocks: int, page_bytes: int) -> None:
+        self.layers, self.blocks, self.page_bytes = layers, blocks, page_bytes
+        self.driver = ExportDriver(library)
+        self.driver.set_context(self.driver.retain_context(0))
+        self.cuda = ctypes.CDLL(library or DEFAULT_LIBRARY)
+        self.nbytes = layers * blocks * page_bytes
+        self.address = self._ordinary() if kind == "ordinary" else self._chunks()
+
+    def call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.cuda, name)(*arguments)
+        assert status == 0, (name, status)
+
+    def write(self, data: bytes) -> None:
+        self.call("cuMemcpyHtoD_v2", U64(self.address), data, SIZE(len(data)))
+
+    def read(self) -> bytes:
+        data = ctypes.create_string_buffer(self.nbytes)
+        self.call("cuMemcpyDtoH_v2", data, U64(self.address), SIZE(self.nbytes))
+        return data.raw
+
+    def pages(self) -> list[str]:
+        """A digest for each block, of all its layers."""
+        data = np.frombuffer(self.read(), dtype=np.uint8).reshape(self.layers, self.blocks, self.page_bytes)
+        return [hashlib.sha256(data[:, block].tobytes()).hexdigest() for block in range(self.blocks)]
+
+    def _ordinary(self) -> int:
+        address = U64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), SIZE(self.nbytes))
+        return address.value
+
+    def _chunks(self) -> int:
+        count = -(-self.nbytes // CHUNK)
+        address, properties = U64(), (ctypes.c_uint32 * 8)(1, 1, 1, 0)
+        self.call("cuMemAddressReserve", ctypes.byref(address), SIZE(count * CHUNK), SIZE(0), U64(0), U64(0))
+        for number in range(count):
+            allocation = U64()
+            self.call("cuMemCreate", ctypes.byref(allocation), SIZE(CHUNK), properties, U64(0))
+            self.call("cuMemMap", U64(address.value + number * CHUNK), SIZE(CHUNK), SIZE(0), allocation, U64(0))
+            self.call("cuMemRelease", allocation)
+        access = (ctypes.c_uint32 * 3)(1, 0, 3)
+        self.call("cuMemSetAccess", address, SIZE(count * CHUNK), access, SIZE(1))
+        return address.value
+
+    def write_late(self, data: bytes) -> Event:
+        """Has something write ``data`` in a while, as a kernel would; an event behind it."""
+        context = self.driver.current_context()
+
+        def write() -> None:
+            self.driver.set_context(context)
+            self.write(data)
+
+        return _LateWriter(write)
+
+
+class _LateWriter:
+    """A kernel of a machine without a GPU."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._thread = threading.Timer(0.3, write)
+        self._thread.start()
+
+    def synchronize(self) -> None:
+        self._thread.join()
+
+
+class TorchGpu(Gpu):
+    """Memory of torch's allocator, written by kernels."""
+
+    def _ordinary(self) -> int:
+        import torch
+
+        self.tensor = torch.zeros(self.nbytes, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        return int(self.tensor.data_ptr())
+
+    def write_late(self, data: bytes) -> Event:
+        import torch
+
+        staged = torch.frombuffer(bytearray(data), dtype=torch.uint8).cuda()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+        self.tensor.copy_(staged)
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event
+
+
+class _Nothing:
+    """An event that has happened."""
+
+    def synchronize(self) -> None: ...
+
+
+def registration_of(gpu: Gpu) -> Registration:
+    (segment,) = export_segments([(gpu.address, gpu.nbytes)], gpu.driver)
+    first = gpu.address - segment.address
+    layer_bytes = gpu.blocks * gpu.page_bytes
+    tensors = [TensorLayout(0, first + layer * layer_bytes, gpu.page_bytes, gpu.blocks) for layer in range(gpu.layers)]
+    pages = tuple(PageRef(layer, gpu.page_bytes) for layer in range(gpu.layers))
+    return Registration(0, 1, (segment,), tuple(tensors), (pages,))
+
+
+def main() -> None:
+    directory, library, kind = sys.argv[1:4]
+    shape = [int(argument) for argument in sys.argv[4:7]]
+    gpu = TorchGpu(library, "ordinary", *shape) if kind == "torch" else Gpu(library, kind, *shape)
+    worker = WorkerClient(directory, NamespaceSpec.named("gpu"), registration_of(gpu), name="exporter")
+
+    def transfer(keys: str, blocks: list[int]) -> list[GroupTransfer]:
+        return [GroupTransfer(0, bytes.fromhex(keys), np.array(blocks, dtype="<i4").tobytes())]
+
+    def result(job_id: int) -> dict[str, Any]:
+        (one,) = worker.wait_results(30)
+        assert one.job_id == job_id
+        return {"ok": one.ok, "bytes": one.bytes, "error": one.error and one.error.name}
+
+    def store(job_id: int, keys: str, blocks: list[int]) -> dict[str, Any]:
+        worker.store(job_id, transfer(keys, blocks))
+        return result(job_id)
+
+    def load(job_id: int, lease_id: int, keys: str, blocks: list[int]) -> dict[str, Any]:
+        worker.load(job_id, lease_id, transfer(keys, blocks))
+        return result(job_id)
+
+    def ready(timeout_s: float) -> dict[str, Any]:
+        return {"ready": worker.wait_ready(timeout_s), "problem": worker.problem, "epoch": worker.epoch}
+
+    def fill(seed: int) -> dict[str, Any]:
+        gpu.write(np.random.default_rng(seed).integers(0, 256, gpu.nbytes, dtype=np.uint8).tobytes())
+        return {"pages": gpu.pages()}
+
+    def race(job_id: int, keys: str, blocks: list[int], seed: int, wait: bool) -> dict[str, Any]:
+        """Store what a kernel that still runs is writing, waiting for it or not."""
+        data = np.random.default_rng(seed).integers(0, 256, gpu.nbytes, dtype=np.uint8).tobytes()
+        event = gpu.write_late(data)
+        sender = OrderedSender(lambda: event if wait else _Nothing())
+        sender.submit(job_id, lambda: worker.store(job_id, transfer(keys, blocks)), lambda code: None)
+        answer = result(job_id)
+        event.synchronize()
+        return answer
+
+    commands: dict[str, Callable[..., dict[str, Any]]] = {
+        "ready": ready,
+        "fill": fill,
+        "pages": lambda: {"pages": gpu.pages()},
+        "store": store,
+        "race": race,
+        "load": load,
+        "unregister": lambda: {"ok": worker.unregister(10)},
+    }
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        print(json.dumps(commands[name](**arguments)), flush=True)
+    worker.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""A daemon over a stub driver or a real one, with the clients that belong to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from support.daemon import DaemonProcess
+from support.exporter import Exporter
+
+from kvoffd.errors import KvoffdError
+from kvoffd.transfer.cuda.device import list_devices
+from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler import SchedulerClient
+
+
+def real_gpus() -> int:
+    """How many GPUs this machine has."""
+    try:
+        return len(list_devices(CudaDriver()))
+    except KvoffdError:
+        return 0
+
+
+class Machine:
+    """A driver, a daemon over it, and a scheduler; exporters come and go."""
+
+    def __init__(self, library: str, log: Path | None, **flags: str) -> None:
+        self.library = library
+        self.is_stub = log is not None
+        self._log = log
+        self.daemon = DaemonProcess(cuda_library=library, **flags)
+
+    def exporter(self, kind: str, **shape: int) -> Exporter:
+        """A worker of this daemon."""
+        return Exporter(self.daemon.directory, self.library, kind, **shape)
+
+    def exporter_on(self, gpu: int) -> Exporter:
+        """A worker that sees the machine's GPU of this number only, as its first."""
+        visible = {"CUDA_VISIBLE_DEVICES": str(gpu), "STUB_FIRST": str(gpu)}
+        return Exporter(self.daemon.directory, self.library, "ordinary", environ={**os.environ, **visible})
+
+    def scheduler(self) -> SchedulerClient:
+        """A scheduler of the same namespace."""
+        client = SchedulerClient(self.daemon.directory, NamespaceSpec.named("gpu"))
+        assert client.wait_connected(10)
+        return client
+
+    def driver_log(self) -> list[str]:
+        """What the daemon's and the exporters' stub did."""
+        assert self._log is not None
+        return self._log.read_text().splitlines() if self._log.exists() else []

@@ -1,0 +1,215 @@
+"""A worker on a GPU, over a stub driver and a fake client: what is exported, what goes out when, sleep."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from support.stub_cuda import StubCuda, fresh_stub, wait_until
+from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+
+from kvoffd_client.cuda.driver import ExportDriver
+from kvoffd_client.cuda.export import GpuSegment, export_segments
+from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.vllm.gpu import NotShareable, export_tensors
+from kvoffd_client.vllm.specs import KeyedSpec
+from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker, registration_of
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
+from kvoffd_proto.messages import JobResult
+
+BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
+KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
+LEASED = KeyedSpec(KEYED.groups, lease_id=77)
+WAIT_S = 10.0
+
+
+@dataclass
+class GpuTensor:
+    """As much of a tensor of int8 pages as an export looks at."""
+
+    address: int
+    shape: tuple[int, int]
+    stride_bytes: int
+    device: SimpleNamespace
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def stride(self, dimension: int) -> int:
+        return (self.stride_bytes, 1)[dimension]
+
+    def element_size(self) -> int:
+        return 1
+
+
+def caches_at(*tensors: tuple[int, int, int]) -> CanonicalKVCaches:
+    """Tensors of 8 blocks: (address, page bytes, stride)."""
+    device = SimpleNamespace(type="cuda")
+    return CanonicalKVCaches(
+        tensors=[
+            CanonicalKVCacheTensor(GpuTensor(address, (8, page), stride, device), page)  # type: ignore[arg-type]
+            for address, page, stride in tensors
+        ],
+        group_data_refs=[[CanonicalKVCacheRef(index, page) for index, (_, page, _) in enumerate(tensors)]],
+    )
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubCuda:
+    stub = fresh_stub()
+    stub.start()
+    monkeypatch.setenv("KVOFFD_CUDA_LIBRARY", stub.path)
+    return stub
+
+
+class GpuEvent:
+    """Happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.happened.wait(WAIT_S)
+
+
+class Rig:
+    """A worker whose events and clients the test holds."""
+
+    def __init__(self) -> None:
+        self.events: list[GpuEvent] = []
+        self.clients = [FakeWorkerClient(), FakeWorkerClient()]
+        self.gpu_failed = False
+        self.sender = OrderedSender(self.record)
+        self.worker = KvoffdWorker(
+            self.clients[0],
+            blocks_per_chunk=1,
+            key_bytes=KEY_BYTES,
+            fence_timeout_s=1.5,
+            sender=self.sender,
+            reconnect=lambda: self.clients[1],
+        )
+
+    def record(self) -> GpuEvent:
+        if self.gpu_failed:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        self.events.append(GpuEvent())
+        return self.events[-1]
+
+    def failures(self) -> dict[int, ErrorCode | None]:
+        found = {}
+        for result in self.worker.get_finished():
+            assert isinstance(result, KvoffdTransferResult)
+            assert result.failed is not None
+            found[result.job_id] = result.failed.error
+        return found
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.worker.shutdown()
+    for event in rig.events:
+        event.happened.set()
+
+
+def test_a_registration_names_the_drivers_handles(stub: StubCuda) -> None:
+    buffer = stub.allocate(1 << 20)
+    caches = caches_at((buffer.address + 4096, 512, 512), (buffer.address + 8192, 500, 1024))
+    registration = registration_of(caches, [], rank=3, blocks_per_chunk=2)
+    assert registration.on_gpu
+    assert registration.tensors == (TensorLayout(0, 4096, 512, 8), TensorLayout(0, 8192, 1024, 8))
+    assert registration.handles() == ([CudaIpcHandle(buffer.handle, 1 << 20, bytes([0x10] * 16))], [])
+
+
+def test_tensors_in_chunks_are_one_segment(stub: StubCuda) -> None:
+    chunk = 2 << 20
+    buffer = stub.map_chunks([chunk] * 3)
+    segments, layouts = export_tensors(caches_at((buffer.address + chunk + 64, 1 << 18, 1 << 18)))
+    (segment,) = segments
+    assert segment.chunk_bytes == (chunk, chunk)
+    assert layouts == [TensorLayout(0, 64, 1 << 18, 8)]
+    segment.close()
+
+
+def test_memory_that_cannot_be_exported_is_told_apart(stub: StubCuda) -> None:
+    with pytest.raises(NotShareable, match="not memory of a GPU"):
+        registration_of(caches_at((4096, 512, 512)), [], rank=0, blocks_per_chunk=1)
+
+
+def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
+    buffer = stub.allocate(4096)
+    exported = export_segments([(buffer.address, 1)], ExportDriver(stub.path))
+
+    def export(spans: list[tuple[int, int]]) -> list[GpuSegment]:
+        return exported
+
+    with pytest.raises(NotShareable, match="several allocations"):
+        export_tensors(caches_at((buffer.address, 4096, 4096)), export)
+
+
+def test_stores_and_loads_go_out_after_their_kernels(rig: Rig) -> None:
+    client = rig.clients[0]
+    assert rig.worker.submit_store(1, BLOCKS, KEYED)
+    assert rig.worker.submit_load(2, LEASED, BLOCKS)
+    assert len(rig.events) == 2
+    assert not rig.sender.wait_sent([1], 0.05)
+    assert client.stores == {}
+    rig.events[0].happened.set()
+    assert rig.sender.wait_sent([1], WAIT_S)
+    assert (list(client.stores), list(client.loads)) == ([1], [])
+    rig.events[1].happened.set()
+    assert rig.sender.wait_sent([2], WAIT_S)
+    assert client.loads[2][0] == 77
+
+
+def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(rig: Rig) -> None:
+    rig.worker.submit_store(1, BLOCKS, KEYED)
+    rig.worker.submit_store(2, BLOCKS, KEYED)
+    rig.worker.wait({1})
+    assert rig.clients[0].fences == [([1], 1.5)]
+    assert rig.failures() == {1: ErrorCode.CANCELLED}
+    for event in rig.events:
+        event.happened.set()
+    assert rig.sender.wait_sent([2], WAIT_S)
+    assert list(rig.clients[0].stores) == [2]
+
+
+def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(rig: Rig) -> None:
+    rig.gpu_failed = True
+    assert rig.worker.submit_store(1, BLOCKS, KEYED)
+    assert rig.failures() == {1: ErrorCode.COPY_FAILED}
+
+
+def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(rig: Rig) -> None:
+    first, second = rig.clients
+    rig.worker.submit_store(1, BLOCKS, KEYED)
+    first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
+    rig.worker.unregister()
+    rig.worker.unregister()
+    assert (first.unregistered, first.closed) == (1, True)
+    assert rig.failures() == {1: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
+    assert rig.worker.usable, "the scheduler must not give the daemon up for a nap"
+    assert rig.worker.credit_bytes is None
+    rig.worker.submit_store(2, BLOCKS, KEYED)
+    assert rig.failures() == {2: ErrorCode.UNSUPPORTED}
+    rig.worker.restore()
+    rig.worker.restore()
+    rig.worker.submit_store(3, BLOCKS, KEYED)
+    rig.events[-1].happened.set()
+    rig.events[0].happened.set()
+    wait_until(lambda: list(second.stores) == [3])
+    assert rig.worker.credit_bytes == second.credit_bytes
+
+
+def test_an_engine_that_is_not_asleep_is_not_woken(rig: Rig) -> None:
+    rig.worker.restore()
+    assert not rig.clients[0].closed
+    rig.worker.submit_store(1, BLOCKS, KEYED)
+    rig.events[0].happened.set()
+    wait_until(lambda: list(rig.clients[0].stores) == [1])
