@@ -165,7 +165,6 @@ class LMCachePlayer(Player):
             "torch": torch.__version__,
             "libzmq": zmq.zmq_version(),
             "torch_threads": str(torch.get_num_threads()),
-            "layout": self._layout,
         }
 
     def close(self) -> None:
@@ -196,7 +195,7 @@ class LMCachePlayer(Player):
                 self._wait(request_id)
             else:
                 time.sleep(POLL_S)
-        return found
+        return int(found)
 
     def _wait(self, request_id: str) -> None:
         """Until the reply that check_lookup_result() looks for next is here, which the connector never does."""

@@ -16,7 +16,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 class OthersShare:
     """``with OthersShare() as others: ...``; then ``others.share`` of the machine's cores was used by others, 0 to 1.
 
-    Others are all processes but this one and its children.
+    Others are all processes but this one and those it started, directly or not.
     """
 
     def __init__(self) -> None:
@@ -43,10 +43,15 @@ def _used() -> tuple[float, dict[int, float]]:
     """CPU seconds that the whole machine has used, and each process of ours."""
     words = Path("/proc/stat").read_text().split(maxsplit=9)
     user, nice, system, _, _, interrupts, soft, steal = (int(word) for word in words[1:9])
-    ours = {pid: process_cpu_s(pid) for pid in (os.getpid(), *_children())}
+    ours = {pid: process_cpu_s(pid) for pid in _family(os.getpid())}
     return (user + nice + system + interrupts + soft + steal) * TICK_S, ours
 
 
-def _children() -> list[int]:
-    threads = Path("/proc/self/task").iterdir()
-    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+def _family(pid: int) -> list[int]:
+    """This process and all below it. One that ends meanwhile is left out."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [pid, *(found for child in children for found in _family(child))]

@@ -20,6 +20,7 @@ from tests.bench.peers.player import process_cpu_s
 
 POOL_GIB = 1
 """Of every server."""
+POOL_SIZE = f"{POOL_GIB}GiB"
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 20.0
 STEP_S = 0.01
@@ -30,7 +31,7 @@ class ServerFailed(Exception):
 
 
 class Server:
-    """A server process. ``command`` is shown in the report.
+    """A server process, started by ``with``. In ``command``, DIRECTORY stands for a directory of its own.
 
     Attributes:
         start_s: from the process's start to the first connection that its request sockets took.
@@ -40,8 +41,8 @@ class Server:
     start_s = 0.0
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="kvoffd-peers-", dir="/tmp"))
-        self.command = [part.replace("DIRECTORY", str(self.directory)) for part in command]
+        self.directory = Path()
+        self.command = list(command)
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith(("KVOFFD_", "LMCACHE_"))}
         self.environment.update(environment)
         self._process: subprocess.Popen[bytes] | None = None
@@ -65,6 +66,8 @@ class Server:
         return self.environment
 
     def __enter__(self) -> Self:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvoffd-peers-", dir="/tmp"))
+        self.command = [part.replace("DIRECTORY", str(self.directory)) for part in self.command]
         log = self.directory / "server.log"
         begin = time.perf_counter()
         with log.open("wb") as output:
@@ -105,9 +108,9 @@ class KvoffdServer(Server):
 
     name = "kvoffd"
 
-    def __init__(self, pool_gib: int = POOL_GIB) -> None:
+    def __init__(self, pool_size: str = POOL_SIZE) -> None:
         address = f"127.0.0.1:{free_port()}"
-        command = f"{sys.executable} -m kvoffd serve --directory DIRECTORY --pool-size {pool_gib}GiB"
+        command = f"{sys.executable} -m kvoffd serve --directory DIRECTORY --pool-size {pool_size}"
         super().__init__([*command.split(), "--http-address", address, "--log-level", "warning"], {})
 
     def answers(self) -> bool:

@@ -77,7 +77,7 @@ def machine_cpu_s() -> float:
 
 
 def test_a_server_starts_idles_and_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    with KvoffdServer(pool_gib=1) as server:
+    with KvoffdServer("64MiB") as server:
         assert server.start_s > 0
         assert idle_cpu_percents((server,), 0.1)[0] >= 0
         assert 5 < resident_mib(server) < 1024
@@ -87,7 +87,7 @@ def test_a_server_starts_idles_and_is_gone(capfd: pytest.CaptureFixture[str]) ->
 
 
 def test_a_server_that_does_not_start_says_why() -> None:
-    server = KvoffdServer(pool_gib=10**6)
+    server = KvoffdServer("1000TiB")
     with pytest.raises(ServerFailed, match="pool"), server:
         pass
     assert not server.directory.exists()
