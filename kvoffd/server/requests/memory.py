@@ -18,6 +18,9 @@ from kvoffd_proto.handles import Handle
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
+MAX_PAGES = 65536
+"""Of all groups of a registration together: each costs the event loop some microseconds."""
+
 
 def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
     """Open a namespace or join it."""
@@ -90,6 +93,8 @@ def _check(service: Service, session: Session, message: m.Register, namespace: N
         raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
     if message.rank >= namespace.world_size:
         raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
+    if (pages := sum(map(len, message.groups))) > MAX_PAGES:
+        raise BadGeometry(f"The registration has {pages} pages in its groups; {MAX_PAGES} are allowed.")
     if len(message.groups) != len(namespace.groups):
         raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
 
