@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 MESSAGES_PER_TURN = 256
 """After this many messages the loop gets its turn, so that completions and lifelines are not starved."""
+TURN_S = 0.02
+"""Or after so long: a message can be large."""
 
 
 class Transport:
@@ -80,7 +82,10 @@ class Transport:
 
     def _read(self) -> bool:
         """Handle up to a turn's worth of messages; True when there was any."""
+        until = self._loop.time() + TURN_S
         for count in range(MESSAGES_PER_TURN):
+            if count and self._loop.time() > until:
+                return True
             try:
                 frames = self._jobs.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
