@@ -42,7 +42,7 @@ class FaultedSegment(MappedSegment):
 
 
 class PageFaulter:
-    """One thread that goes through mapped segments, oldest first. Copies may run meanwhile: they fault for themselves.
+    """One thread that goes through mapped segments in turns. Copies may run meanwhile: they fault for themselves.
 
     A copy into pages that the daemon has not faulted in runs at a tenth of its speed. Only pages that exist are faulted
     in: one that the engine never touched would be made here, at the daemon's expense.
@@ -92,10 +92,9 @@ class PageFaulter:
             with self._changed:
                 self._in_step = None
                 self._changed.notify_all()
-                if segment in self._waiting:
+                # To the end of the order: nobody waits behind a segment that claims terabytes.
+                if self._waiting.pop(segment, None) is not None and worked and done + length < segment.size_bytes:
                     self._waiting[segment] = done + length
-                    if not worked or done + length == segment.size_bytes:
-                        del self._waiting[segment]
 
     def _next(self) -> tuple[FaultedSegment, int] | None:
         with self._changed:
