@@ -1,0 +1,519 @@
+"""A hostile client against a real daemon: it may harm nobody but itself.
+
+After every attack an engine that was there before is served within a second, byte for byte; the books balance; and
+the daemon has given back the descriptors and the memory that the attack cost it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.sockets import SocketPaths
+
+PAGE = 16384
+BLOCKS = 8
+ANSWER_S = 1.0
+ATTEMPTS = 5
+"""The machine may be busy with other things; a daemon that is blocked is slow every time."""
+SETTLE_S = 20.0
+MOST_GROWTH_BYTES = 96 << 20
+MAX_SESSIONS = 24
+LIMITS = {
+    "max_sessions": str(MAX_SESSIONS),
+    "max_jobs_in_flight": "16",
+    "max_leases": "16",
+    "max_keys_per_request": "4096",
+    "max_segments": "64",
+    "max_registrations": "2",
+}
+VICTIM_KEYS = [key(1000 + number) for number in range(BLOCKS)]
+ADD_SEALS, SHRINK = 1033, 0x0002  # fcntl(2)
+
+
+class Victim:
+    """The engine that was there before: it looks up and loads what it stored."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        self.engine = FakeEngine(daemon.directory, "victim", layers=1, blocks=2 * BLOCKS, page_bytes=PAGE)
+        self.engine.fill(range(BLOCKS), seed=11)
+        assert self.engine.store(VICTIM_KEYS, range(BLOCKS)).ok
+        self.sums = self.engine.checksums(range(BLOCKS))
+        self.fds, self.private_bytes = self.descriptors(), self.private()
+        self.sessions = stats(daemon.directory).sessions
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.daemon.pid}/fd"))
+
+    def private(self) -> int:
+        """Bytes of the daemon's memory that are not shared, as the pool and engines' memory are."""
+        for line in Path(f"/proc/{self.daemon.pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("the kernel does not tell RssAnon")
+
+    def is_served(self) -> None:
+        """Within a second, byte for byte."""
+        took = []
+        for _ in range(ATTEMPTS):
+            started = time.monotonic()
+            assert self.engine.lookup(VICTIM_KEYS) == BLOCKS
+            assert self.engine.load(VICTIM_KEYS, range(BLOCKS, 2 * BLOCKS)).ok
+            took.append(time.monotonic() - started)
+            assert self.engine.checksums(range(BLOCKS, 2 * BLOCKS)) == self.sums
+            self.engine.fill(range(BLOCKS, 2 * BLOCKS), seed=12)
+            if took[-1] < ANSWER_S:
+                return
+        raise AssertionError(f"the engine was served in {took} s")
+
+    def is_unharmed(self) -> None:
+        """And nothing is left of the attack."""
+        self.is_served()
+        deadline = time.monotonic() + SETTLE_S
+        while (problem := self._problem()) and time.monotonic() < deadline:
+            select.select([], [], [], 0.02)
+        assert not problem, problem
+        assert "Traceback" not in self.daemon.log
+
+    def _problem(self) -> str:
+        report = stats(self.daemon.directory)
+        pool = report.pool
+        if pool.pinned_bytes or pool.leaving_bytes or pool.writing_bytes or report.leases:
+            return f"something is held still: {pool}, {report.leases} leases"
+        if pool.free_bytes + pool.ready_bytes != pool.pool_bytes:
+            return f"the books do not balance: {pool}"
+        if report.sessions != self.sessions:
+            return f"{report.sessions} sessions and not {self.sessions}"
+        # The sockets of the session that asked are on their way out.
+        if self.descriptors() > self.fds + 4:
+            return f"{self.descriptors()} descriptors and not {self.fds}"
+        if self.private() > self.private_bytes + MOST_GROWTH_BYTES:
+            return f"{self.private()} bytes of memory and not {self.private_bytes}"
+        return ""
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[Victim]:
+    with DaemonProcess("16MiB", **LIMITS) as daemon:
+        found = Victim(daemon)
+        yield found
+        found.engine.close()
+
+
+@pytest.fixture
+def hostile(victim: Victim) -> Iterator[WireClient]:
+    """A worker in a namespace of its own. The victim is looked at when it is gone."""
+    with WireClient(victim.daemon.directory) as client:
+        client.open_namespace()
+        yield client
+    victim.is_unharmed()
+
+
+@pytest.fixture
+def attack(victim: Victim) -> Iterator[Victim]:
+    """For attacks that make their own clients."""
+    yield victim
+    victim.is_unharmed()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with SharedMemory(BLOCKS * PAGE, "hostile") as shared:
+        yield shared
+
+
+def memfd(size: int, seal: bool = True) -> int:
+    fd = os.memfd_create("hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if seal:
+        fcntl.fcntl(fd, ADD_SEALS, SHRINK)
+    return fd
+
+
+def registration(client: WireClient, **changes: object) -> m.Register:
+    values = {
+        "segments": [MemfdHandle(7, BLOCKS * PAGE)],
+        "tensors": [TensorLayout(0, 0, PAGE, BLOCKS)],
+        "groups": [[PageRef(0, PAGE)]],
+        "rank": 0,
+        "blocks_per_key": 1,
+        **changes,
+    }
+    return m.Register(client.next_id(), client.token, NAMESPACE, os.urandom(16), **values)  # type: ignore[arg-type]
+
+
+def job(client: WireClient, name: bytes, number: int, *wanted: int) -> m.Store:
+    part = m.GroupTransfer(0, keys(*wanted), ids(*(at % BLOCKS for at in range(len(wanted)))))
+    return m.Store(number, client.token, name, number, [part])
+
+
+# --- memory ----------------------------------------------------------------------------------------
+
+
+def test_a_file_shrunk_between_attach_and_register_is_refused(hostile: WireClient) -> None:
+    fd = memfd(BLOCKS * PAGE, seal=False)
+    hostile.attach(fd, 7)
+    os.ftruncate(fd, PAGE)
+    assert hostile.refused(registration(hostile)).code is ErrorCode.UNSAFE_SEGMENT
+    fcntl.fcntl(fd, ADD_SEALS, SHRINK)
+    assert hostile.refused(registration(hostile)).code is ErrorCode.UNSAFE_SEGMENT
+    os.close(fd)
+
+
+def other_descriptors() -> dict[str, Callable[[], int]]:
+    def reopened() -> int:
+        fd = memfd(BLOCKS * PAGE)
+        try:
+            return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        finally:
+            os.close(fd)
+
+    def epoll() -> int:
+        with select.epoll() as poller:
+            return os.dup(poller.fileno())
+
+    return {
+        "pipe": lambda: os.pipe()[0],
+        "socket": lambda: socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).detach(),
+        "directory": lambda: os.open("/", os.O_RDONLY),
+        "path": lambda: os.open("/etc/passwd", os.O_PATH),
+        "device": lambda: os.open("/dev/zero", os.O_RDWR),
+        "epoll": epoll,
+        "event": lambda: os.eventfd(0),
+        "itself": lambda: os.pidfd_open(os.getpid()),
+        "read-only memory": reopened,
+    }
+
+
+@pytest.mark.parametrize("kind", other_descriptors())
+def test_a_descriptor_of_another_kind_is_refused(hostile: WireClient, kind: str) -> None:
+    fd = other_descriptors()[kind]()
+    hostile.attach(fd, 7)
+    os.close(fd)
+    assert hostile.refused(registration(hostile)).code is ErrorCode.UNSAFE_SEGMENT
+
+
+@pytest.mark.parametrize("size", [2**63 - 1, 2**47, BLOCKS * PAGE + 1])
+def test_memory_larger_than_it_is_is_refused(hostile: WireClient, memory: SharedMemory, size: int) -> None:
+    hostile.attach(memory.fd, 7)
+    assert hostile.refused(registration(hostile, segments=[MemfdHandle(7, size)])).code is ErrorCode.UNSAFE_SEGMENT
+
+
+def test_a_terabyte_that_holds_nothing_takes_no_memory_of_the_daemon(hostile: WireClient) -> None:
+    fd = memfd(2**40)
+    hostile.attach(fd, 7)
+    request = registration(hostile, segments=[MemfdHandle(7, 2**40)])
+    hostile.ask(request, m.Registered)
+    assert hostile.result(job(hostile, request.registration_id, 1, 1, 2)).ok
+    assert os.fstat(fd).st_blocks * 512 <= BLOCKS * PAGE
+    os.close(fd)
+
+
+def test_tensors_that_lie_over_each_other_are_its_own_affair(hostile: WireClient, memory: SharedMemory) -> None:
+    hostile.attach(memory.fd, 7)
+    layout = TensorLayout(0, 0, PAGE, BLOCKS)
+    request = registration(hostile, tensors=[layout] * 64, groups=[[PageRef(number, 256) for number in range(64)]])
+    hostile.ask(request, m.Registered)
+    assert hostile.result(job(hostile, request.registration_id, 1, 1, 2, 3)).ok
+
+
+def test_a_registration_of_very_many_pages_does_not_keep_the_daemon_busy(
+    hostile: WireClient, memory: SharedMemory
+) -> None:
+    hostile.attach(memory.fd, 7)
+    started = time.monotonic()
+    for _ in range(3):
+        reply = hostile.raw(codec.encode(registration(hostile, groups=[[PageRef(0, 1)] * 2_000_000])))
+        assert isinstance(reply, m.Error)
+    assert time.monotonic() - started < 10
+
+
+def test_memory_that_is_unmapped_and_emptied_under_its_jobs(hostile: WireClient) -> None:
+    fd = memfd(BLOCKS * PAGE)
+    mapped = mmap.mmap(fd, BLOCKS * PAGE)
+    mapped[:] = b"\xaa" * len(mapped)
+    hostile.attach(fd, 7)
+    request = registration(hostile)
+    hostile.ask(request, m.Registered)
+    for number in range(1, 16):
+        hostile.send(job(hostile, request.registration_id, number, *range(number * 8, number * 8 + 8)))
+    mapped.close()
+    # The seal keeps the file's length; its pages can be taken out all the same (fallocate(2), PUNCH_HOLE | KEEP_SIZE).
+    assert ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(BLOCKS * PAGE)) == 0
+    os.close(fd)
+    assert hostile.result(job(hostile, request.registration_id, 99, 1)).ok
+
+
+# --- floods ----------------------------------------------------------------------------------------
+
+
+def test_descriptors_without_register_are_bounded_and_given_back(hostile: WireClient) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    answers = [hostile.attach(null, number) for number in range(80)]
+    os.close(null)
+    assert sum(isinstance(answer, lifeline.Attached) for answer in answers) == 64
+    assert all(answer.code is ErrorCode.TOO_MANY for answer in answers if isinstance(answer, lifeline.AttachRefused))
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 200])
+def test_descriptors_without_attach_frames_end_the_session(attack: Victim, count: int) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    client = WireClient(attack.daemon.directory)
+    frame = lifeline.encode_frame(lifeline.Attach(1))
+    with contextlib.suppress(OSError):
+        for byte in frame[:-1] * 3:
+            client.send_fds(bytes([byte]), [null] * count)
+    os.close(null)
+    assert client.lifeline_ended()
+    client.close()
+
+
+def test_leases_are_limited(attack: Victim) -> None:
+    with WireClient(attack.daemon.directory) as worker, SharedMemory(BLOCKS * PAGE, "x") as memory:
+        worker.open_namespace()
+        assert worker.result(job(worker, worker.register(memory), 1, 1)).ok
+        with WireClient(attack.daemon.directory, m.Role.SCHEDULER) as scheduler:
+            scheduler.open_namespace()
+            refused = 0
+            for number in range(200):
+                request = m.Lookup(
+                    number, scheduler.token, NAMESPACE, scheduler.lease(number + 1), [m.GroupKeys(0, keys(1))]
+                )
+                reply = scheduler.raw(codec.encode(request))
+                refused += isinstance(reply, m.Error) and reply.code is ErrorCode.TOO_MANY
+            assert refused == 200 - 16
+            attack.is_served()
+
+
+def test_a_scheduler_that_floods_and_never_reads(attack: Victim) -> None:
+    with WireClient(attack.daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        groups = [m.GroupKeys(0, keys(*range(100)))]
+        for number in range(20_000):
+            lookup = m.Lookup(number, scheduler.token, NAMESPACE, scheduler.lease(number + 1), groups)
+            try:
+                scheduler.jobs.send(codec.encode(lookup), zmq.NOBLOCK)
+            except zmq.Again:
+                break
+        attack.is_served()
+        assert attack.private() < attack.private_bytes + MOST_GROWTH_BYTES
+
+
+def test_jobs_beyond_the_limit_are_refused_and_those_within_it_end(hostile: WireClient, memory: SharedMemory) -> None:
+    name = hostile.register(memory)
+    for number in range(1, 501):
+        hostile.send(job(hostile, name, number, *range(number * 4, number * 4 + 4)))
+    hostile.send(m.Replay(10_000, hostile.token, 0))
+    refused = 0
+    while (reply := hostile.reply()).request_id != 10_000:
+        assert isinstance(reply, m.Error)
+        assert reply.code is ErrorCode.TOO_MANY
+        refused += 1
+    deadline, done = time.monotonic() + 10, 0
+    while done + refused < 500 and time.monotonic() < deadline:
+        replay = hostile.ask(m.Replay(hostile.next_id() + 20_000, hostile.token, 0), m.ReplayReply)
+        done = sum(len(batch.results) for batch in replay.batches)
+    assert done + refused == 500
+
+
+def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient, memory: SharedMemory) -> None:
+    """Each names 4096 keys that it lacks, 128 KiB; nobody ever says that they arrived."""
+    name = hostile.register(memory)
+    assert hostile.result(job(hostile, name, 1, 1)).ok
+    with WireClient(hostile.paths.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))])
+        assert scheduler.ask(lookup, m.LookupReply).pinned == 1
+        part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*(at % BLOCKS for at in range(4096))))
+        accepted, request_id = 0, 100
+        while accepted < 400:
+            load = m.Load(request_id, hostile.token, name, request_id, scheduler.lease(1), [part])
+            hostile.send(load)
+            health = m.Health(request_id + 1, hostile.token)
+            hostile.send(health)
+            reply = hostile.reply()
+            if isinstance(reply, m.Error):
+                assert reply.code is ErrorCode.TOO_MANY
+                break
+            accepted, request_id = accepted + 1, request_id + 2
+        assert 64 <= accepted <= 200
+        hostile.reply()
+
+
+def test_sessions_are_limited_and_free_again_when_they_end(attack: Victim) -> None:
+    clients: list[WireClient] = []
+    refused = 0
+    for _ in range(MAX_SESSIONS + 6):
+        client = WireClient(attack.daemon.directory, role=None)
+        refused += isinstance(client.greeting, lifeline.Refused)
+        clients.append(client)
+    attack.is_served()
+    for client in clients:
+        client.close()
+    assert refused >= 6
+
+
+def test_strangers_at_the_jobs_socket_get_nothing(attack: Victim) -> None:
+    streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
+    for number, stream in enumerate(streams):
+        stream.connect(str(SocketPaths(attack.daemon.directory).jobs))
+        stream.setblocking(False)
+        with contextlib.suppress(OSError):
+            stream.send((b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 65536, b"", b"\xff\0\0\0\0\0\0\0\1\x7f")[number % 4])
+    attack.is_served()
+    for stream in streams:
+        stream.close()
+
+
+def test_a_subscriber_of_everything_that_never_reads(hostile: WireClient, memory: SharedMemory) -> None:
+    hostile.subscribe(b"")
+    hostile.events.setsockopt(zmq.RCVHWM, 1)
+    name = hostile.register(memory)
+    for round_ in range(100):
+        assert hostile.result(job(hostile, name, round_ + 1, *range(round_ * 8, round_ * 8 + 8))).ok
+        acknowledged = m.Heartbeat(hostile.next_id(), hostile.token, 2**62, [])
+        hostile.ask(acknowledged, m.HeartbeatReply)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"\xdd" + (1_000_000).to_bytes(4, "big") + b"\xc0" * 1_000_000,
+        b"\x91" * 1_000_000,
+        b"\xdf\xff\xff\xff\xff" + b"\x00" * 1000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x93\xa5stats\x01\xc6\x7f\xff\xff\xff",
+    ],
+    ids=["many items", "deep", "large map", "large array", "large bytes", "large token"],
+)
+def test_frames_that_promise_more_than_they_hold(hostile: WireClient, frame: bytes) -> None:
+    for _ in range(20):
+        reply = hostile.raw(frame)
+        assert isinstance(reply, m.Error)
+        assert reply.code is ErrorCode.MALFORMED
+
+
+def test_an_absurd_frame_costs_its_sender_the_connection_and_nobody_else(attack: Victim) -> None:
+    with WireClient(attack.daemon.directory) as client:
+        with contextlib.suppress(zmq.Again):
+            client.jobs.send(bytes(40 << 20), zmq.NOBLOCK)
+        attack.is_served()
+
+
+# --- what belongs to others -------------------------------------------------------------------------
+
+
+def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, victim: Victim) -> None:
+    assert victim.engine.lookup(VICTIM_KEYS) == BLOCKS  # pinned, until it loads
+    ticket = victim.engine._ticket
+    assert ticket is not None
+    lease = ticket.lease_id
+    fingerprint = victim.engine.namespace.fingerprint
+    with WireClient(victim.daemon.directory, m.Role.SCHEDULER) as scheduler, SharedMemory(BLOCKS * PAGE, "x") as memory:
+        scheduler.open_namespace()
+        assert scheduler.ask(m.Release(1, scheduler.token, [lease]), m.Done).count == 0
+        assert scheduler.ask(m.Heartbeat(2, scheduler.token, 0, [lease]), m.HeartbeatReply).ended == [lease]
+        part = m.GroupKeys(0, b"".join(VICTIM_KEYS))
+        for request in (
+            m.Lookup(3, scheduler.token, fingerprint, scheduler.lease(1), [part]),
+            m.Invalidate(4, scheduler.token, fingerprint, [part]),
+            m.Reset(5, scheduler.token, fingerprint),
+        ):
+            assert scheduler.refused(request).code is ErrorCode.UNKNOWN_NAMESPACE
+        assert scheduler.refused(m.Lookup(6, scheduler.token, NAMESPACE, lease, [part])).code is ErrorCode.UNKNOWN_LEASE
+        own = scheduler.ask(m.Lookup(7, scheduler.token, NAMESPACE, scheduler.lease(2), [part]), m.LookupReply)
+        assert own.pinned == 0
+        name = hostile.register(memory)
+        blocks = m.GroupTransfer(0, b"".join(VICTIM_KEYS), ids(*range(BLOCKS)))
+        load = m.Load(8, hostile.token, name, 8, lease, [blocks])
+        assert hostile.refused(load).code is ErrorCode.UNKNOWN_LEASE
+        assert not any(memory.view)
+        cancel = hostile.ask(m.Cancel(9, hostile.token, list(range(100))), m.CancelReply)
+        assert (cancel.cancelled, cancel.running) == ([], [])
+        for session in range(1, hostile.session_id):
+            foreign = [(session << 32) + number for number in range(1, 20)]
+            assert scheduler.ask(m.Release(10, scheduler.token, foreign), m.Done).count == 0
+    assert victim.engine.load(VICTIM_KEYS, range(BLOCKS, 2 * BLOCKS)).ok
+    assert victim.engine.checksums(range(BLOCKS, 2 * BLOCKS)) == victim.sums
+
+
+def test_a_registration_of_another_session_is_unknown(hostile: WireClient, memory: SharedMemory) -> None:
+    name = hostile.register(memory)
+    with WireClient(hostile.paths.directory) as other:
+        other.open_namespace()
+        assert other.refused(job(other, name, 1, 1)).code is ErrorCode.UNKNOWN_REGISTRATION
+        assert other.refused(m.Unregister(2, other.token, name)).code is ErrorCode.UNKNOWN_REGISTRATION
+        assert other.refused(registration(other)).code is ErrorCode.UNKNOWN_SEGMENT
+
+
+def test_tokens_cannot_be_guessed_from_ones_own(hostile: WireClient) -> None:
+    for bit in range(128):
+        near = (int.from_bytes(hostile.token, "big") ^ 1 << bit).to_bytes(16, "big")
+        assert hostile.refused(m.Health(1, near)).code is ErrorCode.BAD_TOKEN
+
+
+def test_a_pool_that_is_written_full_evicts_but_never_what_is_pinned(hostile: WireClient, victim: Victim) -> None:
+    """Eviction is shared; a pin is not to be broken, however much comes."""
+    assert victim.engine.lookup(VICTIM_KEYS) == BLOCKS
+    with SharedMemory(BLOCKS * PAGE, "x") as memory:
+        name = hostile.register(memory)
+        for round_ in range(200):  # 25 MiB into 16
+            result = hostile.result(job(hostile, name, round_ + 1, *range(round_ * 8, round_ * 8 + 8)))
+            assert result.ok
+            hostile.ask(m.Heartbeat(hostile.next_id(), hostile.token, 2**62, []), m.HeartbeatReply)
+    assert victim.engine.load(VICTIM_KEYS, range(BLOCKS, 2 * BLOCKS)).ok
+    assert victim.engine.checksums(range(BLOCKS, 2 * BLOCKS)) == victim.sums
+
+
+# --- the lifeline -----------------------------------------------------------------------------------
+
+
+def test_a_frame_that_comes_byte_by_byte_is_a_frame(hostile: WireClient, memory: SharedMemory) -> None:
+    frame = lifeline.encode_frame(lifeline.Attach(7))
+    hostile.send_fds(frame[:1], [memory.fd])
+    for byte in frame[1:]:
+        hostile.send_fds(bytes([byte]), [])
+    assert hostile.lifeline_frame() == lifeline.Attached(7)
+    hostile.ask(registration(hostile), m.Registered)
+
+
+def test_a_lifeline_left_in_the_middle_of_a_frame(attack: Victim) -> None:
+    frame = lifeline.encode_frame(lifeline.Attach(7))
+    clients = [WireClient(attack.daemon.directory) for _ in range(len(frame) - 1)]
+    for length, client in enumerate(clients, 1):
+        client.send_fds(frame[:length], [])
+    attack.is_served()
+    for client in clients:
+        client.close()
+
+
+def test_a_worker_that_dies_with_stores_under_way_leaves_nothing(attack: Victim) -> None:
+    for _ in range(10):
+        with WireClient(attack.daemon.directory) as client, SharedMemory(BLOCKS * PAGE, "x") as memory:
+            client.open_namespace()
+            name = client.register(memory)
+            for number in range(1, 10):
+                client.send(job(client, name, number, *range(number * 8, number * 8 + 8)))
+            client.send_fds(b"\x05", [])
+    attack.is_served()
