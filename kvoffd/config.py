@@ -109,6 +109,20 @@ def _number(default: int, minimum: int, maximum: int, description: str) -> int:
     return field(default=default, metadata={"kind": Kind("N", parse, str), "description": description})
 
 
+def _share(default: float, description: str) -> float:
+    def parse(value: object) -> float:
+        try:
+            share = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
+        return share
+
+    kind = Kind("SHARE", parse, lambda value: f"{float(str(value)):.12g}")
+    return field(default=default, metadata={"kind": kind, "description": description})
+
+
 def _choice(default: str, choices: tuple[str, ...], description: str) -> str:
     def parse(value: object) -> str:
         if not isinstance(value, str) or value.strip().lower() not in choices:
@@ -214,6 +228,9 @@ class Config:
     )
     touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
     copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
+    verify_share: float = _share(
+        1 / 64, "Share of the loads that compare blocks with their checksums; 0 leaves it to adopted blocks and scrubs."
+    )
     allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
     allowed_gids: tuple[int, ...] = _ids("Groups whose users may connect; where nothing is given, the daemon's own.")
     http_address: str = _address(

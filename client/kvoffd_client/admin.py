@@ -28,6 +28,8 @@ from kvoffd_proto.messages import (
     Namespaces,
     NamespacesReply,
     Role,
+    Scrub,
+    ScrubReply,
     Sessions,
     SessionsReply,
     Stats,
@@ -81,6 +83,14 @@ class AdminClient:
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""
         return self._ask(Done, lambda request_id, token: Clear(request_id, token, fingerprint)).count
+
+    def scrub(self, start: bool = True) -> ScrubReply:
+        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
+
+        Args:
+            start: begin, unless it is being done already. False only asks.
+        """
+        return self._ask(ScrubReply, lambda request_id, token: Scrub(request_id, token, start))
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.

@@ -43,7 +43,7 @@ def plan_adoption(
     """Sort out what may be served. Whatever is doubtful is refused.
 
     A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
-    have. Of two slots for one shard neither is believed.
+    have, with a checksum of its bytes. Of two slots for one shard neither is believed.
 
     Args:
         slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
@@ -58,7 +58,7 @@ def plan_adoption(
         agrees = verdicts.get(kind)
         if agrees is None:
             agrees = verdicts[kind] = _agrees(record, known.get(record.fingerprint), slot_bytes)
-        if agrees:
+        if agrees and record.checksum:
             found.setdefault((record.fingerprint, record.group, record.key), []).append(record)
         else:
             refused.append(record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from kvoffd.cache.ticket import LoadTicket, StoreTicket
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Pool bytes by use. free + writing + ready + leaving = pool."""
+    """Pool bytes by use. free + writing + ready + leaving + quarantined = pool."""
 
     free_bytes: int
     writing_bytes: int
@@ -26,11 +26,14 @@ class Balance:
     leaving_bytes: int
     pinned_bytes: int
     """Of the ready and leaving ones, those that a lease or a running load needs."""
+    quarantined_bytes: int = 0
+    """In slots that lost what was stored in them."""
 
     @property
     def total_bytes(self) -> int:
         """What must be the size of the pool."""
-        return self.free_bytes + self.writing_bytes + self.ready_bytes + self.leaving_bytes
+        held = self.writing_bytes + self.ready_bytes + self.leaving_bytes
+        return self.free_bytes + held + self.quarantined_bytes
 
 
 def audit(
@@ -45,7 +48,7 @@ def audit(
 ) -> None:
     """Raise AssertionError where any two accounts of the same thing differ. Slow: for tests and the simulator."""
     there = set(blocks.tenants.values())
-    _audit_slots(slots, blocks.tenants, there, balance)
+    _audit_slots(slots, blocks, there, balance)
     _audit_index(namespaces, policy, there)
     _audit_writers(stores, blocks.half_stored, there)
     _audit_pins(leases, loads, there)
@@ -54,15 +57,20 @@ def audit(
     assert balance.pinned_bytes == sum(block.slot_bytes for block in pinned)
 
 
-def _audit_slots(slots: SlotStore, tenants: Mapping[int, Block], blocks: set[Block], balance: Balance) -> None:
+def _audit_slots(slots: SlotStore, books: Blocks, blocks: set[Block], balance: Balance) -> None:
     assert balance.total_bytes == slots.pool_bytes, f"the books do not balance: {balance}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
-    assert held == dict(tenants), "slots and shards differ"
-    spans = sorted((s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values())
+    assert held == books.tenants, "slots and shards differ"
+    assert balance.quarantined_bytes == books.quarantined_bytes == sum(books.quarantined.values())
+    spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
+    spans = sorted([*spans, *((offset, offset + size) for offset, size in books.quarantined.items())])
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "slots overlap"
     assert sum(end - start for start, end in spans) == slots.pool_bytes - slots.free_bytes
     for block in blocks:
         assert block.slot_bytes == sum(shard.slot_bytes for shard in block.shards.values())
+        assert block.state is BlockState.LEAVING or not any(shard.corrupt for shard in block.shards.values())
+    doubtful = {shard for block in blocks for shard in block.shards.values() if not (shard.verified or shard.corrupt)}
+    assert set(books.unverified) == doubtful
 
 
 def _audit_index(namespaces: Iterable[Namespace], policy: EvictionPolicy, blocks: set[Block]) -> None:

@@ -27,7 +27,7 @@ class BlockState(IntEnum):
 class Shard:
     """One rank's part of a block, in its slot."""
 
-    __slots__ = ("first_block", "offset", "slot_bytes", "written")
+    __slots__ = ("checksum", "corrupt", "first_block", "offset", "slot_bytes", "verified", "written")
 
     def __init__(self, offset: int, slot_bytes: int) -> None:
         self.offset = offset
@@ -36,12 +36,18 @@ class Shard:
         """Engine blocks at the start of the key that were left out; the written range begins behind them."""
         self.written = False
         """False while a store writes it, and only then."""
+        self.checksum = 0
+        """Of the bytes that were stored; 0 while they are written, or where none was taken."""
+        self.verified = True
+        """False where an earlier daemon wrote it, until its bytes are found to be those that were stored."""
+        self.corrupt = False
+        """Its bytes are not those that were stored: nobody may read them, and the slot is never used again."""
 
 
 class Block:
     """What one key names. Compared by identity: a key that is stored anew is another block."""
 
-    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state", "verified")
+    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state")
 
     def __init__(self, namespace: Namespace, group: int, key: bytes) -> None:
         self.namespace = namespace
@@ -56,8 +62,11 @@ class Block:
         """Shards that are not written yet; 0 makes the block ready."""
         self.slot_bytes = 0
         """Pool bytes of all its slots."""
-        self.verified = True
-        """False where an earlier daemon wrote it: its bytes were whole then, and nobody has looked at them since."""
+
+    @property
+    def verified(self) -> bool:
+        """False where an earlier daemon wrote a shard of it and nobody has looked at the bytes since."""
+        return all(shard.verified for shard in self.shards.values())
 
     @property
     def writers(self) -> int:

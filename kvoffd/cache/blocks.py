@@ -30,6 +30,11 @@ class Blocks:
         """By the offset of a slot in use, the block it belongs to."""
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
+        self.unverified: dict[Shard, tuple[Block, int]] = {}
+        """Shards that are not verified yet, with their block and rank; oldest first."""
+        self.quarantined: dict[int, int] = {}
+        """By offset, the size of slots that are never used again."""
+        self.quarantined_bytes = 0
         self.pinned_blocks = 0
         self.pinned_bytes = 0
         self._slots = slots
@@ -69,6 +74,8 @@ class Blocks:
             namespace.bytes_in[WRITING] += slot_bytes
             self.tenants[offset] = block
         shard.first_block = first_block
+        shard.checksum = 0
+        self.believe(shard)
         self._slots.mark_writing(offset, SlotOwner(namespace.fingerprint, group, key, rank, namespace.world_size))
         return block
 
@@ -82,17 +89,23 @@ class Blocks:
             block.namespace.move(block, WRITING)
             self._listener.removed(block.namespace, block.group, [block.key])
 
-    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int) -> int:
-        """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready."""
+    def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int] = ()) -> int:
+        """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready.
+
+        ``checksums`` are those of the shards; where there are none the shards are never verified.
+        """
         ready: list[Block] = []
-        for block in reversed(blocks):  # as in a touch, the tail is the older one, for a successor too
+        sums = checksums or [0] * len(blocks)
+        # As in a touch, the tail is the older one, for a successor too.
+        for block, checksum in zip(reversed(blocks), reversed(sums), strict=True):
             shard = block.shards[rank]
             if block.state is LEAVING:
                 self._free_shard(block, rank)
                 continue
             shard.written = True
+            shard.checksum = checksum
             block.missing -= 1
-            self._slots.mark_ready(shard.offset, shard.first_block, shard_bytes)
+            self._slots.mark_ready(shard.offset, shard.first_block, shard_bytes, checksum)
             if not block.missing:
                 ready.append(block)
             elif not block.writers:
@@ -121,11 +134,13 @@ class Blocks:
                 shard = block.shards[record.rank] = Shard(record.offset, record.slot_bytes)
                 shard.first_block = record.first_block
                 shard.written = True
+                shard.checksum = record.checksum
+                shard.verified = False
+                self.unverified[shard] = (block, record.rank)
                 block.slot_bytes += record.slot_bytes
                 self.tenants[record.offset] = block
             namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
-            block.verified = False
             self._policy.insert(block)
             fresh.setdefault((namespace, first.group), []).append(first.key)
         for namespace in namespaces.values():
@@ -162,6 +177,22 @@ class Blocks:
         self.drop(stale)
         return len(stale)
 
+    def believe(self, shard: Shard) -> None:
+        """Its bytes are those that were stored."""
+        shard.verified = True
+        self.unverified.pop(shard, None)
+
+    def condemn(self, block: Block, rank: int) -> None:
+        """A shard's bytes are not those that were stored: its block goes, and its slot is never used again."""
+        shard = block.shards[rank]
+        shard.corrupt = True
+        self.unverified.pop(shard, None)
+        readable = block.state is READY
+        if readable or block.state is WRITING:
+            self.drop([block])
+        if readable:
+            self._listener.removed(block.namespace, block.group, [block.key])
+
     def _evict(self, blocks: Sequence[Block]) -> None:
         removed: dict[tuple[Namespace, int], list[bytes]] = {}
         for block in blocks:
@@ -196,7 +227,14 @@ class Blocks:
         block.slot_bytes -= shard.slot_bytes
         namespace.bytes_in[block.state] -= shard.slot_bytes
         del self.tenants[shard.offset]
-        self._slots.free(shard.offset)
+        if shard.corrupt:
+            # It stays handed out, so that nobody else gets it.
+            self._slots.disown(shard.offset)
+            self.quarantined[shard.offset] = shard.slot_bytes
+            self.quarantined_bytes += shard.slot_bytes
+        else:
+            self._slots.free(shard.offset)
+        self.unverified.pop(shard, None)
         if not block.shards:
             if block.state is WRITING:
                 del namespace.index[block.group][block.key]

@@ -9,6 +9,7 @@ from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.balance import Balance, audit
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.integrity import Integrity, Look
 from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
@@ -62,6 +63,7 @@ class BlockCache:
         self.policy = policy
         self.leases = LeaseBook(lease_ttl_s)
         self._blocks = Blocks(slots, policy, listener, clock)
+        self.integrity = Integrity(self._blocks)
         self._listener = listener
         self._clock = clock
         self._half_stored_timeout_s = half_stored_timeout_s
@@ -273,7 +275,7 @@ class BlockCache:
         self._stores.remove(ticket)
         shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
         assert shard_bytes is not None
-        return self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group])
+        return self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -288,7 +290,7 @@ class BlockCache:
         """Hold the slots of a rank's shards of leased blocks. The first key is read from ``first_block`` on.
 
         Raises UnknownLease; BadGeometry, BadKeys; NotReady with the indices of keys that are not under the lease, or
-        whose written range begins later.
+        whose written range begins later, or that are corrupt.
         """
         namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys)
@@ -300,10 +302,10 @@ class BlockCache:
         found = [held.get(key) for key in split]
         blocks = [block for block in found if block is not None]
         shards = [block.shards[rank] for block in blocks]
-        if len(blocks) < len(found) or any(shard.first_block for shard in shards):
+        if len(blocks) < len(found) or any(shard.first_block or shard.corrupt for shard in shards):
             self._refuse_unreadable(found, rank, group, first_block)
         self._blocks.pin(blocks)
-        ticket = LoadTicket(namespace, rank, lease_id, blocks, [shard.offset for shard in shards])
+        ticket = LoadTicket(namespace, rank, lease_id, blocks, [shard.offset for shard in shards], shards)
         self._loads.add(ticket)
         return ticket
 
@@ -311,7 +313,9 @@ class BlockCache:
         missing = [
             number
             for number, block in enumerate(found)
-            if block is None or block.shards[rank].first_block > (0 if number else first_block)
+            if block is None
+            or block.shards[rank].corrupt
+            or block.shards[rank].first_block > (0 if number else first_block)
         ]
         if missing:
             raise NotReady(group, missing)
@@ -326,6 +330,11 @@ class BlockCache:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end_leases([lease])
+
+    def judge(self, look: Look, found: int) -> bool:
+        """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
+        self._settle()
+        return self.integrity.judge(look, found)
 
     # --- drop ------------------------------------------------------------------------------------
 
@@ -375,7 +384,9 @@ class BlockCache:
             sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
             for state in (WRITING, READY, LEAVING)
         )
-        return Balance(self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes)
+        return Balance(
+            self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes, self._blocks.quarantined_bytes
+        )
 
     def check(self) -> None:
         """Raise AssertionError where an invariant is broken. Looks at every block: for tests and the simulator."""

@@ -75,6 +75,8 @@ def _coldest_region(
             passed_in[found] += 1
     coldest_first = sorted(range(len(regions)), key=lambda index: passed_in[index] / len(regions[index]), reverse=True)
     for index in coldest_first:
+        if any(offset not in tenants for offset in regions[index]):
+            continue  # a slot in quarantine keeps its region
         blocks = dict.fromkeys(tenants[offset] for offset in regions[index])
         if all(block.state is BlockState.READY and not block.pins and block not in spared for block in blocks):
             return blocks

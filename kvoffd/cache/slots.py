@@ -32,7 +32,7 @@ class SlotRecord(NamedTuple):
     first_block: int
     length: int
     checksum: int
-    """Of the bytes; 0 where none was taken."""
+    """Of the slot's ``length`` bytes; 0 where none was taken."""
     generation: int
     """Grows with every slot that is written."""
 
@@ -76,8 +76,14 @@ class SlotStore(Protocol):
     def mark_writing(self, offset: int, owner: SlotOwner) -> None:
         """Record that a shard will be written there now; what was there is not to be trusted from here on."""
 
-    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
-        """Record that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks."""
+    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
+        """Record that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks.
+
+        ``checksum`` is the slot's ``digest``, 0 where none was taken.
+        """
+
+    def digest(self, offset: int, length: int) -> int:
+        """The checksum of so many bytes from the slot's offset on: never 0. May be called from any thread."""
 
     def note_namespace(self, facts: NamespaceFacts) -> None:
         """Record what is known of a namespace now, before its slots are written."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvoffd.cache.block import Block
+from kvoffd.cache.block import Block, Shard
 from kvoffd.cache.namespace import Namespace
 
 
@@ -25,6 +25,8 @@ class StoreTicket:
     """The block for each key to copy; this rank's shard of it belongs to the ticket until its end."""
     present: list[Block] = field(default_factory=list)
     """Blocks of the job that were there before, not to be evicted for its other keys."""
+    checksums: list[int] = field(default_factory=list)
+    """Of the shard for each key to copy, to be there when the ticket is committed; empty where none are taken."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,3 +39,5 @@ class LoadTicket:
     blocks: list[Block]
     offsets: list[int]
     """Pool offset in bytes of the slot of each key."""
+    shards: list[Shard]
+    """The shard of each key."""

@@ -63,6 +63,7 @@ def _pool_states(stats: StatsReply) -> Iterable[Sample]:
         (("writing",), pool.writing_bytes),
         (("ready",), pool.ready_bytes),
         (("leaving",), pool.leaving_bytes),
+        (("quarantined",), pool.quarantined_bytes),
     ]
 
 
@@ -97,6 +98,31 @@ METRICS: tuple[MetricSpec, ...] = (
         "Of the ready and leaving bytes, those under a lease or a copy.",
         lambda stats: stats.pool.pinned_bytes,
     ),
+    _counter(
+        "kvoffd_checked_slots_total",
+        "Slots whose bytes were compared with their checksum.",
+        lambda stats: stats.integrity.checked_slots,
+    ),
+    _counter(
+        "kvoffd_checked_bytes_total",
+        "Bytes that were compared with their checksum.",
+        lambda stats: stats.integrity.checked_bytes,
+    ),
+    _counter(
+        "kvoffd_checksum_mismatches_total",
+        "Slots whose bytes were not those that were stored.",
+        lambda stats: stats.integrity.mismatches,
+    ),
+    _gauge(
+        "kvoffd_quarantined_slots",
+        "Slots that lost what was stored in them and are not used any more.",
+        lambda stats: stats.integrity.quarantined_slots,
+    ),
+    _gauge(
+        "kvoffd_unverified_slots",
+        "Slots of an earlier daemon that nobody has looked at yet; a load of one does first.",
+        lambda stats: stats.integrity.unverified_slots,
+    ),
     _gauge("kvoffd_pinned_blocks", "Blocks under a lease or a copy.", lambda stats: stats.pinned_blocks),
     _gauge("kvoffd_leases", "Live leases.", lambda stats: stats.leases),
     _gauge("kvoffd_sessions", "Open sessions.", lambda stats: stats.sessions),
@@ -110,7 +136,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _copying(
         "kvoffd_copy_busy_seconds_total",
         "counter",
-        "Time that copy threads spent copying, in seconds.",
+        "Time that copy threads spent copying and taking checksums, in seconds.",
         lambda side: side.busy_seconds,
     ),
     _copying(
@@ -190,7 +216,7 @@ METRICS: tuple[MetricSpec, ...] = (
     _spaced(
         "kvoffd_namespace_invalidated_blocks_total",
         "counter",
-        "Blocks dropped by Invalidate, Reset, Clear or a timeout.",
+        "Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.",
         lambda space: space.invalidated_blocks,
     ),
     _spaced(

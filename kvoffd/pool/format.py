@@ -57,7 +57,7 @@ FINGERPRINT = Struct("=32sQ")
 FINGERPRINT_ENTRY_BYTES = 64
 # Behind the 8 bytes of the state: generation, generation and place of the fingerprint, offset within the 8 KiB in
 # pages, group, rank, world size, length of the key, key; then what is known at the end: length, checksum of the bytes
-# (0 for none), first block; then the CRC.
+# (``digest``; 0 for none), first block; then the CRC.
 OWNER = Struct("=QQHBxHHHB64sx")
 CONTENT = Struct("=QQI")
 OWNER_AT = 8

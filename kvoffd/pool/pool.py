@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import PoolTooLarge
+from kvoffd.pool.checksum import as_buffer, digest
 from kvoffd.pool.format import BadTable, Geometry
 from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
 from kvoffd.pool.limits import MemoryLimit, check_fits
@@ -70,6 +71,7 @@ class Pool:
                 rooms.close()
                 raise
         self._memory = rooms.pool
+        self._bytes = as_buffer(rooms.pool)
 
     def _adopt(self, home: PoolHome, geometry: Geometry) -> Rooms | None:
         try:
@@ -163,9 +165,16 @@ class Pool:
         """Notes that a shard will be written there now; what was there is not to be trusted from here on."""
         self._table.mark_writing(offset, *owner)
 
-    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
-        """Notes that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks."""
-        self._table.mark_ready(offset, first_block, length)
+    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
+        """Notes that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks.
+
+        ``checksum`` is the slot's ``digest``; 0 where none was taken.
+        """
+        self._table.mark_ready(offset, first_block, length, checksum)
+
+    def digest(self, offset: int, length: int) -> int:
+        """The checksum of so many bytes of the pool: never 0. For any thread, until ``close``."""
+        return digest(self._bytes[offset : offset + length])
 
     def free(self, offset: int) -> None:
         """Takes a slot back, whatever its record says."""
@@ -175,4 +184,5 @@ class Pool:
     def close(self) -> None:
         """Lets all memory go; a second call does nothing. No copy may be using it."""
         self._table.close()
+        self._bytes.release()
         self._memory.close()

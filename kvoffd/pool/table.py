@@ -132,8 +132,10 @@ class SlotTable:
         owner = (self._generation, entry.generation, entry.place, half, group, rank, world_size, len(key), key)
         OWNER.pack_into(self._bytes, record + OWNER_AT, *owner)
 
-    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
+    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
         """Notes that the bytes are whole, from engine block ``first_block`` of the key on; length in bytes.
+
+        ``checksum`` is that of all ``length`` bytes, 0 where none was taken: then a successor does not believe them.
 
         The slot's generation is the highest from now on, so that generations tell in which order slots became ready.
         """
@@ -142,7 +144,7 @@ class SlotTable:
             raise ValueError(f"The slot at offset {offset} is not being written.")
         self._generation += 1
         self._words[(record + OWNER_AT) // 8] = self._generation
-        CONTENT.pack_into(self._bytes, record + CONTENT_AT, length, 0, first_block)
+        CONTENT.pack_into(self._bytes, record + CONTENT_AT, length, checksum, first_block)
         crc = zlib.crc32(self._bytes[record + OWNER_AT : record + CRC_AT])
         CRC.pack_into(self._bytes, record + CRC_AT, crc)
         self._words[record // 8] = SlotState.READY

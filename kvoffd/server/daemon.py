@@ -30,6 +30,7 @@ from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.notify import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.server.probe import SelfProbe
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.scrubber import take_sums
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -40,6 +41,9 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+# Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
+# be put to sleep with the GIL in its hands.
+SCRUB_REST = 3.0
 LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 GPUS_CLOSE_S = 5.0
@@ -106,6 +110,7 @@ class Daemon:
         self._stop = asyncio.Event()
         self._copy_stuck = False
         self._page_mapper: asyncio.Future[None] | None = None
+        self._scrubbing: asyncio.Task[None] | None = None
 
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
@@ -201,7 +206,7 @@ class Daemon:
             logger.info("Serving %s.", config.directory)
             if pool.resident:
                 self._page_mapper = loop.run_in_executor(None, pool.map_pages, self._stop.is_set)
-            await self._run(service, transport, lifelines, probe)
+            await self._run(service, transport, lifelines, probe, pool)
             await self._shut_down(service, transport)
         finally:
             if http is not None:
@@ -228,13 +233,17 @@ class Daemon:
                 raise
             logger.warning("No /metrics and no probes are served: %s", error.message)
 
-    async def _run(self, service: Service, transport: Transport, lifelines: LifelineServer, probe: SelfProbe) -> None:
+    async def _run(
+        self, service: Service, transport: Transport, lifelines: LifelineServer, probe: SelfProbe, pool: Pool
+    ) -> None:
         """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
         watchdog = asyncio.create_task(keep_watchdog(self._notifier, probe.works))
         try:
             while not self._stop.is_set():
                 service.tick()
                 lifelines.tick()
+                if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
+                    self._scrubbing = asyncio.create_task(self._scrub(service, transport, pool))
                 transport.schedule_turn()
                 try:
                     await asyncio.wait_for(self._stop.wait(), TICK_S)
@@ -242,6 +251,19 @@ class Daemon:
                     pass
         finally:
             watchdog.cancel()
+            self._stop.set()
+            if self._scrubbing is not None:
+                await self._scrubbing  # ends with its step; the pool must stay mapped that long
+
+    async def _scrub(self, service: Service, transport: Transport, pool: Pool) -> None:
+        """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
+        loop = asyncio.get_running_loop()
+        while not self._stop.is_set() and (looks := service.scrubber.next_step()):
+            started = time.monotonic()
+            sums = await loop.run_in_executor(None, take_sums, pool.digest, looks)
+            service.scrubber.finish_step(looks, sums)
+            transport.schedule_turn()
+            await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 
     async def _shut_down(self, service: Service, transport: Transport) -> None:
         """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.integrity import Look
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.layout import check_blocks
 from kvoffd.transfer.plan import Plan, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
@@ -27,6 +30,7 @@ _ERROR_OF_OUTCOME = {
     Outcome.CANCELLED: ErrorCode.CANCELLED,
     Outcome.DEADLINE: ErrorCode.DEADLINE,
     Outcome.FAILED: ErrorCode.COPY_FAILED,
+    Outcome.CORRUPT: ErrorCode.CHECKSUM,
 }
 
 
@@ -44,6 +48,10 @@ class Job:
     load_tickets: list[LoadTicket] = field(default_factory=list)
     failed: list[GroupKeys] = field(default_factory=list)
     """Keys that are known to fail before a byte moves: no room for a store's, not ready for a load's."""
+    inspection: Inspection | None = None
+    """A store's checksums, by ticket and key; a load's, of ``looks``."""
+    looks: list[Look] = field(default_factory=list)
+    """Slots that a load compares with their checksums."""
     transfer: Transfer | None = None
     answered: bool = False
     """It has its completion, but its copy hangs and still holds its slots and its registration's memory."""
@@ -63,7 +71,8 @@ class JobRunner:
     """Turns Store and Load into transfers and transfers into completions.
 
     ``post`` carries a finished transfer from whatever thread the engine runs in back to the thread that runs
-    this object; it calls ``transfer_done`` there.
+    this object; it calls ``transfer_done`` there. ``verify_share`` of the loads compare all their slots with their
+    checksums; the others only those that nobody has verified since an earlier daemon wrote them.
 
     A copy on a GPU that hangs does not come back at its deadline. A store of that kind is answered all the same: the
     engine's blocks are only read, and the slots hold nothing that anyone may read. They stay taken, and the
@@ -78,12 +87,15 @@ class JobRunner:
         clock: Callable[[], float],
         deadline_s: float,
         post: Callable[[Job, Outcome], None],
+        verify_share: float = 0.0,
     ) -> None:
         self._cache = cache
         self._pool_address = pool_address
         self._clock = clock
         self._deadline_s = deadline_s
         self._post = post
+        self._verify_share = verify_share
+        self._verify_due = 0.0
         self._running: dict[Job, None] = {}
         self._told: dict[int, Session] = {}
         self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
@@ -115,6 +127,7 @@ class JobRunner:
                     job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
                 plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
             plan = concatenate(plans)
+            job.inspection = self._inspect_store(job)
         except BaseException:
             for ticket in job.store_tickets:
                 self._cache.abort_store(ticket)
@@ -140,6 +153,8 @@ class JobRunner:
                 every = range(len(ticket.offsets))
                 plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
             plan = concatenate([] if job.failed else plans)
+            if not job.failed:
+                job.inspection = self._inspect_load(job)
         except BaseException:
             self._cache.end_load(job.load_tickets, ok=False)
             raise
@@ -179,6 +194,8 @@ class JobRunner:
         # copied counts only if the lifeline is still open now, after the copy.
         if job.direction is Direction.STORE and done and (job.session.ended or not job.session.lifeline.alive()):
             done, outcome = False, Outcome.CANCELLED
+        if job.direction is Direction.LOAD and not self._judge_load(job):
+            done, outcome = False, Outcome.CORRUPT
         error: ErrorCode | None = None if done else _ERROR_OF_OUTCOME[outcome]
         if done and job.failed:
             error = ErrorCode.NO_ROOM if job.direction is Direction.STORE else ErrorCode.NOT_READY
@@ -237,6 +254,8 @@ class JobRunner:
             job.session.store_bytes += job.nbytes
         self._running[job] = None
         if not plan.pieces:
+            if job.inspection is not None:
+                job.inspection.run(lambda: None)
             self.transfer_done(job, Outcome.DONE)
             return
         deadline = job.accepted_at + self._deadline_s
@@ -246,6 +265,7 @@ class JobRunner:
             deadline,
             lambda _, outcome, __: self._post(job, outcome),
             lambda _: self.transfer_overdue(job),
+            job.inspection,
         )
         try:
             job.registration.memory.engine.submit(job.transfer)
@@ -254,9 +274,45 @@ class JobRunner:
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
             self.transfer_done(job, Outcome.FAILED)
 
+    def _inspect_store(self, job: Job) -> Inspection | None:
+        rank, sizes = job.registration.rank, job.registration.namespace.shard_bytes(job.registration.rank)
+        assert sizes is not None, f"rank {rank} has registered"
+        slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
+        return Inspection(self._cache.slots.digest, slots) if slots else None
+
+    def _inspect_load(self, job: Job) -> Inspection | None:
+        self._verify_due += self._verify_share
+        every = self._verify_due >= 1.0
+        self._verify_due -= every
+        integrity = self._cache.integrity
+        job.looks = [look for ticket in job.load_tickets for look in integrity.looks_of_load(ticket, every)]
+        if not job.looks:
+            return None
+        slots = [(look.offset, look.length) for look in job.looks]
+        return Inspection(self._cache.slots.digest, slots, [look.checksum for look in job.looks])
+
+    def _judge_load(self, job: Job) -> bool:
+        """Act on what the load's slots hashed to; False where it was given wrong bytes, or nearly was."""
+        if job.inspection is not None and job.looks:
+            for look, found in zip(job.looks, job.inspection.sums, strict=True):
+                if found and not self._cache.judge(look, found):
+                    logger.error("%s", wrong_bytes(look))
+        if not self._cache.integrity.mismatches:
+            return True
+        # What somebody else found wrong in the meantime is wrong for this load too.
+        corrupt: dict[int, list[bytes]] = {}
+        for ticket in job.load_tickets:
+            for block, shard in zip(ticket.blocks, ticket.shards, strict=True):
+                if shard.corrupt:
+                    corrupt.setdefault(block.group, []).append(block.key)
+        job.failed += [GroupKeys(group, b"".join(keys)) for group, keys in corrupt.items()]
+        return not corrupt
+
     def _end_store(self, job: Job, done: bool) -> None:
         namespace = job.registration.namespace
+        sums = iter(job.inspection.sums if job.inspection is not None else ())
         for ticket in job.store_tickets:
+            ticket.checksums = list(islice(sums, len(ticket.offsets)))
             if done:
                 self._cache.commit_store(ticket)
             else:
@@ -284,6 +340,15 @@ class JobRunner:
         """Nothing touches the job's slots and its registration's memory any more."""
         self._running.pop(job, None)
         job.registration.job_ended()
+
+
+def wrong_bytes(look: Look) -> str:
+    """What the log says of a slot that does not hold what was stored in it."""
+    return (
+        f"The bytes of key {look.block.key.hex()} (group {look.block.group}, rank {look.rank}) at pool offset "
+        f"{look.offset} are not those that were stored: the block is dropped and its slot not used any more. "
+        "Something wrote over them, or the machine's memory fails."
+    )
 
 
 def _check(

@@ -49,12 +49,18 @@ class Reporter:
             usage.ru_utime + usage.ru_stime,
             _resident_bytes(),
             [self._namespace_stats(namespace) for namespace in cache.namespaces],
+            self._integrity(),
         )
 
     def health(self, request_id: int) -> m.HealthReply:
         """Whether the daemon works. That it answers at all says that its loop does."""
         service = self._service
         problems = self.problems + service.memory.problems
+        if lost := service.cache.integrity.mismatches:
+            problems.append(
+                f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
+                "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
+            )
         if service.stopping:
             problems.append("The daemon is stopping.")
         return m.HealthReply(request_id, service.epoch, not problems, not service.stopping, problems)
@@ -88,6 +94,17 @@ class Reporter:
             balance.ready_bytes,
             balance.leaving_bytes,
             balance.pinned_bytes,
+            balance.quarantined_bytes,
+        )
+
+    def _integrity(self) -> m.IntegrityStats:
+        integrity = self._service.cache.integrity
+        return m.IntegrityStats(
+            integrity.checked_slots,
+            integrity.checked_bytes,
+            integrity.mismatches,
+            integrity.quarantined_slots,
+            integrity.unverified_slots,
         )
 
     def _direction(self, direction: Direction) -> m.DirectionStats:

@@ -23,6 +23,7 @@ from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.registration import Registration
 from kvoffd.server.report import Reporter
 from kvoffd.server.requests.table import HANDLERS
+from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.transfer.engine import Outcome, TransferEngine
 from kvoffd.transfer.segments import MappedSegment, map_memfd
@@ -78,7 +79,7 @@ class Service:
         """Bytes of stores that all sessions together may have outstanding."""
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         self.sessions: dict[int, Session] = {}
-        self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post)
+        self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post, config.verify_share)
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.lookup_latency = LatencyRecorder()
@@ -87,6 +88,7 @@ class Service:
         self.sender = b""
         """Who sent the request that is being handled."""
         self.reporter = Reporter(self)
+        self.scrubber = Scrubber(cache, clock)
         self._random_bytes = random_bytes
         self._by_token: dict[bytes, Session] = {}
         self._last_session_id = 0

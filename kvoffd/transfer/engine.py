@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import Enum
 from typing import NamedTuple
 
+from kvoffd.transfer.inspection import Inspection
+from kvoffd.transfer.outcome import Outcome
 from kvoffd.transfer.plan import Direction, Plan
 
 __all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
-
-
-class Outcome(Enum):
-    """How a transfer ended."""
-
-    DONE = "done"
-    """Every byte is in place."""
-    CANCELLED = "cancelled"
-    """It never started; nothing was written."""
-    DEADLINE = "deadline"
-    """Its time was over; the destination may be half written."""
-    FAILED = "failed"
-    """The copy failed or was abandoned; the destination may be half written."""
 
 
 class Transfer:
@@ -34,9 +22,10 @@ class Transfer:
             when nothing touches its memory any more. It must be quick and must not raise.
         on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after
             the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
+        inspection: of its slots: before the first byte of a load moves, and after the last of a store.
     """
 
-    __slots__ = ("abandoned", "deadline", "direction", "on_done", "on_overdue", "plan")
+    __slots__ = ("abandoned", "deadline", "direction", "inspection", "on_done", "on_overdue", "plan")
 
     def __init__(
         self,
@@ -45,13 +34,29 @@ class Transfer:
         deadline: float,
         on_done: OnDone,
         on_overdue: Callable[[Transfer], None] | None = None,
+        inspection: Inspection | None = None,
     ) -> None:
         self.direction = direction
         self.plan = plan
         self.deadline = deadline
         self.on_done = on_done
         self.on_overdue = on_overdue
+        self.inspection = inspection
         self.abandoned = False
+
+    def execute(self, ending: Callable[[], Outcome | None], copy: Callable[[], Outcome]) -> Outcome:
+        """What an engine's thread does with it: ``copy``, and the inspection where there is one.
+
+        ``ending`` says how the transfer must end now; None while it may go on.
+        """
+        if (early := ending()) is not None:
+            return early
+        if self.inspection is None:
+            return copy()
+        if self.direction is Direction.LOAD:
+            return self.inspection.run(ending) or copy()
+        outcome = copy()
+        return self.inspection.run(ending) or outcome if outcome is Outcome.DONE else outcome
 
 
 OnDone = Callable[[Transfer, Outcome, float], None]

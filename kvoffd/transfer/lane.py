@@ -171,7 +171,7 @@ class Lane:
         turn = Turn(self, transfer)
         started = time.perf_counter()
         try:
-            outcome = turn.ending() or copier.copy(transfer, turn)
+            outcome = transfer.execute(turn.ending, lambda: copier.copy(transfer, turn))
         except Exception:
             _log.exception("A copy of %d bytes failed; its job fails, the copy thread goes on.", transfer.plan.nbytes)
             outcome = Outcome.FAILED

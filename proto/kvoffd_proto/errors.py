@@ -36,6 +36,7 @@ class ErrorCode(IntEnum):
     COPY_FAILED = 26
     SESSION_ENDED = 27
     UNSUPPORTED = 28
+    CHECKSUM = 29
 
     @property
     def sentence(self) -> str:
@@ -78,4 +79,5 @@ _SENTENCES: dict[ErrorCode, str] = {
     ErrorCode.COPY_FAILED: "The copy failed; the destination must be treated as garbage.",
     ErrorCode.SESSION_ENDED: "The session ended before the job did.",
     ErrorCode.UNSUPPORTED: "The daemon was built without what this message asks for.",
+    ErrorCode.CHECKSUM: "A block's bytes in the pool are not those that were stored; it is dropped, recompute it.",
 }

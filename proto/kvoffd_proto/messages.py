@@ -272,7 +272,7 @@ class Register(Request, frozen=True):
     ]
     tensors: Annotated[list[TensorLayout], Meta(min_length=1, max_length=65536, description="KV tensors.")]
     groups: Annotated[
-        list[list[PageRef]],
+        list[Annotated[list[PageRef], Meta(max_length=65536)]],
         Meta(min_length=1, max_length=1024, description="Per group, its layers' pages in slot order."),
     ]
 
@@ -389,7 +389,9 @@ class NamespaceStats(Wire, frozen=True):
     stored_bytes: Annotated[ByteCount, Meta(description="Bytes copied from engines.")]
     loaded_bytes: Annotated[ByteCount, Meta(description="Bytes copied to engines.")]
     evicted_blocks: Annotated[Count, Meta(description="Blocks evicted to make room.")]
-    invalidated_blocks: Annotated[Count, Meta(description="Blocks dropped by Invalidate, Reset, Clear or a timeout.")]
+    invalidated_blocks: Annotated[
+        Count, Meta(description="Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.")
+    ]
     dropped_keys: Annotated[Count, Meta(description="Keys of stores that found no room.")]
 
 
@@ -399,14 +401,16 @@ class DirectionStats(Wire, frozen=True):
     jobs: Annotated[Count, Meta(description="Jobs that ended.")]
     failed_jobs: Annotated[Count, Meta(description="Of these, jobs that failed or were cancelled.")]
     bytes: Annotated[ByteCount, Meta(description="Bytes copied.")]
-    busy_seconds: Annotated[Seconds, Meta(description="Time that copy threads spent copying, in seconds.")]
+    busy_seconds: Annotated[
+        Seconds, Meta(description="Time that copy threads spent copying and taking checksums, in seconds.")
+    ]
     queued_jobs: Annotated[Count, Meta(description="Jobs that wait now.")]
     running_jobs: Annotated[Count, Meta(description="Jobs that run now.")]
     bytes_per_second: Annotated[float, Meta(ge=0, description="Bytes copied per second over the last ten seconds.")]
 
 
 class PoolStats(Wire, frozen=True):
-    """State of the pool, in bytes. free + writing + ready + leaving = pool."""
+    """State of the pool, in bytes. free + writing + ready + leaving + quarantined = pool."""
 
     pool_bytes: Annotated[ByteCount, Meta(description="Size of the pool.")]
     usable_bytes: Annotated[ByteCount, Meta(description="Bytes that are touched and ready for use.")]
@@ -417,6 +421,21 @@ class PoolStats(Wire, frozen=True):
     leaving_bytes: Annotated[ByteCount, Meta(description="Bytes of dropped blocks that a lease or a copy still holds.")]
     pinned_bytes: Annotated[
         ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease or a copy.")
+    ]
+    quarantined_bytes: Annotated[
+        ByteCount, Meta(description="Bytes in slots that lost what was stored in them; not used until a restart.")
+    ]
+
+
+class IntegrityStats(Wire, frozen=True):
+    """Checksums that were compared since the daemon's start."""
+
+    checked_slots: Annotated[Count, Meta(description="Slots whose bytes were compared with their checksum.")]
+    checked_bytes: Annotated[ByteCount, Meta(description="Bytes of these slots.")]
+    mismatches: Annotated[Count, Meta(description="Of these, slots whose bytes were not those that were stored.")]
+    quarantined_slots: Annotated[Count, Meta(description="Slots that are not used any more for that reason.")]
+    unverified_slots: Annotated[
+        Count, Meta(description="Slots of an earlier daemon that nobody has looked at yet; a load of one does first.")
     ]
 
 
@@ -450,6 +469,7 @@ class StatsReply(Reply, frozen=True):
     cpu_seconds: Annotated[Seconds, Meta(description="CPU time of the daemon, in seconds.")]
     resident_bytes: Annotated[ByteCount, Meta(description="Resident memory without the pool and its table.")]
     namespaces: Annotated[list[NamespaceStats], Meta(description="Open namespaces.")]
+    integrity: Annotated[IntegrityStats, Meta(description="Checksums of the slots.")]
 
 
 class Health(Request, frozen=True):
@@ -528,6 +548,24 @@ class Clear(Request, frozen=True):
     namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None
 
 
+class Scrub(Request, frozen=True):
+    """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
+
+    start: Annotated[bool, Meta(description="Begin, unless it is being done already. False only asks.")]
+
+
+class ScrubReply(Reply, frozen=True):
+    """Answer to Scrub: the scrub that runs, or the last one. All counts are 0 where there was none."""
+
+    running: Annotated[bool, Meta(description="False once it is done.")]
+    slots: Annotated[Count, Meta(description="Slots in use when it began.")]
+    done_slots: Annotated[Count, Meta(description="Of these, those that are done with.")]
+    checked_slots: Annotated[Count, Meta(description="Of these, those that were compared; the others had been freed.")]
+    checked_bytes: Annotated[ByteCount, Meta(description="Bytes that were compared.")]
+    mismatches: Annotated[Count, Meta(description="Slots whose bytes were not those that were stored.")]
+    seconds: Annotated[Seconds, Meta(description="How long it has been running, or ran, in seconds.")]
+
+
 AnyRequest = (
     Hello
     | Heartbeat
@@ -547,6 +585,7 @@ AnyRequest = (
     | Sessions
     | Namespaces
     | Clear
+    | Scrub
 )
 
 AnyReply = (
@@ -563,4 +602,5 @@ AnyReply = (
     | HealthReply
     | SessionsReply
     | NamespacesReply
+    | ScrubReply
 )

@@ -81,6 +81,7 @@ SECTIONS: tuple[tuple[str, tuple[Exchange, ...]], ...] = (
             Exchange(m.Sessions, m.SessionsReply, _ADMIN),
             Exchange(m.Namespaces, m.NamespacesReply, _ADMIN),
             Exchange(m.Clear, m.Done, _ADMIN),
+            Exchange(m.Scrub, m.ScrubReply, _ADMIN),
         ),
     ),
 )
@@ -94,6 +95,7 @@ PARTS = (
     handles.PageRef,
     m.Limits,
     m.PoolStats,
+    m.IntegrityStats,
     m.DirectionStats,
     m.LatencyStats,
     m.NamespaceStats,

@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from kvoffd_proto.messages import DirectionStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
 
 GIB = 2**30
 FINGERPRINT = bytes.fromhex("ab12cd34" + "00" * 28)
@@ -68,6 +68,7 @@ def fresh() -> StatsReply:
             ready_bytes=0,
             leaving_bytes=0,
             pinned_bytes=0,
+            quarantined_bytes=0,
         ),
         store=direction(),
         load=direction(),
@@ -82,6 +83,7 @@ def fresh() -> StatsReply:
         cpu_seconds=0.0,
         resident_bytes=84 * 2**20,
         namespaces=[],
+        integrity=IntegrityStats(0, 0, 0, 0, 0),
     )
 
 
@@ -104,6 +106,7 @@ def busy() -> StatsReply:
             ready_bytes=12 * GIB + GIB // 2,
             leaving_bytes=GIB // 4,
             pinned_bytes=2 * GIB,
+            quarantined_bytes=0,
         ),
         store=direction(118 * GIB, 12.0, 1.42e9, 1_204, 3),
         load=direction(240 * GIB, 30.0, 2.1e9, 1_234_567),
@@ -121,6 +124,7 @@ def busy() -> StatsReply:
             namespace(FINGERPRINT, "meta-llama/Llama-3.1-8B-Instruct", 100_000, 72_300, 65_000),
             namespace(OTHER, "tiny"),
         ],
+        integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
     )
 
 

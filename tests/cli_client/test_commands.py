@@ -198,3 +198,15 @@ def test_help_documents_every_key_of_the_json(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "namespaces[].prefix_keys_ready: " in out
     assert "pool.free_bytes: " in out
+
+
+def test_scrub_tells_what_was_compared(engine: FakeEngine, cli: Cli) -> None:
+    status, out, err = cli("scrub", "--json")
+    assert (status, err) == (0, "")
+    found = json.loads(out)
+    assert (found["slots"], found["checked_slots"], found["mismatches"], found["running"]) == (8, 8, 0, False)
+    assert found["checked_bytes"] == 8 * 4 * 16384
+    status, out, _ = cli("scrub")
+    assert status == 0
+    assert out.startswith("8 slots (512 KiB) were compared with their checksums in ")
+    assert out.endswith("all hold what was stored in them.\n")

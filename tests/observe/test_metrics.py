@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
-from kvoffd_proto.messages import DirectionStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
 
 PAGE = Path(kvoffd.observe.__file__).parent / "METRICS.md"
 
@@ -39,6 +39,7 @@ def some_stats() -> StatsReply:
         lookup_latency=numbers(LatencyStats, 500),
         errors={"bad_token": 801, "malformed": 802},
         namespaces=spaces,
+        integrity=numbers(IntegrityStats, 900),
     )
     assert isinstance(stats, StatsReply)
     return stats

@@ -164,7 +164,9 @@ class SimEngine(TransferEngine):
             outcome = Outcome.FAILED
         elif self._clock.now >= transfer.deadline:
             outcome = Outcome.DEADLINE
-        else:
+        elif copy.step == 0 and transfer.direction is Direction.LOAD and transfer.inspection is not None:
+            outcome = transfer.inspection.run(lambda: None)
+        if outcome is None:
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
             if copy.step - 1 == copy.fails_at:  # it fails somewhere in the middle of this step
@@ -177,6 +179,8 @@ class SimEngine(TransferEngine):
                 outcome = Outcome.FAILED
             if outcome is None and copy.step == copy.steps:
                 outcome = Outcome.DONE
+                if transfer.direction is Direction.STORE and transfer.inspection is not None:
+                    outcome = transfer.inspection.run(lambda: None) or outcome
         if outcome is None:
             self._process.after(copy.pause_s, lambda: self._step(lane, copy))
             return

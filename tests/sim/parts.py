@@ -56,6 +56,7 @@ def make_config(dice: random.Random) -> Config:
         max_jobs_in_flight=dice.choice((2, 64, 64)),
         max_keys_per_request=256,
         max_leases=dice.choice((4, 64, 64)),
+        verify_share=dice.choice((0.0, 1 / 64, 1.0)),
     )
 
 

@@ -89,14 +89,16 @@ class WatchedPool:
         self._inner.mark_writing(offset, owner)
         slot.state, slot.owner, slot.disowned = "writing", SlotOwner(*owner), False
 
-    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
+    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
         slot = self.slots[offset]
         if slot.state != "writing" or slot.owner is None:
             raise Broken("a slot became ready that nobody wrote")
         if slot.transfers:
             raise Broken("a slot became ready while its bytes still move")
         self.before_write()
-        self._inner.mark_ready(offset, first_block, length)
+        if length and checksum != self._inner.digest(offset, length):
+            raise Broken("a slot became ready with another checksum than its bytes have")
+        self._inner.mark_ready(offset, first_block, length, checksum)
         slot.state, slot.first_block = "ready", first_block
         self.commits += 1
         self.verify(slot.owner, offset, first_block, length)

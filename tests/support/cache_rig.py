@@ -29,6 +29,7 @@ class FakeSlots:
         self.generation: dict[int, int] = {}
         self.facts: dict[bytes, NamespaceFacts] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
+        self.checksums: dict[int, int] = {}
 
     def slot_bytes(self, nbytes: int) -> int:
         rounded = -(-nbytes // SLOT_UNIT) * SLOT_UNIT
@@ -65,10 +66,15 @@ class FakeSlots:
         assert offset not in self.disowned
         self.records[offset] = ("writing", owner, 0, 0)
 
-    def mark_ready(self, offset: int, first_block: int, length: int) -> None:
+    def digest(self, offset: int, length: int) -> int:
+        """There are no bytes: what matters is where they would be."""
+        return 1 + offset + length
+
+    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
         state, owner, _, _ = self.records[offset]
         assert state == "writing"
         self.records[offset] = ("ready", owner, first_block, length)
+        self.checksums[offset] = checksum or self.digest(offset, length)
         self.writes += 1
         self.generation[offset] = self.writes
 
@@ -97,7 +103,7 @@ class FakeSlots:
                 offset,
                 self.size_of[offset // self.region_bytes],
                 *(owner.fingerprint, owner.group, owner.key, owner.rank, owner.world_size),
-                *(first_block, length, 0, self.generation[offset]),
+                *(first_block, length, self.checksums[offset], self.generation[offset]),
             )
             for offset, (state, owner, first_block, length) in self.records.items()
             if state == "ready" and offset not in self.disowned and owner is not None

@@ -179,6 +179,20 @@ def clear(
 
 
 @app.command()
+def scrub(directory: Directory = None, json: Json = False) -> Action:
+    """Compare every block in the pool with its checksum.
+
+    The daemon reads in the background, with pauses, while it serves. A block whose bytes are not those that were
+    stored is dropped, and its slot is not used any more until a restart.
+
+    Exit status: 0 all are as they were stored, 1 some are not, 2 an error. Ctrl-C ends the waiting, not the scrub.
+    """
+    from kvoffd_client.cli.scrub import run_scrub
+
+    return partial(run_scrub, _where(directory), as_json=json)
+
+
+@app.command()
 def events(directory: Directory = None, json: Json = False) -> Action:
     """Print KV cache events as they happen.
 

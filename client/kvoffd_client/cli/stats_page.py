@@ -138,6 +138,9 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> RenderResult:
             ("slot table", format_size(pool.table_bytes)),
         ),
     )
+    if pool.quarantined_bytes:
+        lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"
+        yield Text(f"{'':{TITLE_CELLS}}{lost}", style="red")
     if pool.usable_bytes < pool.pool_bytes:
         done = percent(pool.usable_bytes, pool.pool_bytes)
         yield Text(f"{'':{TITLE_CELLS}}starting: {done} of the pool's memory is touched", style="yellow")

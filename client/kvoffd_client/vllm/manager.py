@@ -30,7 +30,7 @@ from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys
 
 # Errors that say something about the blocks. After any other one they are as good as before.
-BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED})
+BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 
 
 class Client(Asker, Protocol):

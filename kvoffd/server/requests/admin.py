@@ -40,3 +40,10 @@ def clear(service: Service, session: Session, message: m.Clear) -> m.Done:
     count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
     logger.info("Session %d (uid %d) cleared %d blocks.", session.id, session.peer.uid, count)
     return m.Done(message.request_id, service.epoch, count)
+
+
+def scrub(service: Service, session: Session, message: m.Scrub) -> m.ScrubReply:
+    """Begin to compare every readable block with its checksum, or tell how far that is."""
+    if message.start:
+        service.scrubber.start()
+    return service.scrubber.report(message.request_id, service.epoch)

@@ -36,4 +36,5 @@ HANDLERS: dict[type[m.AnyRequest], tuple[frozenset[m.Role], Handler]] = {
     m.Sessions: (ADMIN, admin.sessions),
     m.Namespaces: (ADMIN, admin.namespaces),
     m.Clear: (ADMIN, admin.clear),
+    m.Scrub: (ADMIN, admin.scrub),
 }

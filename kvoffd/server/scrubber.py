@@ -1,0 +1,126 @@
+"""Compares slots with their checksums while nobody asks for them: an earlier daemon's first, then all on request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.integrity import Look
+from kvoffd.server.jobs import wrong_bytes
+from kvoffd_proto import messages as m
+from kvoffd_proto.units import format_duration, format_size
+
+logger = logging.getLogger(__name__)
+
+# A millisecond or so of reading, between which engines have the memory for themselves.
+STEP_BYTES = 32 << 20
+# Slots looked up at a time on the event loop: freed ones cost nothing but that.
+_STEP_SLOTS = 1024
+
+
+@dataclass
+class _Run:
+    """A look at everything that was in use when it began."""
+
+    started_at: float
+    offsets: list[int]
+    done: int = 0
+    checked_slots: int = 0
+    checked_bytes: int = 0
+    mismatches: int = 0
+    seconds: float = 0.0
+    step: set[int] = field(default_factory=set)
+    """Offsets of the step that is being done."""
+
+    @property
+    def running(self) -> bool:
+        return self.done < len(self.offsets)
+
+
+class Scrubber:
+    """Says what to read next and acts on what was found. Belongs to the service's thread; others read the bytes."""
+
+    def __init__(self, cache: BlockCache, clock: Callable[[], float]) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._run: _Run | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``next_step`` has something to read, or may have."""
+        return bool(self._cache.integrity.unverified_slots) or (self._run is not None and self._run.running)
+
+    def start(self) -> None:
+        """Begin to look at everything, unless that is being done."""
+        if self._run is None or not self._run.running:
+            self._run = _Run(self._clock(), self._cache.integrity.slots())
+
+    def next_step(self) -> list[Look]:
+        """Slots to read now, about ``STEP_BYTES``; none when there is nothing left. End it by ``finish_step``."""
+        integrity = self._cache.integrity
+        looks: list[Look] = integrity.unverified(STEP_BYTES)
+        run = self._run
+        while not looks and run is not None and run.running:
+            nbytes = 0
+            stop = min(len(run.offsets), run.done + _STEP_SLOTS)
+            while run.done < stop and nbytes < STEP_BYTES:
+                found = integrity.looks_at(run.offsets[run.done : run.done + 1])
+                looks += found
+                nbytes += sum(look.length for look in found)
+                run.done += 1
+            run.step = {look.offset for look in looks}
+            if not looks and not run.running:
+                self._end(run)
+        return looks
+
+    def finish_step(self, looks: Sequence[Look], sums: Sequence[int]) -> None:
+        """Act on what the slots of a step hash to."""
+        run = self._run if self._run is not None and self._run.step else None
+        for look, found in zip(looks, sums, strict=True):
+            sound = self._cache.judge(look, found)
+            if not sound:
+                logger.error("%s", wrong_bytes(look))
+            if run is not None:
+                run.checked_slots += 1
+                run.checked_bytes += look.length
+                run.mismatches += not sound
+        if run is not None:
+            run.step.clear()
+            if not run.running:
+                self._end(run)
+
+    def report(self, request_id: int, epoch: int) -> m.ScrubReply:
+        """How far it is."""
+        run = self._run
+        if run is None:
+            return m.ScrubReply(request_id, epoch, False, 0, 0, 0, 0, 0, 0.0)
+        running = run.running or bool(run.step)
+        seconds = max(0.0, self._clock() - run.started_at) if running else run.seconds
+        return m.ScrubReply(
+            request_id,
+            epoch,
+            running,
+            len(run.offsets),
+            run.done - len(run.step),
+            run.checked_slots,
+            run.checked_bytes,
+            run.mismatches,
+            seconds,
+        )
+
+    def _end(self, run: _Run) -> None:
+        run.seconds = max(0.0, self._clock() - run.started_at)
+        logger.info(
+            "Scrubbed: %d slots (%s) were compared with their checksums in %s, %d were wrong.",
+            run.checked_slots,
+            format_size(run.checked_bytes),
+            format_duration(run.seconds),
+            run.mismatches,
+        )
+
+
+def take_sums(digest: Callable[[int, int], int], looks: Sequence[Look]) -> list[int]:
+    """What the slots hash to. For any thread."""
+    return [digest(look.offset, look.length) for look in looks]

@@ -1,0 +1,47 @@
+"""Checksums of a transfer's slots, taken in the copy thread, which has the time for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvoffd.transfer.outcome import Outcome
+
+# How soon a deadline or an abandon is noticed: a millisecond or less.
+_STEP_BYTES = 8 << 20
+
+
+class Inspection:
+    """Reads slots end to end. One that is being stored has its checksum taken, one that is loaded has it compared.
+
+    Args:
+        digest: hashes so many bytes from an offset of the pool on; never 0.
+        slots: offset and length in bytes of each.
+        expected: what each must hash to; None where that is to be found out.
+    """
+
+    def __init__(
+        self,
+        digest: Callable[[int, int], int],
+        slots: Sequence[tuple[int, int]],
+        expected: Sequence[int] | None = None,
+    ) -> None:
+        self._digest = digest
+        self._slots = slots
+        self._expected = expected
+        self.sums = [0] * len(slots)
+        """What the slots hash to; 0 for those that were not read, as the transfer ended before."""
+
+    def run(self, ending: Callable[[], Outcome | None]) -> Outcome | None:
+        """Read all of them, unless ``ending`` says that the transfer must end now.
+
+        Returns how the transfer must end: CORRUPT where a slot is not what it must be; None when it may go on.
+        """
+        unseen = 0
+        for number, (offset, length) in enumerate(self._slots):
+            if unseen >= _STEP_BYTES:
+                unseen = 0
+                if (early := ending()) is not None:
+                    return early
+            unseen += length
+            self.sums[number] = self._digest(offset, length)
+        return Outcome.CORRUPT if self._expected is not None and self.sums != list(self._expected) else None

@@ -1,0 +1,182 @@
+"""What follows when a slot's bytes are, or are not, those that were stored."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_rig import SLOT_UNIT, Clock, Folded, Rig, keys_of
+
+from kvoffd.cache import BlockCache, Namespace, make_policy
+from kvoffd.cache.integrity import Look
+from kvoffd.errors import NotReady
+
+
+def store(rig: Rig, namespace: Namespace, keys: bytes) -> None:
+    """All ranks' shards, with checksums as the copy thread takes them."""
+    for rank in range(namespace.world_size):
+        ticket = rig.cache.begin_store(namespace, rank, 0, keys)
+        ticket.checksums = [rig.slots.digest(offset, SLOT_UNIT) for offset in ticket.offsets]
+        rig.cache.commit_store(ticket)
+
+
+def looks(rig: Rig) -> dict[tuple[bytes, int], Look]:
+    """What a scrub would read, by key and rank."""
+    found = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
+    return {(look.block.key, look.rank): look for look in found}
+
+
+def heir_of(rig: Rig) -> Rig:
+    """A cache that took over what this one left."""
+    heir = Rig()
+    records = rig.slots.left_behind()
+    heir.slots, heir.events = rig.slots.successor(records), Folded()
+    heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
+    heir.cache.adopt(list(rig.slots.facts.values()), records)
+    return heir
+
+
+def test_right_bytes_change_nothing_but_the_count() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    store(rig, namespace, keys_of(1, 2))
+    for look in looks(rig).values():
+        assert look.checksum == rig.slots.digest(look.offset, look.length)
+        assert rig.cache.judge(look, look.checksum)
+    assert rig.states(namespace, keys_of(1, 2)) == [2, 2]
+    integrity = rig.cache.integrity
+    assert (integrity.checked_slots, integrity.checked_bytes, integrity.mismatches) == (2, 2 * SLOT_UNIT, 0)
+    rig.cache.check()
+
+
+def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only() -> None:
+    rig = Rig()
+    namespace = rig.open(world_size=2)
+    store(rig, namespace, keys_of(1, 2))
+    look = looks(rig)[keys_of(1), 1]
+    assert not rig.cache.judge(look, look.checksum + 1)
+    rig.cache.check()
+    assert rig.states(namespace, keys_of(1, 2)) == [0, 2]
+    assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
+    balance = rig.cache.balance()
+    assert (balance.quarantined_bytes, balance.ready_bytes, balance.leaving_bytes) == (SLOT_UNIT, 2 * SLOT_UNIT, 0)
+    assert rig.cache.integrity.mismatches == rig.cache.integrity.quarantined_slots == 1
+    assert look.offset not in {record.offset for record in rig.slots.left_behind()}
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
+    rig = Rig(regions=3, policy=policy)
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(2 * SLOT_UNIT,))
+    store(rig, small, keys_of(*range(12)))
+    bad = looks(rig)[keys_of(5), 0]
+    rig.cache.judge(bad, 0)
+    for number in range(100, 160):
+        rig.put(large if number % 3 else small, keys_of(number))
+        rig.cache.check()
+    rig.cache.clear()
+    balance = rig.cache.balance()
+    assert balance.free_bytes == rig.slots.pool_bytes - SLOT_UNIT
+    assert balance.quarantined_bytes == SLOT_UNIT
+    taken = rig.slots.take(SLOT_UNIT, 1000)
+    assert bad.offset not in taken
+    assert len(taken) == 11
+
+
+def test_a_key_can_be_stored_anew_after_its_slot_was_lost() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    store(rig, namespace, keys_of(1))
+    rig.cache.judge(looks(rig)[keys_of(1), 0], 0)
+    store(rig, namespace, keys_of(1))
+    assert rig.states(namespace, keys_of(1)) == [2]
+    rig.cache.check()
+
+
+def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    store(rig, namespace, keys_of(1, 2))
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
+    rig.cache.judge(looks(rig)[keys_of(2), 0], 0)
+    rig.cache.check()
+    assert rig.cache.balance().leaving_bytes == SLOT_UNIT
+    with pytest.raises(NotReady) as refusal:
+        rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2))
+    assert refusal.value.missing == [1]
+    rig.cache.release(1, [1])
+    rig.cache.check()
+    assert rig.cache.balance().quarantined_bytes == SLOT_UNIT
+
+
+def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
+    rig = Rig(regions=1)
+    namespace = rig.open()
+    store(rig, namespace, keys_of(1, 2, 3, 4))
+    old = looks(rig)[keys_of(1), 0]
+    store(rig, namespace, keys_of(5, 6, 7, 8))
+    assert rig.cache.judge(old, 0)
+    assert rig.states(namespace, keys_of(5, 6, 7, 8)) == [2, 2, 2, 2]
+    assert rig.cache.integrity.checked_slots == rig.cache.integrity.mismatches == 0
+
+
+def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
+    rig = Rig()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1), first_block=2)
+    old = looks_unchecked(rig)
+    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
+    assert ticket.copy == [0]
+    assert rig.cache.judge(old, old.checksum + 1)
+    ticket.checksums = [77]
+    rig.cache.commit_store(ticket)
+    assert rig.cache.judge(old, old.checksum + 1)
+    assert rig.states(namespace, keys_of(1)) == [2]
+
+
+def looks_unchecked(rig: Rig) -> Look:
+    """A look at the only shard, which has no checksum."""
+    ((_, block),) = rig.cache.namespaces[0].index[0].items()
+    shard = block.shards[0]
+    return Look(block, 0, shard, shard.offset, SLOT_UNIT, shard.checksum)
+
+
+def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None:
+    rig = Rig()
+    store(rig, rig.open(), keys_of(1, 2))
+    heir = heir_of(rig)
+    (namespace,) = heir.cache.namespaces
+    integrity = heir.cache.integrity
+    assert integrity.unverified_slots == 2
+    heir.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
+    for expected in (1, 0):
+        ticket = heir.cache.begin_load(namespace, 0, 1, 0, keys_of(1))
+        wanted = integrity.looks_of_load(ticket, every=False)
+        assert len(wanted) == expected
+        assert len(integrity.looks_of_load(ticket, every=True)) == 1
+        for look in wanted:
+            heir.cache.judge(look, look.checksum)
+        heir.cache.end_load([ticket], ok=False)
+        heir.cache.check()
+    assert [look.block.key for look in integrity.unverified(1)] == [keys_of(2)]
+
+
+def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
+    rig = Rig()
+    store(rig, rig.open(), keys_of(1, 2))
+    heir = heir_of(rig)
+    heir.cache.clear()
+    assert heir.cache.integrity.unverified_slots == 0
+    heir.cache.check()
+
+
+def test_a_slot_without_a_checksum_is_not_adopted() -> None:
+    rig = Rig()
+    store(rig, rig.open(), keys_of(1, 2))
+    records = [
+        record._replace(checksum=0) if record.key == keys_of(1) else record for record in rig.slots.left_behind()
+    ]
+    heir = Rig()
+    heir.slots = rig.slots.successor(records)
+    heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
+    adoption = heir.cache.adopt(list(rig.slots.facts.values()), records)
+    assert (adoption.blocks, adoption.refused_slots) == (1, 1)
+    heir.cache.check()
