@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -44,7 +44,7 @@ class TierResult(Enum):
     DONE = "done"
     """Every byte is in place; of a read: and has its checksum."""
     GONE = "gone"
-    """The block left the tier before it was read."""
+    """The block left the tier before it was read, or was forgotten before it was written."""
     CORRUPT = "corrupt"
     """What was read is not what was written. The block has left the tier; the memory holds nothing of worth."""
     FAILED = "failed"
@@ -113,6 +113,10 @@ class Tier(ABC):
     """The kind, as in KV events and metrics: ``disk``."""
 
     @abstractmethod
+    def groups(self) -> Collection[tuple[bytes, int]]:
+        """Fingerprints and groups that there are blocks of, as they are now: each has an ``index``."""
+
+    @abstractmethod
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
         """The blocks that can be read now, by key: a live view, not to be changed nor kept over other calls."""
 
@@ -158,5 +162,6 @@ class Tier(ABC):
     def close(self, deadline_s: float) -> bool:
         """End what has not begun by CANCELLED, wait for what has. False where something hangs still, in pool memory.
 
+        What ends meanwhile has its ``on_done`` before this returns. Blocks are kept for the next to open the tier.
         This one waits: not for the daemon's thread while it serves.
         """
