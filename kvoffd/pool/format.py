@@ -165,7 +165,10 @@ def is_table(fd: int) -> bool:
 
 
 def read_geometry(fd: int) -> Geometry:
-    """The table's geometry, checked against its own CRC, this format and the running boot. Raises BadTable."""
+    """The table's geometry, checked against its own CRC, this format, the running boot and the file's size.
+
+    Raises BadTable.
+    """
     try:
         header = os.pread(fd, HEADER.size + CRC.size, 0)
     except OSError as error:
@@ -183,11 +186,14 @@ def read_geometry(fd: int) -> Geometry:
     sound = header[HEADER.size :] == CRC.pack(zlib.crc32(header[: HEADER.size])) and fields[5] > 0
     if not sound or header != (geometry := Geometry.of(fields[4], fields[5])).header(fields[3]):
         raise BadTable("The slot table's header is damaged.")
+    size = os.fstat(fd).st_size
+    if size < geometry.size_bytes:
+        raise BadTable(f"The slot table is cut off: {size} of its {geometry.size_bytes} bytes are there.")
     return geometry
 
 
 def check_geometry(fd: int, wanted: Geometry) -> None:
-    """Raise BadTable unless the file holds a table of exactly this geometry, whole."""
+    """Raise BadTable unless the file holds a table of exactly this geometry."""
     found = read_geometry(fd)
     if found.pool_bytes != wanted.pool_bytes:
         raise BadTable(
@@ -196,9 +202,6 @@ def check_geometry(fd: int, wanted: Geometry) -> None:
         )
     if found != wanted:
         raise BadTable(f"The pool that is there is cut into regions of {found.region_bytes} bytes, not as this one.")
-    size = os.fstat(fd).st_size
-    if size < wanted.size_bytes:
-        raise BadTable(f"The slot table is cut off: {size} of its {wanted.size_bytes} bytes are there.")
 
 
 def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
