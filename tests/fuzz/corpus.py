@@ -1,0 +1,106 @@
+"""Right inputs to begin with: from them a fuzzer gets past the first byte."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from kvoffd.config import SETTINGS, Config
+from kvoffd.pool.facts import FactsLog, NamespaceFacts
+from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, MemfdHandle, PageRef, TensorLayout
+
+TOKEN, SPACE, NAME = b"t" * 16, b"n" * 32, b"r" * 16
+PART = m.GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
+KEYS = m.GroupKeys(0, b"k" * 64)
+RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
+BATCH = m.Completions(1, 1, 1, 0, [RESULT])
+FACTS = NamespaceFacts(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
+
+
+@cache
+def seeds(name: str) -> list[bytes]:
+    """For the decoder of that name; at least one."""
+    return {
+        "request": _requests,
+        "reply": _replies,
+        "completions": lambda: [codec.encode(BATCH)],
+        "lifeline_stream": _frames,
+        "event_batch": _events,
+        "facts": _facts,
+        "config_file": _config,
+    }.get(name, lambda: [bytes(range(64)), b"\0\1\2\3" * 40])()
+
+
+def _requests() -> list[bytes]:
+    memfd = MemfdHandle(1, 4096)
+    handles = [memfd, CudaIpcHandle(bytes(64), 4096, bytes(16)), CudaVmmHandle([1], [4096], bytes(16))]
+    requests: list[m.AnyRequest] = [
+        m.Hello(1, TOKEN, 1, m.Role.WORKER, "name", "software"),
+        m.Heartbeat(2, TOKEN, 3, [2**32 + 1]),
+        m.Replay(3, TOKEN, 0),
+        m.OpenNamespace(4, TOKEN, SPACE, "label", 2, 32, [m.GroupSpec("full", 16, 4)], "{}"),
+        m.Register(5, TOKEN, SPACE, NAME, 0, 1, handles, [TensorLayout(0, 0, 64, 8)], [[PageRef(0, 64)]]),
+        m.Unregister(6, TOKEN, NAME),
+        m.Lookup(7, TOKEN, SPACE, 2**32 + 1, [KEYS]),
+        m.Release(8, TOKEN, [2**32 + 1]),
+        m.Invalidate(9, TOKEN, SPACE, [KEYS]),
+        m.Reset(10, TOKEN, SPACE),
+        m.Store(11, TOKEN, NAME, 1, [PART]),
+        m.Load(12, TOKEN, NAME, 1, 2**32 + 1, [PART]),
+        m.Cancel(13, TOKEN, [1, 2]),
+        m.Stats(14, TOKEN),
+        m.Health(15, TOKEN),
+        m.Sessions(16, TOKEN),
+        m.Namespaces(17, TOKEN),
+        m.Clear(18, TOKEN, SPACE),
+        m.Scrub(19, TOKEN, True),
+    ]
+    return [codec.encode(request) for request in requests]
+
+
+def _replies() -> list[bytes]:
+    replies: list[m.AnyReply] = [
+        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(1, 1, 1, 1, 1, 1), 0, 1, 1, 1),
+        m.HeartbeatReply(1, 1, 0, 0, [2**32]),
+        m.ReplayReply(1, 1, [BATCH], [1]),
+        m.Done(1, 1, 5),
+        m.Error(1, 1, ErrorCode.TOO_MANY, "a sentence"),
+        m.NamespaceOpened(1, 1, True),
+        m.Registered(1, 1, NAME, [4096]),
+        m.LookupReply(1, 1, 2**32, [b"\2\0"], 1, 30_000),
+        m.CancelReply(1, 1, [1], [2]),
+        m.HealthReply(1, 1, True, True, ["a sentence"]),
+        m.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
+    ]
+    return [codec.encode(reply) for reply in replies]
+
+
+def _frames() -> list[bytes]:
+    frames: list[lifeline.FromDaemon | lifeline.FromClient] = [
+        lifeline.Greeting(1, 1, 1, TOKEN),
+        lifeline.Refused(ErrorCode.FORBIDDEN, "a sentence"),
+        lifeline.Attach(1),
+        lifeline.Attached(1),
+        lifeline.AttachRefused(1, ErrorCode.TOO_MANY, "a sentence"),
+    ]
+    encoded = [lifeline.encode_frame(frame) for frame in frames]
+    return [*encoded, b"".join(encoded)]
+
+
+def _events() -> list[bytes]:
+    stored = events.BlockStored([b"k" * 32], None, [], 16, None, "CPU", None, 0)
+    some: list[events.KvEvent] = [stored, events.BlockRemoved([b"k" * 32], "CPU", 0), events.AllBlocksCleared()]
+    return [events.encode_event_batch(events.EventBatch(1.5, some))]
+
+
+def _facts() -> list[bytes]:
+    area = bytearray(4096)
+    FactsLog(memoryview(area), [FACTS]).close()
+    return [bytes(area)]
+
+
+def _config() -> list[bytes]:
+    shown = {setting.name: setting.kind.show(getattr(Config(), setting.field_name)) for setting in SETTINGS}
+    return [f'{name} = "{text}"\n'.encode() for name, text in shown.items()] + [b"pool_size = 5\nlease_ttl = 2.5\n"]

@@ -1,0 +1,210 @@
+"""What must hold for every decoder, whatever the bytes. Each function takes one input and raises where it does not."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from functools import cache
+
+import msgspec
+
+from kvoffd.cache.slots import NamespaceFacts
+from kvoffd.config import SETTINGS, ConfigError, load_config
+from kvoffd.pool.facts import FactsLog, read_facts
+from kvoffd_client.event_stream import EventStream
+from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto.messages import GroupSpec
+from tests.fuzz import corpus
+from tests.fuzz.choices import Choices
+from tests.fuzz.tables import adoption, slot_table
+from tests.fuzz.trees import bend
+
+
+def request(data: bytes) -> None:
+    """A frame of ``jobs.sock`` as the daemon reads it."""
+    assert 0 <= codec.request_id_of(data) < 2**63
+    try:
+        message = codec.decode_request(data)
+    except codec.CodecError:
+        return
+    again = codec.encode(message)
+    assert codec.decode_request(again) == message
+    assert codec.request_id_of(again) == message.request_id
+
+
+def reply(data: bytes) -> None:
+    """A frame of ``jobs.sock`` as a client reads it."""
+    try:
+        message = codec.decode_reply(data)
+    except codec.CodecError:
+        return
+    assert len(codec.encode(message)) > 0
+
+
+def completions(data: bytes) -> None:
+    """A payload on a session's topic."""
+    try:
+        message = codec.decode_completions(data)
+    except codec.CodecError:
+        return
+    assert codec.decode_completions(codec.encode(message)).results is not None
+
+
+def lifeline_stream(data: bytes) -> None:
+    """A lifeline's bytes, in one piece and in single ones: the same frames, or refused in both."""
+    whole, bytewise = _bodies([data]), _bodies([data[at : at + 1] for at in range(len(data))])
+    assert whole == bytewise
+    for body in whole or []:
+        for decode in (lifeline.decode_from_client, lifeline.decode_from_daemon):
+            try:
+                frame = decode(body)
+            except lifeline.LifelineError:
+                continue
+            assert decode(lifeline.encode_frame(frame)[lifeline.LENGTH_BYTES :]) == frame
+
+
+def _bodies(pieces: list[bytes]) -> list[bytes] | None:
+    """None where the stream is refused."""
+    buffer = lifeline.FrameBuffer()
+    try:
+        return [body for piece in pieces for body in buffer.feed(piece)]
+    except lifeline.LifelineError:
+        return None
+
+
+def event_batch(data: bytes) -> None:
+    """A payload of KV events in a client: taken or counted as lost, and the next message is read all the same."""
+    try:
+        events.decode_event_batch(data)
+    except msgspec.MsgspecError:
+        pass
+    stream = EventStream(b"kv@x", 100)
+    stream.message(b"kv@x", bytes(8), data)
+    stream.take()
+    lost = stream.lost
+    good = events.encode_event_batch(events.EventBatch(0.0, [events.AllBlocksCleared()]))
+    stream.message(b"kv@x", (1).to_bytes(8, "big"), good)
+    assert stream.take() == [events.AllBlocksCleared()]
+    assert stream.lost == lost
+
+
+def bent_request(data: bytes) -> None:
+    """A request whose structure was changed."""
+    request(_bent(data, "request"))
+
+
+def bent_reply(data: bytes) -> None:
+    """A reply whose structure was changed."""
+    reply(_bent(data, "reply"))
+
+
+def bent_completions(data: bytes) -> None:
+    """Completions whose structure was changed."""
+    completions(_bent(data, "completions"))
+
+
+def bent_event_batch(data: bytes) -> None:
+    """KV events whose structure was changed."""
+    event_batch(_bent(data, "event_batch"))
+
+
+def bent_lifeline(data: bytes) -> None:
+    """A lifeline frame whose structure was changed, between right ones."""
+    choices = Choices(data)
+    frames = corpus.seeds("lifeline_stream")
+    body = bend(choices, choices.of(frames[:-1])[lifeline.LENGTH_BYTES :])
+    right = choices.of(frames)
+    lifeline_stream(right + len(body).to_bytes(lifeline.LENGTH_BYTES, "little") + body + right)
+
+
+def _bent(data: bytes, name: str) -> bytes:
+    choices = Choices(data)
+    return bend(choices, choices.of(corpus.seeds(name)))
+
+
+def facts(data: bytes) -> None:
+    """The namespaces' part of a slot table: read or given up, and written to by the next daemon."""
+    length = max(4096, len(data) // 16 * 16)
+    area = bytearray(length)
+    area[: min(len(data), length)] = data[:length]
+    found = read_facts(bytes(area))
+    assert all(isinstance(known, NamespaceFacts) for known in found.values())
+    view = memoryview(area)
+    log = FactsLog(view, list(found.values())[:2])
+    new = NamespaceFacts(b"f" * 32, "l", 1, 32, (GroupSpec("full", 16),), "{}", ((4096,),))
+    kept = log.note(new)
+    log.close()
+    after = read_facts(bytes(area))
+    assert not kept or after[new.fingerprint] == new
+
+
+def bent_facts(data: bytes) -> None:
+    """Facts that say something else than was ever written, in an entry that is whole."""
+    choices = Choices(data)
+    packed = zlib.compress(bend(choices, msgspec.msgpack.encode(corpus.FACTS)), 1)
+    area = bytearray(4096)
+    number = struct.pack("=Q", 7)
+    entry = struct.pack("=II", len(packed), zlib.crc32(packed, zlib.crc32(number))) + packed
+    area[: 8 + len(entry)] = number + entry
+    facts(bytes(area))
+
+
+def config_file(data: bytes) -> None:
+    """A configuration file: loaded or refused with a sentence."""
+    _load(data, {}, {})
+
+
+def config_values(data: bytes) -> None:
+    """Flags, variables and keys of the file that exist, with any values."""
+    choices = Choices(data)
+    texts = [choices.bytes(choices.byte() % 12).decode("latin-1") for _ in range(4)]
+    texts += ["1GiB", "10s", "0", "-1", "1e400", "nan", "inf", "", " ", "9" * 30, "1,2,3", "127.0.0.1:1", "[::1]:0"]
+    flags = {choices.of(SETTINGS).name: choices.of(texts) for _ in range(choices.byte() % 4)}
+    environ = {choices.of(SETTINGS).variable: choices.of(texts) for _ in range(choices.byte() % 4)}
+    lines = []
+    for _ in range(choices.byte() % 4):
+        value = choices.of(("1", "-5", "1.5", "nan", "inf", "true", "[1, 2]", '"x"', "{a = 1}", "1979-05-27", "9" * 30))
+        lines.append(f"{choices.of(SETTINGS).name} = {value}")
+    _load("\n".join(lines).encode(), environ, flags)
+
+
+def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
+    fd = _scratch()
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, file, 0)
+    try:
+        loaded = load_config(flags, environ, f"/proc/self/fd/{fd}")
+    except ConfigError:
+        return
+    assert loaded.config.pool_bytes > 0
+
+
+@cache
+def _scratch() -> int:
+    return os.memfd_create("kvoffd-fuzz", os.MFD_CLOEXEC)
+
+
+DECODERS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        request,
+        reply,
+        completions,
+        lifeline_stream,
+        event_batch,
+        bent_request,
+        bent_reply,
+        bent_completions,
+        bent_lifeline,
+        bent_event_batch,
+        facts,
+        bent_facts,
+        slot_table,
+        adoption,
+        config_file,
+        config_values,
+    )
+}
+"""By name: what takes one input and raises where something does not hold."""

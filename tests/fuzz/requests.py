@@ -1,0 +1,148 @@
+"""Requests that look right, mostly: from several sessions, about a few namespaces, keys, leases and registrations."""
+
+from __future__ import annotations
+
+from kvoffd.server.service import Service
+from kvoffd.server.session import Session
+from kvoffd_proto import messages as m
+from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.version import PROTOCOL_VERSION
+from tests.fuzz.choices import Choices
+
+PAGE, BLOCKS, KEY_BYTES = 8192, 4, 8
+NAMESPACES = (b"A" * 32, b"B" * 32)
+WORLD = {NAMESPACES[0]: 1, NAMESPACES[1]: 2}
+NAMES = [bytes([number]) * 16 for number in range(3)]
+"""Of registrations."""
+MOSTLY_RIGHT_GROUPS = (0,) * 9 + (1,) * 6 + (2,)
+RARELY_ONE = (0,) * 15 + (1,)
+
+
+class Requests:
+    """Makes them for ``service``, as ``choices`` have it."""
+
+    def __init__(self, choices: Choices, service: Service) -> None:
+        self._choices = choices
+        self._service = service
+        self._sent = 0
+
+    def _any_session(self) -> Session:
+        return self._choices.of(list(self._service.sessions.values()))
+
+    def open(self, token: bytes, fingerprint: bytes) -> m.OpenNamespace:
+        world = self._choices.of((WORLD[fingerprint],) * 15 + (3,)) if fingerprint in WORLD else 1
+        specs = [m.GroupSpec("full", 16)] * self._choices.of((2,) * 15 + (1,))
+        return m.OpenNamespace(1, token, fingerprint, "l", world, KEY_BYTES, specs, "{}")
+
+    def fingerprint(self, session: Session) -> bytes:
+        return self._choices.of((*sorted(session.namespaces) * 5, *NAMESPACES, b"C" * 32))
+
+    def keys(self) -> bytes:
+        count = self._choices.of((1, 2, 2, 3, 3, 4, 4, 0, 1, 2, 2, 3, 3, 4, 4, 9))
+        start = self._choices.of((0, 0, 0, 0, 1, 2, 4, 6))
+        blob = b"".join((start + number).to_bytes(KEY_BYTES, "big") for number in range(count))
+        return blob + self._choices.of((b"",) * 15 + (b"x",))
+
+    def part(self) -> m.GroupTransfer:
+        blob = self.keys()
+        count = len(blob) // KEY_BYTES + self._choices.of(RARELY_ONE)
+        bad = self._choices.of((0,) * 15 + (-1,))
+        blocks = b"".join(((number + bad) % 2**32).to_bytes(4, "little") for number in range(count))
+        return m.GroupTransfer(self._choices.of(MOSTLY_RIGHT_GROUPS), blob, blocks, self._choices.of(RARELY_ONE))
+
+    def leased(self, lease_id: int) -> list[m.GroupTransfer]:
+        """The keys of a lease, as many as fit into the memory."""
+        lease = self._service.cache.leases.get(lease_id)
+        found = []
+        for group, blocks in (lease.blocks if lease is not None else {}).items():
+            keys = [block.key for block in blocks][:BLOCKS]
+            ids = b"".join(number.to_bytes(4, "little") for number in range(len(keys)))
+            found.append(m.GroupTransfer(group, b"".join(keys), ids))
+        return found
+
+    def parts(self) -> list[m.GroupTransfer]:
+        return [self.part() for _ in range(self._choices.of((1,) * 7 + (2,)))]
+
+    def groups(self) -> list[m.GroupKeys]:
+        return [
+            m.GroupKeys(self._choices.of(MOSTLY_RIGHT_GROUPS), self.keys())
+            for _ in range(self._choices.of((1, 1, 2, 0)))
+        ]
+
+    def lease(self, session: Session) -> int:
+        """One that is alive, or the session's next, or anybody's."""
+        kind = self._choices.byte()
+        alive = [lease.lease_id for lease in self._service.cache.leases]
+        if kind % 4 and alive and session.role is not m.Role.SCHEDULER:
+            return self._choices.of(alive)
+        owner = self._any_session() if kind % 8 == 0 else session
+        return (owner.id << 32) + 1 + kind // 8 % 4
+
+    def register(self, session: Session, token: bytes, request_id: int) -> m.Register:
+        segment = self._choices.of([*session.segments, 5])
+        size = self._choices.of((BLOCKS * PAGE, BLOCKS * PAGE, BLOCKS * PAGE, 2**62))
+        handle: Handle = MemfdHandle(segment, size)
+        if self._choices.byte() % 16 == 0:
+            handle = CudaIpcHandle(bytes(64), 4096, bytes(16))
+        tensors = [TensorLayout(0, 0, PAGE, self._choices.of((BLOCKS,) * 7 + (BLOCKS + 1,)))]
+        page = PageRef(0, self._choices.of((PAGE,) * 7 + (PAGE // 2,)))
+        fingerprint = self._choices.of([*sorted(session.namespaces), b"C" * 32])
+        rank = self._choices.byte() % 2
+        return m.Register(
+            request_id, token, fingerprint, self._choices.of(NAMES), rank, 1, [handle], tensors, [[page], [page]]
+        )
+
+    def make(self, session: Session, token: bytes) -> m.AnyRequest:
+        """Mostly one that the session's role may send."""
+        self._sent += 1
+        i, choices, name = self._sent, self._choices, self._choices.of([*session.registrations] * 6 + NAMES)
+        kinds: dict[m.Role | None, tuple[str, ...]] = {
+            m.Role.WORKER: ("store", "store", "store", "load", "load", "register", "register", "replay", "cancel"),
+            m.Role.SCHEDULER: (*("lookup",) * 9, "release", "release", "heartbeat", "invalidate", "reset"),
+            m.Role.ADMIN: ("stats", "health", "sessions", "namespaces", "clear", "scrub"),
+            None: ("hello",),
+        }
+        every = sorted(
+            {kind for some in kinds.values() for kind in some} | {"open", "unregister", "stats", "heartbeat"}
+        )
+        match choices.of((*kinds[session.role] * 6, *every)):
+            case "store":
+                return m.Store(i, token, name, choices.byte() % 8, self.parts())
+            case "load":
+                lease_id = self.lease(session)
+                parts = self.leased(lease_id) if choices.byte() % 2 else []
+                return m.Load(i, token, name, choices.byte() % 8, lease_id, parts or self.parts())
+            case "register":
+                return self.register(session, token, i)
+            case "unregister":
+                return m.Unregister(i, token, name)
+            case "replay":
+                return m.Replay(i, token, choices.of((0, 1, 2**62)))
+            case "cancel":
+                return m.Cancel(i, token, [choices.byte() % 8 for _ in range(3)])
+            case "lookup":
+                return m.Lookup(i, token, self.fingerprint(session), self.lease(session), self.groups())
+            case "release":
+                return m.Release(i, token, [self.lease(session) for _ in range(2)])
+            case "heartbeat":
+                return m.Heartbeat(i, token, choices.of((0, 1, 2**62)), [self.lease(session)])
+            case "invalidate":
+                return m.Invalidate(i, token, self.fingerprint(session), self.groups())
+            case "reset":
+                return m.Reset(i, token, self.fingerprint(session))
+            case "open":
+                return self.open(token, self.fingerprint(session))
+            case "sessions":
+                return m.Sessions(i, token)
+            case "namespaces":
+                return m.Namespaces(i, token)
+            case "clear":
+                return m.Clear(i, token, choices.of((None, *NAMESPACES)))
+            case "scrub":
+                return m.Scrub(i, token, bool(choices.byte() % 2))
+            case "health":
+                return m.Health(i, token)
+            case "hello":
+                return m.Hello(i, token, choices.of((PROTOCOL_VERSION,) * 3 + (99,)), choices.of(list(m.Role)), "n", "")
+            case _:
+                return m.Stats(i, token)

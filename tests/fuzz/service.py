@@ -1,0 +1,303 @@
+"""The daemon's core under messages that look right, in any order, from several sessions at once.
+
+No message may make it raise, every message has one reply or is an accepted job, a refused one changes nothing, and
+when all sessions have ended nothing is held.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter, deque
+from functools import cache
+from typing import cast
+
+from kvoffd.cache.slots import SlotStore
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.jobs import Job
+from kvoffd.server.service import Service
+from kvoffd.server.session import Peer, Session
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.segments import MappedSegment
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.version import PROTOCOL_VERSION
+from tests.fuzz.choices import Choices
+from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
+from tests.fuzz.trees import bend
+from tests.sim.parts import make_pool, make_service
+
+STEPS = 100
+POOL_BYTES = 1 << 20
+
+
+class LazyEngine(TransferEngine):
+    """Copies nothing; a transfer ends when it is told to, and the first of the queue counts as running."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Transfer] = deque()
+        self.ended: Counter[tuple[Direction, Outcome]] = Counter()
+
+    def submit(self, transfer: Transfer) -> None:
+        self.queue.append(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        if transfer not in self.queue or transfer is self.queue[0]:
+            return False
+        self.queue.remove(transfer)
+        transfer.on_done(transfer, Outcome.CANCELLED, 0.0)
+        return True
+
+    def abandon(self, transfer: Transfer) -> None:
+        transfer.abandoned = True
+
+    def end_first(self, outcome: Outcome) -> None:
+        """As a copy thread does."""
+        if self.queue:
+            transfer = self.queue.popleft()
+            outcome = Outcome.FAILED if transfer.abandoned else outcome
+            self.ended[transfer.direction, outcome] += 1
+            transfer.on_done(transfer, outcome, 0.0)
+
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        return DirectionLoad(0, 0, 0.0, 0)
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class Line:
+    """A lifeline that can be dead before its end is noticed."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def alive(self) -> bool:
+        return self.open
+
+    def close(self) -> None:
+        self.open = False
+
+
+class Segment(MappedSegment):
+    """Memory that nobody has."""
+
+    def close(self) -> None:
+        self._address = 0
+
+
+class Rig:
+    """A service, its engine, and what happens to them."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+        self.now = 100.0
+        self.engine = LazyEngine()
+        self.done: deque[tuple[Job, Outcome]] = deque()
+        self.pool = make_pool(POOL_BYTES, None)
+        config = Config(
+            pool_bytes=POOL_BYTES, max_jobs_in_flight=6, max_leases=3, max_keys_per_request=8, max_sessions=6,
+            max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536,
+        )  # fmt: skip
+        dice = random.Random(1)
+        self.service: Service = make_service(
+            config,
+            self.pool,
+            cast(SlotStore, self.pool),
+            self.engine,
+            self.pool.address,
+            lambda: self.now,
+            lambda job, outcome: self.done.append((job, outcome)),
+            self._map,
+            dice.randbytes,
+        )
+        self.ended: list[bytes] = [b"\0" * m.TOKEN_BYTES]
+        """Tokens that are no session's."""
+        self.requests = Requests(choices, self.service)
+
+    def _map(self, fd: int, size: int) -> MappedSegment:
+        os.fstat(fd)  # a closed one would be a bug of the service
+        if size > BLOCKS * PAGE:
+            raise KvoffdError("too large", ErrorCode.UNSAFE_SEGMENT)
+        return Segment(1 << 40, size)
+
+    # --- what can happen ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """So many steps, then the end of everything."""
+        try:
+            if self.choices.byte() % 8:
+                self.admit(m.Role.WORKER, NAMESPACES[0])
+                self.admit(m.Role.SCHEDULER, NAMESPACES[0])
+            for _ in range(STEPS):
+                kind = self.choices.byte()
+                if kind < 12 or not self.service.sessions:
+                    self.connect()
+                elif kind < 20:
+                    self.hang_up()
+                elif kind < 40:
+                    self.attach()
+                elif kind < 80:
+                    self.end_transfer()
+                elif kind < 88:
+                    self.now += self.choices.of((0.1, 5.0, 40.0, 100.0))
+                    self.service.tick()
+                elif kind < 96:
+                    self.load()
+                else:
+                    self.send(kind)
+            self.finish()
+        finally:
+            for session in self.service.sessions.values():
+                session.close_segments()
+            self.pool.close()
+
+    def connect(self) -> None:
+        """Mostly all the way."""
+        kind = self.choices.byte()
+        role = (m.Role.WORKER, m.Role.SCHEDULER, m.Role.WORKER, m.Role.ADMIN)[kind % 4]
+        self.admit(role, NAMESPACES[kind % 16 == 0], (kind // 32, 3)[kind >= 96], kind // 8)
+
+    def admit(self, role: m.Role, space: bytes, stages: int = 3, rank: int = 0) -> None:
+        """A session: said Hello from 1 stage on, in a namespace from 2 on, a worker's memory registered with 3."""
+        try:
+            session = self.service.open_session(Line(), Peer(1, 1, 1))
+        except KvoffdError:
+            return
+        if stages >= 1:
+            self.handle(m.Hello(1, session.token, PROTOCOL_VERSION, role, "n", "s"))
+        if stages >= 2 and role is not m.Role.ADMIN:
+            self.handle(self.requests.open(session.token, space))
+        if stages >= 3 and role is m.Role.WORKER and space in session.namespaces:
+            self.service.attach(session, 0, os.dup(_null()))
+            groups = [[PageRef(0, PAGE)]] * len(self.service.cache.namespace(space).groups)
+            sound = (MemfdHandle(0, BLOCKS * PAGE), TensorLayout(0, 0, PAGE, BLOCKS))
+            register = m.Register(
+                1, session.token, space, NAMES[0], rank % WORLD[space], 1, [sound[0]], [sound[1]], groups
+            )
+            self.handle(register)
+
+    def session(self) -> Session:
+        return self.choices.of(list(self.service.sessions.values()))
+
+    def hang_up(self) -> None:
+        session = self.session()
+        cast(Line, session.lifeline).open = False
+        if self.choices.byte() % 2:  # else the daemon has not noticed yet
+            self.ended.append(session.token)
+            self.service.end_session(session, lambda: None)
+
+    def attach(self) -> None:
+        session, fd = self.session(), os.dup(_null())
+        try:
+            self.service.attach(session, self.choices.byte() % 6, fd)
+        except KvoffdError:
+            os.close(fd)
+
+    def end_transfer(self) -> None:
+        self.engine.end_first(self.choices.of((Outcome.DONE, Outcome.DONE, Outcome.FAILED, Outcome.DEADLINE)))
+        self.take_done()
+
+    def load(self) -> None:
+        """A worker loads what somebody has a lease on."""
+        workers = [session for session in self.service.sessions.values() if session.registrations]
+        leases = list(self.service.cache.leases)
+        if workers and leases:
+            worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
+            name = self.choices.of(list(worker.registrations))
+            if parts := self.requests.leased(lease_id):
+                self.handle(m.Load(1, worker.token, name, 8 + self.choices.byte() % 8, lease_id, parts))
+
+    def take_done(self) -> None:
+        while self.done:
+            self.service.transfer_done(*self.done.popleft())
+        self.service.flush()
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def send(self, kind: int) -> None:
+        session = self.session()
+        token = self.choices.of(self.ended) if kind % 32 == 0 else session.token
+        frame = codec.encode(self.requests.make(session, token))
+        self.handle_frame(bend(self.choices, frame) if kind % 16 == 1 else frame)
+
+    def handle(self, message: m.AnyRequest) -> None:
+        self.handle_frame(codec.encode(message))
+
+    def handle_frame(self, frame: bytes) -> None:
+        """One reply, or an accepted job; a refusal changes nothing."""
+        service = self.service
+        self.take_done()
+        before, jobs = self.state(), self._jobs()
+        service.handle(b"sender", frame)
+        replies = [codec.decode_reply(reply) for _, reply in service.outbox.replies]
+        service.outbox.replies.clear()
+        after, accepted = self.state(), self._jobs() > jobs
+        service.after_send()
+        try:
+            message = codec.decode_request(frame)
+        except codec.CodecError:
+            (reply,) = replies
+            assert isinstance(reply, m.Error)
+            assert reply.code is ErrorCode.MALFORMED
+            assert before == after, (frame, before, after)
+            return
+        if not replies:
+            assert (isinstance(message, m.Store | m.Load) and accepted) or isinstance(message, m.Unregister), message
+            return
+        (reply,) = replies
+        assert reply.request_id == message.request_id
+        if isinstance(reply, m.Error):
+            assert reply.code is not ErrorCode.INTERNAL, (message, reply)
+            assert before == after, (message, reply, before, after)
+            assert message.token not in self.ended or reply.code is ErrorCode.BAD_TOKEN
+        else:
+            assert message.token not in self.ended, message
+
+    def _jobs(self) -> int:
+        """Jobs that were accepted and are not forgotten."""
+        return sum(len(session.jobs) + len(session.completions) for session in self.service.sessions.values())
+
+    def state(self) -> tuple[object, ...]:
+        cache = self.service.cache
+        sessions = tuple(
+            (one.id, one.role, len(one.jobs), one.store_bytes, len(one.completions), *map(len, _held(one)))
+            for one in self.service.sessions.values()
+        )
+        leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
+        return cache.balance(), leases, sessions, len(cache.namespaces), len(self.engine.queue)
+
+    def finish(self) -> None:
+        """All sessions end, all copies come back: nothing is held."""
+        self.service.cache.check()
+        for session in list(self.service.sessions.values()):
+            cast(Line, session.lifeline).open = False
+            self.service.end_session(session, lambda: None)
+        while self.engine.queue or self.done:
+            self.end_transfer()
+        self.now += 1000
+        self.service.tick()
+        cache = self.service.cache
+        cache.check()
+        balance = cache.balance()
+        assert balance.pinned_bytes == balance.leaving_bytes == balance.writing_bytes == 0, balance
+        assert not len(cache.leases)
+        assert not self.service.jobs.unfinished
+        assert balance.free_bytes + balance.ready_bytes == POOL_BYTES, balance
+
+
+def _held(session: Session) -> tuple[set[bytes], dict[int, int], list[bytes]]:
+    return session.namespaces, session.segments, list(session.registrations)
+
+
+@cache
+def _null() -> int:
+    return os.open(os.devnull, os.O_RDONLY)
+
+
+def service(data: bytes) -> None:
+    """One run."""
+    Rig(Choices(data)).run()

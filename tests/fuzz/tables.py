@@ -1,0 +1,143 @@
+"""Slot tables as a crash, a bad machine or an enemy may leave them: what a daemon finds in them, and what it serves."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from functools import cache
+from typing import NamedTuple
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.slots import NamespaceFacts, SlotRecord
+from kvoffd.pool.format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.scan import scan_table
+from kvoffd.pool.table import SlotTable
+from kvoffd.server.inheritance import adopt_blocks
+from kvoffd.server.publisher import EventPublisher
+from kvoffd_proto.messages import GroupSpec
+from tests.fuzz.choices import Choices
+from tests.sim.parts import REGION_BYTES, make_pool
+
+POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
+WORLD = 2
+
+
+class Written(NamedTuple):
+    """A slot table of two namespaces of two ranks."""
+
+    data: bytes
+    whole: frozenset[SlotRecord]
+    """Every record that was ever whole in it."""
+    blocks: int
+    """Those that are whole in the end."""
+
+
+@cache
+def written() -> Written:
+    """Made once."""
+    table = SlotTable(POOL_BYTES, REGION_BYTES)
+    whole: set[SlotRecord] = set()
+    groups = (GroupSpec("full", 16), GroupSpec("sliding", 16, 64))
+    for name in range(2):
+        sizes = ((SLOT_BYTES, 5000),) * WORLD
+        assert table.note_namespace(NamespaceFacts(_space(name), "l", WORLD, 8, groups, "{}", sizes))
+    for number in range(SLOTS):
+        offset, rank, key = number * SLOT_BYTES, number % WORLD, number // WORLD
+        if offset % REGION_BYTES == 0:
+            table.set_region(offset // REGION_BYTES, SLOT_BYTES)
+        table.mark_writing(offset, _space(key % 2), key % 3 // 2, key.to_bytes(8, "big"), rank, WORLD)
+        if number % 13 != 7:
+            table.mark_ready(offset, 0, 5000 if key % 3 // 2 else SLOT_BYTES, 1 + number)
+            whole |= set(scan_table(table.fd))
+        if number % 11 == 4:
+            table.free(offset)
+    data = os.pread(table.fd, table.size_bytes, 0)
+    table.close()
+    return Written(data, frozenset(whole), _adopted_blocks(data))
+
+
+def _space(number: int) -> bytes:
+    return bytes([number + 1]) * 32
+
+
+def _damaged(choices: Choices) -> bytearray:
+    """The table with some bytes changed: where something lies, more often than where nothing does."""
+    table = bytearray(written().data)
+    for _ in range(1 + choices.byte() % 8):
+        at = choices.of((0, 4096, 8192, 12288, len(table) // 2, 0)) + choices.number(8191)
+        if at < len(table):
+            kind = choices.byte() % 4
+            length = 1 << kind * 2
+            piece = choices.bytes(min(length, 8)) * (length // 8 or 1) if kind != 3 else bytes(length)
+            table[at : at + length] = piece[: len(table) - at]
+    return table
+
+
+def slot_table(data: bytes) -> None:
+    """A damaged slot table: unreadable as a whole, or without a record that nobody wrote."""
+    choices = Choices(data)
+    table = _damaged(choices)
+    if choices.byte() % 8 == 0:
+        del table[choices.number(len(table)) :]
+    fd = os.memfd_create("kvoffd-fuzz", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, table, 0)
+        try:
+            found = scan_table(fd)
+        except BadTable:
+            return
+        finally:
+            assert os.pread(fd, len(table) + 1, 0) == table, "reading writes nothing"
+    finally:
+        os.close(fd)
+    # A region's slot size is not a part of the record; that the slot holds its bytes is.
+    known = {record._replace(slot_bytes=0) for record in written().whole}
+    for record in found:
+        assert record._replace(slot_bytes=0) in known, record
+        assert record.length <= record.slot_bytes
+        assert record.offset + record.slot_bytes <= POOL_BYTES
+
+
+def adoption(data: bytes) -> None:
+    """A table whose damage has right checksums: whatever it says, the daemon that adopts it has balanced books."""
+    choices = Choices(data)
+    table = _damaged(choices) if choices.byte() % 4 == 0 else bytearray(written().data)
+    records_at = Geometry.of(POOL_BYTES, REGION_BYTES).records_at
+    for _ in range(choices.byte() % 6):
+        at = records_at + choices.byte() % SLOTS * RECORD_BYTES
+        source = records_at + choices.byte() % SLOTS * RECORD_BYTES
+        if choices.byte() % 3 == 0:
+            table[at : at + RECORD_BYTES] = table[source : source + RECORD_BYTES]
+        field, piece = at + choices.byte() % (CRC_AT - 8), choices.bytes(1 + choices.byte() % 8)
+        table[field : field + len(piece)] = piece
+        CRC.pack_into(table, at + CRC_AT, zlib.crc32(table[at + OWNER_AT : at + CRC_AT]))
+    _adopted_blocks(bytes(table))
+
+
+def _adopted_blocks(table: bytes) -> int:
+    """Blocks that a daemon serves which is given this table; raises where its books do not balance."""
+    memory, described = PoolMemory.create(POOL_BYTES, "kvoffd-fuzz"), PoolMemory.create(len(table), "kvoffd-fuzz")
+    try:
+        os.pwrite(described.fd, table, 0)
+        kept = os.dup(memory.fd), os.dup(described.fd)
+    finally:
+        memory.close()
+        described.close()
+    pool = make_pool(POOL_BYTES, kept)
+    try:
+        publisher = EventPublisher(8)
+        cache = BlockCache(pool, make_policy("lru"), publisher, lambda: 0.0, half_stored_timeout_s=1.0, lease_ttl_s=1.0)
+        adopt_blocks(cache, pool)
+        cache.check()
+        balance = cache.balance()
+        assert balance.free_bytes + balance.ready_bytes == POOL_BYTES, balance
+        blocks = sum(namespace.ready_blocks for namespace in cache.namespaces)
+        cache.clear()
+        cache.check()
+        assert cache.balance().free_bytes == POOL_BYTES
+        assert scan_table(pool.memory_fds[1]) == []
+        return blocks
+    finally:
+        pool.close()
