@@ -22,7 +22,7 @@ PROMPT_LENGTHS = (6013, 5003, 4007)
 WARM_UP_TOKENS = 2500
 # Enough steps after the prompt's for vLLM to hand over all stores, and enough tokens to compare.
 ANSWER_TOKENS = 16
-POOL_SIZE = "512MiB"
+POOL_SIZE = "1GiB"
 DAEMON_TIMEOUT_S = 60.0
 ENGINE_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 300.0
