@@ -23,8 +23,10 @@ class ClientOptions:
     """A request without reply by then has failed; for a lookup that is a miss."""
     backoff_min_s: float = 0.05
     """Pause after the first failed attempt to connect; doubles with each further one."""
+    backoff_absent_s: float = 0.25
+    """Longest pause between attempts while nobody listens: each costs a system call, and a restart takes a second."""
     backoff_max_s: float = 2.0
-    """Longest pause between attempts; also the pause after a refusal."""
+    """Longest pause after connections that a daemon took and that failed; also the pause after a refusal."""
     job_patience_s: float = 1.0
     """A job older than this makes the client ask whether its completion was lost, and again at this interval."""
     unresponsive_after_s: float = 5.0

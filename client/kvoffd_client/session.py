@@ -87,6 +87,7 @@ class Session:
         self._next_request_id = 1
         self._retry_at = 0.0
         self._failures = 0
+        self._absences = 0
         self._ready_at = 0.0
         self._handshake_deadline = NEVER
         self._heartbeat_interval_s = 1.0
@@ -198,8 +199,10 @@ class Session:
             self._link.open()
         except OSError as error:
             reason = error.strerror or str(error)
+            self._absences += 1
             self.lose(f"No kvoffd daemon answers in {self.identity.directory} ({reason}); start one there.", now)
             return
+        self._absences = 0
         self.phase = Phase.GREETING
         self._handshake_deadline = now + self.options.handshake_timeout_s
 
@@ -318,9 +321,7 @@ class Session:
         self._warn(sentence)
         self._forget(DaemonUnavailable(sentence), now)
         self._role_lost(dead, now)
-        pause = self.options.backoff_max_s if refusal is not None else self._backoff_s()
-        self._failures += 1
-        self._retry_at = now + pause * self._dice.uniform(0.5, 1.0)
+        self._retry_at = now + self._pause_s(refusal is not None) * self._dice.uniform(0.5, 1.0)
         self.on_change()
 
     def close(self, now: float) -> None:
@@ -342,8 +343,16 @@ class Session:
         self._handshake_deadline = self._heartbeat_at = NEVER
         self._pending.fail_all(reason, now)
 
-    def _backoff_s(self) -> float:
-        return min(self.options.backoff_max_s, self.options.backoff_min_s * 2.0 ** min(self._failures, 30))
+    def _pause_s(self, refused: bool) -> float:
+        """How long to wait for the next attempt; counts the one that failed."""
+        options = self.options
+        if self._absences:
+            most = min(options.backoff_absent_s, options.backoff_max_s)
+            return min(most, options.backoff_min_s * 2.0 ** min(self._absences - 1, 30))
+        self._failures += 1
+        if refused:
+            return options.backoff_max_s
+        return min(options.backoff_max_s, options.backoff_min_s * 2.0 ** min(self._failures - 1, 30))
 
     def _warn(self, sentence: str) -> None:
         """Log once per outage and reason."""

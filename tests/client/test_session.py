@@ -168,10 +168,29 @@ def test_pauses_between_attempts_double_up_to_the_bound(scheduler: SchedulerSess
         pauses.append(scheduler.wake_at() - now)
         now = scheduler.wake_at()
     for index, pause in enumerate(pauses):
-        full = min(OPTIONS.backoff_max_s, OPTIONS.backoff_min_s * 2**index)
+        full = min(OPTIONS.backoff_absent_s, OPTIONS.backoff_min_s * 2**index)
         assert full / 2 <= pause <= full
     assert link.opens == 12
     assert "/paper" in (scheduler.problem or "")
+
+
+def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_them_do_not_count(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    now = 0.0
+    for index in range(8):
+        scheduler.tick(now)
+        assert link.is_open
+        scheduler.lifeline_ended(now)
+        pause = scheduler.wake_at() - now
+        full = min(OPTIONS.backoff_max_s, OPTIONS.backoff_min_s * 2**index)
+        assert full / 2 <= pause <= full
+        now = scheduler.wake_at()
+        link.refuse_to_open = True
+        scheduler.tick(now)
+        assert scheduler.wake_at() - now <= OPTIONS.backoff_min_s
+        link.refuse_to_open = False
+        now = scheduler.wake_at()
 
 
 def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerSession, link: PaperLink) -> None:
