@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-peers soak fuzz clean
+.PHONY: help venv demo test lint bench bench-peers soak fuzz chaos clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -39,6 +39,9 @@ soak: $(VENV)/.tools ## simulate daemon, engines and faults, seed after seed, un
 
 fuzz: $(VENV)/.fuzz ## fuzz every decoder by coverage, half a minute each; FUZZ_ARGS="--seconds 600"
 	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+chaos: $(VENV)/.tools ## kill and stop a real daemon and engines at random, 500 rounds; CHAOS_ARGS="--rounds 50 --seed 1"
+	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 clean: ## remove .venv, the demo's files and all caches
 	rm -rf $(VENV) $(PEERS) .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

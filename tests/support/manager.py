@@ -30,7 +30,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Manager:
-    """Keeps what ``FDSTORE=1`` brings, lets go what ``FDSTOREREMOVE=1`` names, answers barriers."""
+    """Keeps what ``FDSTORE=1`` brings, lets go what ``FDSTOREREMOVE=1`` names, answers barriers, hears the watchdog."""
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="manager-", dir="/tmp")
@@ -40,6 +40,9 @@ class Manager:
         self._socket.settimeout(0.1)
         self.kept: list[tuple[str, int]] = []
         self.heard: list[dict[str, str]] = []
+        self.ready = False
+        """The daemon has said that clients may come."""
+        self._beat_at = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -54,6 +57,9 @@ class Manager:
             for _, _, content in ancillary:
                 fds += array.array("i", content[: len(content) // 4 * 4])
             fields = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if "WATCHDOG" in fields or "READY" in fields:
+                self._beat_at = time.monotonic()
+                self.ready = self.ready or "READY" in fields
             name = fields.get("FDNAME", "")
             if "FDSTORE" in fields:
                 self.kept += [(name, fd) for fd in fds]
@@ -65,6 +71,15 @@ class Manager:
             for fd in fds:
                 os.close(fd)
             self.heard.append(fields)
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last message for the watchdog."""
+        return time.monotonic() - self._beat_at
+
+    def forget_beats(self) -> None:
+        """Another daemon is about to be started."""
+        self.ready = False
 
     def wait_kept(self, count: int) -> None:
         deadline = time.monotonic() + 10
@@ -82,11 +97,12 @@ class Manager:
 
 
 class ManagedDaemon(DaemonProcess):
-    """A daemon that ``manager`` runs."""
+    """A daemon that ``manager`` runs, and watches where ``watchdog_s`` is not 0."""
 
-    def __init__(self, manager: Manager, pool_size: str = "64MiB", **flags: str) -> None:
+    def __init__(self, manager: Manager, pool_size: str = "64MiB", *, watchdog_s: float = 0.0, **flags: str) -> None:
         super().__init__(pool_size, **flags)
         self.manager = manager
+        self._watchdog = {"WATCHDOG_USEC": str(round(watchdog_s * 1e6))} if watchdog_s else {}
 
     @property
     def program(self) -> list[str]:
@@ -97,7 +113,7 @@ class ManagedDaemon(DaemonProcess):
     def environ(self) -> dict[str, str]:
         kept = self.manager.kept
         names = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
-        return {"NOTIFY_SOCKET": self.manager.address, **(names if kept else {})}
+        return {"NOTIFY_SOCKET": self.manager.address, **self._watchdog, **(names if kept else {})}
 
     @property
     def pass_fds(self) -> tuple[int, ...]:

@@ -1,0 +1,371 @@
+"""The rounds of a chaos run: signals at random to a daemon and its engines under traffic, then silence and accounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.messages import StatsReply
+from tests.chaos.player import RANKS
+from tests.chaos.supervisor import Supervisor
+
+ENGINES = 3
+POOL = "6MiB"
+"""Less than all prompts need: blocks are evicted all the time."""
+FLAGS = {
+    "lease_ttl": "2s",
+    "heartbeat_interval": "0.4s",
+    "half_stored_timeout": "0.5s",
+    "job_deadline": "5s",
+    "shutdown_deadline": "0.3s",
+    "verify_share": "0.2",
+}
+QUIET_DEADLINE_S = 40.0
+TOLD_PROBLEMS = 5
+AFTER_STOP_S = 0.1
+"""A step may still be late for what was stopped until so long after it went on."""
+
+ACTIONS = {
+    "kill daemon": 4,
+    "kill daemon twice": 1,
+    "terminate daemon": 2,
+    "stop daemon until the watchdog": 1,
+    "stop daemon shortly": 2,
+    "kill engine": 3,
+    "terminate engine": 1,
+    "stop engine": 2,
+    "kill daemon and engine": 2,
+}
+"""What may happen in a round, and how likely it is."""
+
+
+class EngineProcess:
+    """One player, and all that it told."""
+
+    def __init__(self, directory: Path, seed: int, log: int) -> None:
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.player", str(directory), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *filter(None, sys.path)])},
+        )
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.steps: list[tuple[float, float, float]] = []
+        """Longer steps: start, seconds, of these waited for a CPU."""
+        self.hits: list[float] = []
+        """When the first right blocks of each life of the daemon came."""
+        self.quiet_epoch: int | None = None
+        self.stopped: list[tuple[float, float]] = []
+        """When the conductor had it stopped."""
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            kind, value = json.loads(line)
+            match kind:
+                case "did":
+                    self.counts.update(value)
+                case "step":
+                    self.steps.append(tuple(value))
+                case "hit":
+                    self.hits.append(value)
+                case "quiet":
+                    self.quiet_epoch = value
+                case "ready":
+                    self._ready.set()
+                case _:
+                    self.problems.append(f"{kind}: {value}")
+
+    def wait_ready(self) -> None:
+        assert self._ready.wait(60), f"an engine does not come up; its status is {self.process.poll()}"
+
+    def order(self, word: str) -> None:
+        """``go`` or ``quiet``."""
+        assert self.process.stdin is not None
+        self.quiet_epoch = None
+        try:
+            self.process.stdin.write(f"{word}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has just been killed
+
+    def end(self, number: int) -> None:
+        """Send a signal that ends it, and wait until it has ended and all it told is here."""
+        self.process.send_signal(number)
+        status = self.process.wait(30)
+        self._thread.join(10)
+        if number == signal.SIGTERM and status != 0:
+            self.problems.append(f"failed: an engine that was told to leave ended with status {status}")
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            try:
+                stream.close()
+            except BrokenPipeError:
+                pass
+
+
+@dataclass
+class Report:
+    """What a run gave. Times in seconds."""
+
+    seed: int
+    pool: str
+    rounds: int = 0
+    actions: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    lives: int = 0
+    watchdog_kills: int = 0
+    longest_step: float = 0.0
+    longest_step_on_cpu: float = 0.0
+    longest_in_stop: float = 0.0
+    slow_steps: int = 0
+    first_hits: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        counts, hits = self.counts, sorted(self.first_hits) or [0.0]
+        actions = ", ".join(f"{kind} {number}" for kind, number in sorted(self.actions.items()))
+        return (
+            f"seed {self.seed}, pool {self.pool}: {self.rounds} rounds in {self.seconds:.0f} s ({actions}); "
+            f"{self.lives} daemons, {self.watchdog_kills} ended by the watchdog\n"
+            f"  {counts['requests']} requests served, {len(self.problems)} problems; {counts['blocks compared']} "
+            f"blocks loaded and compared, {counts['blocks computed']} computed; loads {counts['loads']}, "
+            f"{counts['loads recomputed']} failed and were recomputed; stores {counts['stores']}, "
+            f"{counts['stores failed']} failed; late lookups {counts['late lookups']}; fences {counts['fences']}\n"
+            f"  longest engine step outside the daemon's stops {1000 * self.longest_step:.1f} ms of {counts['steps']}, "
+            f"{self.slow_steps} over 50 ms; less waiting for a CPU {1000 * self.longest_step_on_cpu:.1f} ms; "
+            f"while the daemon was stopped {1000 * self.longest_in_stop:.1f} ms\n"
+            f"  first right block after the end of a daemon: median {hits[len(hits) // 2]:.2f} s, "
+            f"longest {hits[-1]:.2f} s of {len(self.first_hits)}"
+        )
+
+
+class Rounds:
+    """A supervised daemon, its engines, and what happens to them."""
+
+    def __init__(self, seed: int, pool_file: Path | None) -> None:
+        self._dice = random.Random(seed)
+        self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
+        self._began_at = time.monotonic()
+        self._supervisor = Supervisor(POOL, pool_file, **FLAGS)
+        self._daemon_stopped: list[tuple[float, float]] = []
+        self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._engines: list[EngineProcess] = []
+        self._gone: list[EngineProcess] = []
+        try:
+            self._supervisor.wait_serving(1)
+            self._engines += [self._new_engine() for _ in range(ENGINES)]
+            for engine in self._engines:
+                engine.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def _new_engine(self) -> EngineProcess:
+        return EngineProcess(self._supervisor.directory, self._dice.getrandbits(32), self._engine_log)
+
+    def play(self) -> None:
+        """One round. Raises AssertionError when the accounts do not balance or somebody is stuck."""
+        action = self._dice.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        self.report.rounds += 1
+        self.report.actions[action] += 1
+        for engine in self._engines:
+            engine.order("go")
+        time.sleep(self._dice.uniform(0.05, 0.3))
+        lives = self._supervisor.lives
+        getattr(self, "_" + action.replace(" ", "_"))()
+        self._supervisor.wait_serving(lives + ("kill" in action or "terminate" in action) * ("daemon" in action))
+        for engine in self._engines:
+            engine.wait_ready()
+            engine.order("go")  # a new one has not heard it
+        time.sleep(self._dice.uniform(0.05, 0.2))
+        self._quiet(f"round {self.report.rounds}, {action}")
+
+    # --- what may happen -------------------------------------------------------------------------
+
+    def _kill_daemon(self) -> None:
+        self._supervisor.signal(signal.SIGKILL)
+
+    def _kill_daemon_twice(self) -> None:
+        lives = self._supervisor.lives
+        self._kill_daemon()
+        deadline = time.monotonic() + 10
+        while self._supervisor.lives == lives and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(self._dice.uniform(0.0, 0.8))  # anywhere in its start, or just after it
+        self._kill_daemon()
+
+    def _terminate_daemon(self) -> None:
+        self._supervisor.signal(signal.SIGTERM)
+
+    def _stop_daemon_shortly(self) -> None:
+        self._stop_daemon(self._dice.uniform(0.05, 0.5))
+
+    def _stop_daemon_until_the_watchdog(self) -> None:
+        kills = self._supervisor.watchdog_kills
+        self._stop_daemon(30.0)
+        assert self._supervisor.watchdog_kills > kills, "the watchdog did not end a stopped daemon"
+
+    def _stop_daemon(self, seconds: float) -> None:
+        begun, lives = time.monotonic(), self._supervisor.lives
+        self._supervisor.signal(signal.SIGSTOP)
+        while time.monotonic() - begun < seconds and self._supervisor.lives == lives:
+            time.sleep(0.005)
+        if self._supervisor.lives == lives:
+            self._supervisor.signal(signal.SIGCONT)
+        self._daemon_stopped.append((begun, time.monotonic() + AFTER_STOP_S))
+
+    def _kill_engine(self) -> None:
+        self._replace(signal.SIGKILL)
+
+    def _terminate_engine(self) -> None:
+        self._replace(signal.SIGTERM)
+
+    def _stop_engine(self) -> None:
+        engine = self._dice.choice(self._engines)
+        begun = time.monotonic()
+        engine.process.send_signal(signal.SIGSTOP)
+        time.sleep(self._dice.uniform(0.05, 0.8))
+        engine.process.send_signal(signal.SIGCONT)
+        engine.stopped.append((begun, time.monotonic() + AFTER_STOP_S))
+
+    def _kill_daemon_and_engine(self) -> None:
+        both = [self._kill_daemon, self._kill_engine]
+        self._dice.shuffle(both)
+        for kill in both:
+            kill()
+
+    def _replace(self, number: int) -> None:
+        place = self._dice.randrange(ENGINES)
+        self._engines[place].end(number)
+        self._gone.append(self._engines[place])
+        self._engines[place] = self._new_engine()
+
+    # --- accounts --------------------------------------------------------------------------------
+
+    def _quiet(self, where: str) -> None:
+        """Everybody is connected to the daemon that lives now, has nothing in flight, and the books balance."""
+        for engine in self._engines:
+            engine.order("quiet")
+        deadline = time.monotonic() + QUIET_DEADLINE_S
+        reason = "nobody has looked yet"
+        while reason:
+            assert not self._problems(), f"{where}: {self._problems()[:TOLD_PROBLEMS]}"
+            assert time.monotonic() < deadline, f"{where}: {reason}\n{self._supervisor.daemon.log[-4000:]}"
+            time.sleep(0.01)
+            reason = self._restless()
+
+    def _restless(self) -> str:
+        """Why it is not quiet yet; nothing when it is."""
+        for number, engine in enumerate(self._engines):
+            if engine.process.poll() is not None:
+                engine.problems.append(f"failed: engine {number} ended with status {engine.process.returncode}")
+        waiting = [number for number, engine in enumerate(self._engines) if engine.quiet_epoch is None]
+        if waiting:
+            return f"engines {waiting} have requests in flight or are not connected"
+        try:
+            with AdminClient(self._supervisor.directory) as admin:
+                stats = admin.stats()
+        except KvoffdClientError as error:
+            return str(error)
+        return held(stats, 1 + ENGINES * (1 + RANKS))
+
+    def _problems(self) -> list[str]:
+        return [problem for engine in (*self._gone, *self._engines) for problem in engine.problems]
+
+    def finish(self) -> Report:
+        """The figures. Asserts nothing."""
+        report = self.report
+        report.seconds = time.monotonic() - self._began_at
+        report.problems = self._problems()
+        report.lives, report.watchdog_kills = self._supervisor.lives, self._supervisor.watchdog_kills
+        if "Traceback" in self._supervisor.daemon.log:
+            report.problems.append("the daemon logged a traceback")
+        for engine in (*self._gone, *self._engines):
+            report.counts += engine.counts
+            for step in engine.steps:
+                self._enter(step, engine)
+        hits = sorted(hit for engine in (*self._gone, *self._engines) for hit in engine.hits)
+        ends = [*self._supervisor.ended_at, float("inf")]
+        for end, following in pairwise(ends):
+            if first := [hit for hit in hits if end < hit < following]:
+                report.first_hits.append(first[0] - end)
+        return report
+
+    def _enter(self, step: tuple[float, float, float], engine: EngineProcess) -> None:
+        begun, took, waited = step
+        report = self.report
+        if _overlaps(begun, took, engine.stopped):
+            return
+        if _overlaps(begun, took, self._daemon_stopped):
+            report.longest_in_stop = max(report.longest_in_stop, took)
+            return
+        report.longest_step = max(report.longest_step, took)
+        report.longest_step_on_cpu = max(report.longest_step_on_cpu, took - waited)
+        report.slow_steps += took > 0.05
+
+    def close(self) -> None:
+        """End everything."""
+        for engine in self._engines:
+            engine.process.send_signal(signal.SIGCONT)
+            engine.end(signal.SIGKILL)
+        os.close(self._engine_log)
+        self._supervisor.close()
+
+
+def held(stats: StatsReply, sessions: int) -> str:
+    """What is held for nobody while nothing happens; nothing when the books balance."""
+    pool = stats.pool
+    total = pool.free_bytes + pool.writing_bytes + pool.ready_bytes + pool.leaving_bytes + pool.quarantined_bytes
+    if total != pool.pool_bytes:
+        return f"free and used are {total} bytes of {pool.pool_bytes}: {pool}"
+    jobs = sum(of.running_jobs + of.queued_jobs for of in (stats.store, stats.load))
+    if jobs or stats.leases or stats.pinned_blocks or pool.pinned_bytes or pool.writing_bytes or pool.leaving_bytes:
+        return f"{jobs} jobs, {stats.leases} leases, {stats.pinned_blocks} pinned blocks, {pool}"
+    if stats.sessions != sessions:
+        return f"{stats.sessions} sessions are open and not {sessions}"
+    if stats.integrity.mismatches or pool.quarantined_bytes:
+        return f"slots lost their bytes: {stats.integrity}"
+    return ""
+
+
+def _overlaps(begun: float, took: float, stops: list[tuple[float, float]]) -> bool:
+    return any(begun < end and begun + took > start for start, end in stops)
+
+
+def run_rounds(
+    rounds: int, seed: int, pool_file: Path | None, tell: Callable[[int], object] = lambda _: None
+) -> Report:
+    """Play, and return the figures; ``tell`` is called with the number of each round. Raises AssertionError."""
+    played = Rounds(seed, pool_file)
+    try:
+        for number in range(rounds):
+            played.play()
+            tell(number + 1)
+        return played.finish()
+    except BaseException:
+        print(played.finish())
+        raise
+    finally:
+        played.close()

@@ -1,0 +1,102 @@
+"""What systemd does for the daemon of a chaos run: starts it again whenever it ends, kills it when it hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from support.daemon import START_DEADLINE_S
+from support.manager import ManagedDaemon, Manager
+
+WATCHDOG_S = 1.2
+ABORT_S = 0.5
+"""Between SIGABRT and SIGKILL (TimeoutAbortSec)."""
+RESTART_S = 0.02
+LOOK_S = 0.005
+
+
+class Supervisor:
+    """Runs one daemon for ever.
+
+    Args:
+        pool_file: where the pool lies; None has the manager keep it, as systemd's descriptor store does.
+
+    Attributes:
+        lives: daemons started.
+        watchdog_kills: daemons that were killed since they hung.
+        ended_at: when each daemon ended that was replaced (time.monotonic).
+        failure: a sentence when a daemon did not come up.
+    """
+
+    make_daemon = ManagedDaemon
+
+    def __init__(self, pool_size: str, pool_file: Path | None, **flags: str) -> None:
+        self._manager = Manager()
+        file = {} if pool_file is None else {"pool_file": str(pool_file)}
+        self.daemon = self.make_daemon(self._manager, pool_size, watchdog_s=WATCHDOG_S, **file, **flags)
+        self.lives = 0
+        self.watchdog_kills = 0
+        self.ended_at: list[float] = []
+        self.failure = ""
+        self._closing = False
+        self._start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def directory(self) -> Path:
+        return self.daemon.directory
+
+    def signal(self, number: int) -> None:
+        """Send the daemon a signal, if it is there just now."""
+        try:
+            os.kill(self.daemon.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def wait_serving(self, lives: int, deadline_s: float = START_DEADLINE_S) -> None:
+        """Until at least ``lives`` daemons were started and the last of them serves."""
+        deadline = time.monotonic() + deadline_s
+        while not (self.lives >= lives and self.daemon.running and self._manager.ready):
+            assert not self.failure, self.failure
+            assert time.monotonic() < deadline, f"no daemon serves:\n{self.daemon.log[-4000:]}"
+            time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        """End the daemon for good and remove what it left."""
+        self._closing = True
+        self._thread.join()
+        self.daemon.close()
+        self._manager.close()
+
+    def _start(self) -> None:
+        self._manager.forget_beats()
+        self.daemon.start(wait=False)
+        self.lives += 1
+        self._started_at = time.monotonic()
+
+    def _run(self) -> None:
+        while not self._closing and not self.failure:
+            time.sleep(LOOK_S)
+            if not self.daemon.running:
+                self.ended_at.append(time.monotonic())
+                time.sleep(RESTART_S)
+                self._start()
+            elif self._manager.ready and self._manager.silent_s > WATCHDOG_S:
+                self.watchdog_kills += 1
+                self._abort()
+            elif not self._manager.ready and time.monotonic() - self._started_at > START_DEADLINE_S:
+                self.failure = f"the daemon does not get ready:\n{self.daemon.log[-4000:]}"
+
+    def _abort(self) -> None:
+        # SIGCONT, since a stopped process takes no other signal but SIGKILL; systemd does the same.
+        self.signal(signal.SIGABRT)
+        self.signal(signal.SIGCONT)
+        deadline = time.monotonic() + ABORT_S
+        while self.daemon.running and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        if self.daemon.running:
+            self.daemon.kill()

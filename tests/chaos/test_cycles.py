@@ -1,0 +1,29 @@
+"""Clients that connect and are killed leave nothing behind. ``make chaos`` does it ten thousand times."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.chaos.cycles import STAGES
+from tests.chaos.footprint import measure_cycles
+
+CYCLES = 200
+ROOM_BYTES = 4 << 20
+"""By which the daemon's own memory may differ between two looks: arenas that malloc keeps or gives back."""
+
+
+@pytest.mark.timeout(180)
+def test_clients_that_are_killed_leave_nothing_in_the_daemon() -> None:
+    seed = random.SystemRandom().getrandbits(31)
+    print(f"seed {seed}")
+    cycles = measure_cycles(CYCLES, seed)
+    print(cycles)
+    before, after = cycles.before, cycles.after
+    assert set(cycles.killed) == set(STAGES)
+    assert after.descriptors == before.descriptors
+    assert after.shared_files == before.shared_files
+    assert after.threads == before.threads
+    assert abs(after.mappings - before.mappings) <= 8
+    assert abs(after.anonymous_bytes - before.anonymous_bytes) < ROOM_BYTES

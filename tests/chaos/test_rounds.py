@@ -1,0 +1,73 @@
+"""Daemon and engines are killed and stopped at random under traffic. ``make chaos`` does it 500 times."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.faulty_daemon import MAIN
+from support.manager import LAUNCHER, ManagedDaemon
+
+from tests.chaos.rounds import run_rounds
+from tests.chaos.supervisor import Supervisor
+
+ROUNDS = 30
+LONGEST_STEP_S = 1.0
+"""Far more than the aim, since others use the machine; the figure is printed."""
+SHM = Path("/dev/shm")
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is not there"),
+]
+
+
+@pytest.mark.parametrize("keeper", ["file", "systemd"])
+def test_no_request_fails_and_no_byte_is_wrong_whoever_is_killed_or_stopped(keeper: str) -> None:
+    seed = random.SystemRandom().getrandbits(31)
+    print(f"seed {seed}")
+    pool_file = SHM / f"kvoffd-chaos-{os.getpid()}.pool" if keeper == "file" else None
+    try:
+        report = run_rounds(ROUNDS // 2, seed, pool_file)
+    finally:
+        if pool_file is not None:
+            pool_file.unlink(missing_ok=True)
+    print(report)
+    assert report.problems == []
+    assert report.counts["blocks compared"] > 100
+    assert report.counts["stores"] > 20
+    assert report.longest_step_on_cpu < LONGEST_STEP_S
+
+
+class LyingDaemon(ManagedDaemon):
+    """A daemon whose loads bring wrong bytes."""
+
+    @property
+    def program(self) -> list[str]:
+        fault = self.directory / "fault"
+        fault.write_text("load lies")
+        return [sys.executable, "-c", LAUNCHER, "", sys.executable, str(MAIN), str(fault)]
+
+
+def test_a_daemon_that_lies_is_found_out_so_these_tests_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Supervisor, "make_daemon", LyingDaemon)
+    with pytest.raises(AssertionError, match=r"words of key .* are not what was stored"):
+        run_rounds(5, 1, None)
+
+
+def test_a_daemon_that_stops_is_ended_by_the_watchdog_and_started_again() -> None:
+    supervisor = Supervisor("4MiB", None)
+    try:
+        supervisor.wait_serving(1)
+        first = supervisor.daemon.pid
+        supervisor.signal(signal.SIGSTOP)
+        supervisor.wait_serving(2)
+        assert supervisor.watchdog_kills == 1
+        assert supervisor.daemon.pid != first
+    finally:
+        supervisor.close()
+    assert not supervisor.directory.exists()
