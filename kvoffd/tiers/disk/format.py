@@ -1,0 +1,252 @@
+"""The format of a disk tier's file, which describes itself.
+
+All numbers are little-endian, all parts aligned to pages of 4096 bytes, all checksums XXH3 of 64 bits::
+
+    head, twice | (room) | region 0 | region 1 | ...            a region: its page | records | slots
+
+The **head** (``Head``) is written to its two places in turn; the one with the higher number and a right checksum
+counts, so that a torn one costs nothing. A **region** has slots of one size and begins with a page that says which, and
+with the records of its slots. A **slot** holds the shards of one block, by rank, each padded to pages; its **record**
+(``pack_record``) says which block, and the length, first engine block and checksum of each shard.
+
+Why the records stand together and not beside the data: the index of a million blocks is rebuilt from 256 MB read in a
+few hundred pieces instead of a million reads; a block needs one write and its share of a page of records, which slots
+that are neighbours have in common; a block that goes costs no write to its slot. A record is written after its data.
+Neither waits for the device's cache: whatever a crash leaves, the checksums of the shards tell on the next read. What
+does wait for it (fdatasync) is forgetting.
+
+Records are checked with a seed from the file's id, the region, its generation and the slot, so that what an earlier
+file or an earlier use of the region left is no record, wherever it lies.
+
+Generations count what is written, over all lives of the file. A namespace that is forgotten leaves a **floor** in the
+head until its records are gone: those of its generation and below do not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import NamedTuple
+
+import xxhash
+
+from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
+
+FILE_NAME = "kvoffd.disk"
+FORMAT_VERSION = 1
+MAGIC = b"KVOFFDDK"
+MAX_FINGERPRINT_BYTES = 32
+MAX_KEY_BYTES = 64
+MAX_WORLD_SIZE = 0xFFFF
+HEAD_PAGES = 2
+REGIONS_AT = 64 << 10
+MAX_FLOORS = 64
+
+_REGION_MAGIC = b"KVOFFDRG"
+_RECORD_MAGIC = b"KVOFFDSL"
+_CHECKSUM = Struct("<Q")
+_CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
+# magic, version, number of floors, number of this head, file id, region bytes, regions, generation, written bytes,
+# written blocks, time of the file's birth, 1 while it is open
+_HEAD = Struct("<8sIIQ16sQQQQQdB7x")
+_FLOOR = Struct("<B32s7xQ")
+assert _HEAD.size + MAX_FLOORS * _FLOOR.size <= _CHECKSUM_AT
+# magic, number, generation, slot bytes, record bytes, slots
+_REGION = Struct("<8sQQQII")
+# magic, generation, time of writing, group, world size, length of fingerprint and key, fingerprint, key
+_RECORD = Struct("<8sQdHHBB2x32s64s")
+_SHARD = Struct("<QQI4x")  # length, checksum, first block
+_LEAST_RECORD_BYTES = 256
+_MASK = 2**64 - 1
+
+
+class BadHead(Exception):
+    """There is no head of this format. ``ours`` tells whether it is a kvoffd disk all the same."""
+
+    def __init__(self, sentence: str, ours: bool) -> None:
+        super().__init__(sentence)
+        self.ours = ours
+
+
+@dataclass
+class Head:
+    """What is known of the file as a whole."""
+
+    file_id: bytes
+    region_bytes: int
+    regions: int
+    created_at: float
+    """Seconds since 1970."""
+    number: int = 0
+    generation: int = 0
+    """At least that of every block that was written when the head was."""
+    written_bytes: int = 0
+    """Since the file's birth, records and heads included."""
+    written_blocks: int = 0
+    is_open: bool = True
+    """False where a daemon closed the file in good order and nobody opened it since."""
+    floors: dict[bytes, int] = field(default_factory=dict)
+    """Generations by fingerprint: what was written up to then is forgotten."""
+
+    def pack(self) -> bytes:
+        """One page."""
+        packed = _HEAD.pack(
+            *(MAGIC, FORMAT_VERSION, len(self.floors), self.number, self.file_id, self.region_bytes, self.regions),
+            *(self.generation, self.written_bytes, self.written_blocks, self.created_at, self.is_open),
+        )
+        floors = b"".join(_FLOOR.pack(len(name), name, floor) for name, floor in self.floors.items())
+        content = (packed + floors).ljust(_CHECKSUM_AT, b"\0")
+        return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
+
+
+def read_head(pages: memoryview) -> Head:
+    """The head that counts of the two. Raises BadHead."""
+    heads: list[Head] = []
+    versions: set[int] = set()
+    for at in range(0, HEAD_PAGES * PAGE_BYTES, PAGE_BYTES):
+        page = bytes(pages[at : at + PAGE_BYTES])
+        if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
+            versions.update([0] if page[: len(MAGIC)] == MAGIC else [])
+            continue
+        versions.add(_HEAD.unpack_from(page)[1])
+        if _CHECKSUM.unpack_from(page, _CHECKSUM_AT)[0] == xxhash.xxh3_64_intdigest(page[:_CHECKSUM_AT]):
+            head = _unpack_head(page)
+            heads += [head] if head is not None else []
+    if heads:
+        return max(heads, key=lambda head: head.number)
+    if not versions:
+        raise BadHead("It is no file of kvoffd's.", ours=False)
+    if FORMAT_VERSION not in versions:
+        raise BadHead(f"It has format {max(versions)}, and this release reads format {FORMAT_VERSION}.", ours=True)
+    raise BadHead("Its head is damaged.", ours=True)
+
+
+def _unpack_head(page: bytes) -> Head | None:
+    _, version, floors, number, file_id, region_bytes, regions, *rest = _HEAD.unpack_from(page)
+    generation, written_bytes, written_blocks, created_at, is_open = rest
+    if version != FORMAT_VERSION or floors > MAX_FLOORS or region_bytes < PAGE_BYTES or region_bytes % PAGE_BYTES:
+        return None
+    head = Head(file_id, region_bytes, regions, created_at, number, generation, written_bytes, written_blocks)
+    head.is_open = bool(is_open)
+    for index in range(floors):
+        length, name, floor = _FLOOR.unpack_from(page, _HEAD.size + index * _FLOOR.size)
+        head.floors[name[:length]] = floor
+    return head
+
+
+class SlotShape(NamedTuple):
+    """What the slots of a region have in common."""
+
+    slot_bytes: int
+    record_bytes: int
+
+    @classmethod
+    def of(cls, block: TierBlock) -> SlotShape:
+        """The shape that holds the block."""
+        slot_bytes = sum(page_up(shard.length) for shard in block.shards)
+        return cls(max(PAGE_BYTES, slot_bytes), record_bytes(len(block.shards)))
+
+    def slots(self, region_bytes: int) -> int:
+        """How many fit a region."""
+        slots = max(0, (region_bytes - PAGE_BYTES) // (self.slot_bytes + self.record_bytes))
+        while slots and self.slots_at(slots) + slots * self.slot_bytes > region_bytes:
+            slots -= 1
+        return slots
+
+    def slots_at(self, slots: int) -> int:
+        """Where in a region of so many slots the first one begins."""
+        return PAGE_BYTES + page_up(slots * self.record_bytes)
+
+
+class RegionHead(NamedTuple):
+    """The first page of a region."""
+
+    number: int
+    generation: int
+    shape: SlotShape
+    slots: int
+
+    def pack(self, file_id: bytes) -> bytes:
+        """One page."""
+        content = _REGION.pack(_REGION_MAGIC, self.number, self.generation, *self.shape, self.slots)
+        content = content.ljust(_CHECKSUM_AT, b"\0")
+        return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content, _seed(file_id)))
+
+
+def read_region(page: memoryview, file_id: bytes, number: int, region_bytes: int) -> RegionHead | None:
+    """What the page says; None where it was never written, belongs elsewhere or is damaged."""
+    content = bytes(page[:_CHECKSUM_AT])
+    if content[: len(_REGION_MAGIC)] != _REGION_MAGIC:
+        return None
+    if _CHECKSUM.unpack_from(page, _CHECKSUM_AT)[0] != xxhash.xxh3_64_intdigest(content, _seed(file_id)):
+        return None
+    _, found, generation, slot_bytes, record, slots = _REGION.unpack_from(content)
+    shape = SlotShape(slot_bytes, record)
+    sound = found == number and slot_bytes >= PAGE_BYTES and slot_bytes % PAGE_BYTES == 0 and _is_record_bytes(record)
+    if not sound or slots != shape.slots(region_bytes):
+        return None
+    return RegionHead(number, generation, shape, slots)
+
+
+class Record(NamedTuple):
+    """What a record says."""
+
+    block: TierBlock
+    generation: int
+    written_at: float
+    """Seconds since 1970."""
+
+
+def region_seed(file_id: bytes, head: RegionHead) -> int:
+    """What the seeds of a region's records begin with: add the slot's number."""
+    return xxhash.xxh3_64_intdigest(_CHECKSUM.pack(head.number) + _CHECKSUM.pack(head.generation), _seed(file_id))
+
+
+def pack_record(record: Record, seed: int, nbytes: int) -> bytes:
+    """``nbytes`` for one slot: see ``record_bytes``."""
+    (fingerprint, group, key), shards = record.block
+    content = _RECORD.pack(
+        *(_RECORD_MAGIC, record.generation, record.written_at, group, len(shards), len(fingerprint), len(key)),
+        *(fingerprint, key),
+    )
+    content += b"".join(_SHARD.pack(shard.length, shard.checksum, shard.first_block) for shard in shards)
+    return (content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content, seed & _MASK))).ljust(nbytes, b"\0")
+
+
+def read_record(records: bytes, at: int, shape: SlotShape, seed: int) -> Record | None:
+    """The record at ``at``; None where there is none that is whole and fits the slot."""
+    magic, generation, written_at, group, world_size, *lengths, fingerprint, key = _RECORD.unpack_from(records, at)
+    if magic != _RECORD_MAGIC or not world_size or record_bytes(world_size) != shape.record_bytes:
+        return None
+    shards_at = at + _RECORD.size
+    end = shards_at + world_size * _SHARD.size
+    if _CHECKSUM.unpack_from(records, end)[0] != xxhash.xxh3_64_intdigest(records[at:end], seed & _MASK):
+        return None
+    shards = tuple(
+        TierShard(length, first_block, checksum)
+        for length, checksum, first_block in _SHARD.iter_unpack(records[shards_at:end])
+    )
+    block = TierBlock(TierKey(fingerprint[: lengths[0]], group, key[: lengths[1]]), shards)
+    return Record(block, generation, written_at) if SlotShape.of(block) == shape else None
+
+
+def record_bytes(world_size: int) -> int:
+    """Bytes of a record with so many shards: a power of two, so that no page cuts one, or whole pages."""
+    needed = _RECORD.size + world_size * _SHARD.size + _CHECKSUM.size
+    if needed > PAGE_BYTES:
+        return page_up(needed)
+    return max(_LEAST_RECORD_BYTES, 1 << (needed - 1).bit_length())
+
+
+def page_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _is_record_bytes(nbytes: int) -> bool:
+    return nbytes >= _LEAST_RECORD_BYTES and (nbytes % PAGE_BYTES == 0 or PAGE_BYTES % nbytes == 0)
+
+
+def _seed(file_id: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(file_id)

@@ -1,0 +1,159 @@
+"""What a disk has to do, in which order, and what is done in one go. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+from kvoffd.tiers.disk.records import Update
+from kvoffd.tiers.disk.regions import Entry
+from kvoffd.tiers.tier import OnDone
+
+MOST_BUFFERS = 512
+
+
+class Kind(IntEnum):
+    """What a job does."""
+
+    READ = 0
+    UPDATE = 1
+    WRITE = 2
+
+
+class Job:
+    """One block's read or write, or an update of the records. Compared by identity."""
+
+    __slots__ = ("buffers", "deadline", "entry", "kind", "nbytes", "offset", "on_done", "queued_at", "update")
+
+    def __init__(
+        self,
+        kind: Kind,
+        offset: int,
+        buffers: Sequence[memoryview],
+        queued_at: float,
+        deadline: float = float("inf"),
+        entry: Entry | None = None,
+        on_done: OnDone | None = None,
+        update: Update | None = None,
+    ) -> None:
+        self.kind = kind
+        self.offset = offset
+        self.buffers = buffers
+        self.nbytes = sum(map(len, buffers))
+        self.queued_at = queued_at
+        self.deadline = deadline
+        self.entry = entry
+        self.on_done = on_done
+        self.update = update
+
+
+class Batch:
+    """Jobs of one kind that one call does, in the order of their offsets."""
+
+    __slots__ = ("begun_at", "jobs", "kind")
+
+    def __init__(self, jobs: list[Job], begun_at: float) -> None:
+        self.jobs = jobs
+        self.kind = jobs[0].kind
+        self.begun_at = begun_at
+
+
+class DiskQueue:
+    """Reads before updates before writes; writes and updates are few at a time. Not thread-safe.
+
+    Under reads without end a write waits ``patience_s`` and then has its turn, one at a time.
+
+    Args:
+        most_reads: batches of reads at a time.
+        most_writes: batches of writes at a time.
+        merge_bytes: neighbours are done in one call of up to so many bytes.
+    """
+
+    def __init__(self, most_reads: int, most_writes: int, merge_bytes: int, patience_s: float) -> None:
+        self._most = {Kind.READ: most_reads, Kind.UPDATE: 1, Kind.WRITE: most_writes}
+        self._merge_bytes = merge_bytes
+        self._patience_s = patience_s
+        self._waiting: dict[Kind, dict[Job, None]] = {kind: {} for kind in Kind}
+        self._by_offset: dict[Kind, dict[int, Job]] = {kind: {} for kind in Kind}
+        self.running: dict[Kind, set[Batch]] = {kind: set() for kind in Kind}
+        self.jobs = 0
+        """All that wait or run."""
+
+    def put(self, job: Job) -> None:
+        """Adds a job."""
+        self._waiting[job.kind][job] = None
+        self._by_offset[job.kind].setdefault(job.offset, job)
+        self.jobs += 1
+
+    def next(self, now: float) -> Batch | None:
+        """Takes what is to be done now; end it by ``done``. None where there is nothing, or enough under way."""
+        kind = self._next_kind(now)
+        if kind is None:
+            return None
+        first = next(iter(self._waiting[kind]))
+        self._take(first)
+        jobs = [first] if kind is Kind.UPDATE else self._with_neighbours(first)
+        batch = Batch(jobs, now)
+        self.running[kind].add(batch)
+        return batch
+
+    def done(self, batch: Batch) -> None:
+        """Ends a batch."""
+        self.running[batch.kind].remove(batch)
+        self.jobs -= len(batch.jobs)
+
+    def late(self, now: float) -> list[Job]:
+        """Takes off what waits and is beyond its deadline."""
+        return self._take_off(job for jobs in self._waiting.values() for job in jobs if now >= job.deadline)
+
+    def clear(self) -> list[Job]:
+        """Takes off all that waits."""
+        return self._take_off(job for jobs in self._waiting.values() for job in jobs)
+
+    def waiting(self, kind: Kind) -> int:
+        """Jobs that wait."""
+        return len(self._waiting[kind])
+
+    def running_jobs(self, kind: Kind) -> int:
+        """Jobs that run."""
+        return sum(len(batch.jobs) for batch in self.running[kind])
+
+    def longest_s(self, now: float) -> float:
+        """Since when the oldest batch runs."""
+        return max((now - batch.begun_at for batches in self.running.values() for batch in batches), default=0.0)
+
+    def _next_kind(self, now: float) -> Kind | None:
+        ready = [kind for kind in Kind if self._waiting[kind] and len(self.running[kind]) < self._most[kind]]
+        if not ready or ready[0] is not Kind.READ:
+            return ready[0] if ready else None
+        for kind in ready[1:]:
+            oldest = next(iter(self._waiting[kind]))
+            if now - oldest.queued_at >= self._patience_s and not self.running[kind]:
+                return kind
+        return Kind.READ
+
+    def _with_neighbours(self, first: Job) -> list[Job]:
+        """The job and those that follow it in the file, as far as one call goes."""
+        jobs = [first]
+        nbytes, buffers = first.nbytes, len(first.buffers)
+        by_offset = self._by_offset[first.kind]
+        while (job := by_offset.get(first.offset + nbytes)) is not None:
+            nbytes += job.nbytes
+            buffers += len(job.buffers)
+            if nbytes > self._merge_bytes or buffers > MOST_BUFFERS:
+                break
+            self._take(job)
+            jobs.append(job)
+        return jobs
+
+    def _take(self, job: Job) -> None:
+        del self._waiting[job.kind][job]
+        if self._by_offset[job.kind].get(job.offset) is job:
+            del self._by_offset[job.kind][job.offset]
+
+    def _take_off(self, jobs: Iterable[Job]) -> list[Job]:
+        taken = list(jobs)
+        for job in taken:
+            self._take(job)
+        self.jobs -= len(taken)
+        return taken

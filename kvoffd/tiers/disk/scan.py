@@ -1,0 +1,83 @@
+"""What an earlier daemon left in the file: the index, made from the records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.tiers.disk.book import Book
+from kvoffd.tiers.disk.errors import OpeningStopped
+from kvoffd.tiers.disk.file import DiskFile, OnProgress
+from kvoffd.tiers.disk.format import RegionHead, page_up, read_record, read_region, region_seed
+from kvoffd.tiers.disk.regions import Entry, Region, Regions
+from kvoffd.tiers.tier import TierKey
+
+
+def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Book:
+    """Reads heads and records of all regions. What cannot be read is noted, and empty.
+
+    Blocks count as used in the order of their writing. What does not count any more is dirty.
+    """
+    head = file.head
+    regions = Regions(head.region_bytes, head.regions)
+    regions.generation = max([head.generation, *head.floors.values()])
+    found: dict[TierKey, Entry] = {}
+    size = head.regions * head.region_bytes
+    for region in regions:
+        if should_stop():
+            raise OpeningStopped(f"{file.path} was not opened: told to stop.")
+        try:
+            _read_region(file, regions, region, found)
+        except OSError as error:
+            # Written over rather than left: what is in them might be forgotten until they can be read again.
+            regions.dirty.mark_head(region)
+            file.notes.errors.append(
+                (
+                    "read_failed",
+                    f"The records of region {region.number} of {file.path} cannot be read ({error.strerror or error}): "
+                    "its blocks are lost.",
+                )
+            )
+        on_progress("reading the index", (region.number + 1) * head.region_bytes, size)
+    regions.restored()
+    book = Book(regions)
+    for entry in sorted(found.values(), key=attrgetter("generation")):
+        entry.suspect = file.was_open
+        book.add(entry)
+    return book
+
+
+def _read_region(file: DiskFile, regions: Regions, region: Region, found: dict[TierKey, Entry]) -> None:
+    page = file.read_pages(region.base, PAGE_BYTES)
+    head = read_region(page, file.head.file_id, region.number, file.head.region_bytes)
+    if head is None:
+        return
+    nbytes = page_up(head.slots * head.shape.record_bytes)
+    records = bytes(file.read_pages(region.base + PAGE_BYTES, nbytes))
+    region.cut(head.shape, head.slots, head.generation)
+    regions.generation = max(regions.generation, head.generation)
+    _take_up(file, regions, region, head, records, found)
+
+
+def _take_up(
+    file: DiskFile, regions: Regions, region: Region, head: RegionHead, records: bytes, found: dict[TierKey, Entry]
+) -> None:
+    floors = file.head.floors
+    seed = region_seed(file.head.file_id, head)
+    for slot in range(head.slots):
+        record = read_record(records, slot * head.shape.record_bytes, head.shape, seed + slot)
+        if record is None:
+            continue
+        block_id = record.block.id
+        regions.generation = max(regions.generation, record.generation)
+        twin = found.get(block_id)
+        forgotten = record.generation <= floors.get(block_id.fingerprint, 0)
+        if forgotten or (twin is not None and twin.generation > record.generation):
+            regions.dirty.mark(region, slot)
+            continue
+        if twin is not None:
+            del twin.region.entries[twin.slot]
+            regions.dirty.mark(twin.region, twin.slot)
+        found[block_id] = entry = Entry(record.block, region, slot, record.generation, record.written_at)
+        region.entries[slot] = entry
