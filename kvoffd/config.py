@@ -226,6 +226,11 @@ class Config:
     pool_file: str = _file(
         "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
     )
+    numa: str = _choice(
+        "auto",
+        ("auto", "off"),
+        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own.",
+    )
     touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
     copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
     verify_share: float = _share(

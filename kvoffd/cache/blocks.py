@@ -44,16 +44,16 @@ class Blocks:
 
     # --- in --------------------------------------------------------------------------------------
 
-    def take_slots(self, slot_bytes: int, count: int, spared: Set[Block]) -> list[int]:
+    def take_slots(self, slot_bytes: int, count: int, spared: Set[Block], node: int | None = None) -> list[int]:
         """Up to ``count`` slots, evicting what is not pinned, being written or spared; their offsets, ascending."""
-        offsets = self._slots.take(slot_bytes, count)
+        offsets = self._slots.take(slot_bytes, count, node)
         while (lacking := count - len(offsets)) > 0:
             victims = choose_victims(self._policy, self._slots, self.tenants, slot_bytes, lacking, spared)
             if not victims:
                 break
             self._evict(victims)
             # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
-            offsets.extend(self._slots.take(slot_bytes, lacking))
+            offsets.extend(self._slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
 
     def start_shard(

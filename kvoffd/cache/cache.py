@@ -228,11 +228,13 @@ class BlockCache:
         keys: bytes,
         first_block: int = 0,
         same_job: Sequence[StoreTicket] = (),
+        node: int | None = None,
     ) -> StoreTicket:
         """Take slots for the keys of which this rank's shard is neither written nor being written, evicting if needed.
 
         The first key is written from engine block ``first_block`` on. ``same_job`` are the tickets of the job's other
-        groups: what they found present is not evicted for this one. Raises BadGeometry, BadKeys.
+        groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken where there
+        are any. Raises BadGeometry, BadKeys.
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys, distinct=True)
@@ -254,7 +256,7 @@ class BlockCache:
                 narrow.append(block)
                 slot_for[number] = shard.offset
         spared = set(ticket.present).union(*[other.present for other in same_job])
-        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared), strict=False))
+        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared, node), strict=False))
         for block in narrow:
             self._blocks.reopen_shard(block, rank)
         ticket.dropped = [number for number in wanted if number not in slot_for]

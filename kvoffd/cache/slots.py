@@ -67,8 +67,12 @@ class SlotStore(Protocol):
     def slot_bytes(self, nbytes: int) -> int:
         """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""
 
-    def take(self, slot_bytes: int, count: int) -> list[int]:
-        """Hand out up to ``count`` free slots of a size, in runs where possible: their offsets."""
+    @property
+    def spilled_slots(self) -> int:
+        """Slots that were taken on another NUMA node than was asked for."""
+
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
+        """Hand out up to ``count`` free slots of a size, in runs and on NUMA ``node`` if possible: their offsets."""
 
     def neighbours(self, offset: int) -> list[int]:
         """Offsets of all slots in use in the region of this one, which is among them."""

@@ -99,6 +99,11 @@ METRICS: tuple[MetricSpec, ...] = (
         lambda stats: stats.pool.pinned_bytes,
     ),
     _counter(
+        "kvoffd_pool_spilled_slots_total",
+        "Slots that had to be taken on another NUMA node than their GPU's.",
+        lambda stats: stats.pool.spilled_slots,
+    ),
+    _counter(
         "kvoffd_checked_slots_total",
         "Slots whose bytes were compared with their checksum.",
         lambda stats: stats.integrity.checked_slots,

@@ -8,12 +8,15 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
+from kvoffd.pool.nodes import Segment
+from kvoffd.transfer.cuda.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.segments import MappedSegment, map_memfd, map_shared
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
@@ -104,6 +107,7 @@ class PoolMemory:
         on_progress: Callable[[int], None],
         should_stop: Callable[[], bool] = lambda: False,
         chunk_bytes: int = TOUCH_CHUNK_BYTES,
+        segments: Sequence[Segment] = (),
     ) -> int:
         """Makes every page resident, in parallel, keeping what is in it; returns the bytes touched.
 
@@ -113,6 +117,7 @@ class PoolMemory:
                 threads. An exception from it ends the touching and is raised here.
             should_stop: asked by the threads between chunks; touching ends early once it says True.
             chunk_bytes: touched at once. Mapping and unmapping by other threads waits that long.
+            segments: all parts of the memory, each touched near its NUMA node, so that its pages come to lie there.
 
         Raises:
             PoolTooLarge: the memory is not there.
@@ -120,10 +125,9 @@ class PoolMemory:
         threads = threads or min(16, len(os.sched_getaffinity(0)))
         progress = _Progress(on_progress)
 
-        def touch_chunk(offset: int) -> None:
+        def touch_chunk(offset: int, length: int) -> None:
             if progress.failed or should_stop():
                 return
-            length = min(chunk_bytes, self.size_bytes - offset)
             try:
                 _populate(self.address + offset, length)
                 progress.add(length)
@@ -131,9 +135,17 @@ class PoolMemory:
                 progress.failed = True
                 raise
 
-        with ThreadPoolExecutor(threads, thread_name_prefix="kvoffd-touch") as executor:
-            for _ in executor.map(touch_chunk, range(0, self.size_bytes, chunk_bytes)):
-                pass
+        parts = [(part.begin, part.end, Locality(*part.node)) for part in segments] or [(0, self.size_bytes, NOWHERE)]
+        share = max(1, threads // len(parts))
+        with ExitStack() as executors:
+            touched = []
+            for begin, end, near in parts:
+                executor = executors.enter_context(ThreadPoolExecutor(share, "kvoffd-touch", run_near, (near,)))
+                offsets = range(begin, end, chunk_bytes)
+                touched.append(executor.map(touch_chunk, offsets, [min(chunk_bytes, end - at) for at in offsets]))
+            for part_touched in touched:
+                for _ in part_touched:
+                    pass
         return progress.touched_bytes
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import PoolTooLarge
@@ -11,6 +11,7 @@ from kvoffd.pool.checksum import as_buffer, digest
 from kvoffd.pool.format import BadTable, Geometry
 from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
 from kvoffd.pool.limits import MemoryLimit, check_fits
+from kvoffd.pool.nodes import Node, cut_pool
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import Inheritance, SlotTable
 
@@ -34,6 +35,8 @@ class Pool:
         region_bytes: see SlotAllocator.
         limit: what can be had, with what ``home`` has already; found out when None.
         home: where the memory is; new memfds when None.
+        nodes: NUMA nodes to spread the pool over; none leaves it to the kernel. What is taken over stays where it is,
+            which is the same place as long as these are the same nodes.
 
     Raises:
         PoolTooLarge: the machine, a cgroup or the file system cannot give that much.
@@ -47,11 +50,14 @@ class Pool:
         region_bytes: int | None = None,
         limit: MemoryLimit | None = None,
         home: PoolHome | None = None,
+        nodes: Sequence[Node] = (),
     ) -> None:
         home = MemfdHome() if home is None else home
         limit = home.limit() if limit is None else limit
         check_fits(size_bytes, limit)  # before the books of an absurd pool are drawn up
         self._slots = SlotAllocator(size_bytes, region_bytes)
+        self.segments = cut_pool(size_bytes, self._slots.region_bytes, nodes)
+        self._slots.place(self.segments)
         geometry = Geometry.of(size_bytes, self._slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
@@ -127,7 +133,7 @@ class Pool:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> int:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
-        return self._memory.touch(threads, on_progress, should_stop)
+        return self._memory.touch(threads, on_progress, should_stop, segments=self.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
         """Fills the page tables of a resident pool while it is in use, with one thread; without it, faults would."""
@@ -140,9 +146,17 @@ class Pool:
         """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""
         return self._slots.slot_bytes(nbytes)
 
-    def take(self, slot_bytes: int, count: int) -> list[int]:
-        """Hands out up to ``count`` free slots of a size, in runs where possible: their offsets, ascending."""
-        offsets = self._slots.take(slot_bytes, count)
+    @property
+    def spilled_slots(self) -> int:
+        """Slots that were asked for on one NUMA node and handed out on another, since the start."""
+        return self._slots.spilled_slots
+
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
+        """Hands out up to ``count`` free slots of a size, in runs where possible: their offsets, ascending.
+
+        Those on NUMA node ``node`` come first.
+        """
+        offsets = self._slots.take(slot_bytes, count, node)
         for region in {offset // self._slots.region_bytes for offset in offsets}:
             self._table.set_region(region, slot_bytes)
         return offsets

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.pool.nodes import Segment
 from kvoffd.pool.runs import RunIndex
 
 PAGE_BYTES = 4096
@@ -50,8 +51,11 @@ class SlotAllocator:
             for base in range(0, pool_bytes, region_bytes)
             if pool_bytes - base >= MIN_SLOT_BYTES
         ]
-        self._free_regions = list(range(len(self._regions)))  # a heap
-        self._runs: dict[int, RunIndex] = {}  # by slot size
+        self._nodes: list[int | None] = [None]
+        self._free_regions: dict[int | None, list[int]] = {None: list(range(len(self._regions)))}  # heaps, by node
+        self._runs: dict[tuple[int, int | None], RunIndex] = {}  # by slot size and node
+        self.spilled_slots = 0
+        """Slots that were asked for on one node and handed out on another."""
 
     @property
     def free_bytes(self) -> int:
@@ -72,20 +76,44 @@ class SlotAllocator:
             )
         return slot_bytes
 
-    def take(self, slot_bytes: int, count: int) -> list[int]:
+    def place(self, segments: Sequence[Segment]) -> None:
+        """Says on which NUMA node the regions lie. For an allocator that is new; ``segments`` are of whole regions."""
+        for segment in segments:
+            for index in range(segment.begin // self.region_bytes, -(-segment.end // self.region_bytes)):
+                if index < len(self._regions):
+                    self._regions[index].node = segment.node.number
+        self._nodes = [segment.node.number for segment in segments] or [None]
+        self._find_free_regions()
+
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
         """Hands out up to ``count`` slots: ascending offsets, fewer than asked for where there is no room.
 
-        Slots come in runs where possible. Regions of that size come first: a run that holds all and is not much longer,
-        else their longest runs. Then come free regions, from the lowest on.
+        Those on ``node`` come first. Slots come in runs where possible. Regions of that size come first: a run that
+        holds all and is not much longer, else their longest runs. Then come free regions, from the lowest on.
         """
         if slot_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= slot_bytes <= self.region_bytes:
             raise ValueError(f"{slot_bytes} bytes are no slot size; ask slot_bytes() for one.")
-        runs = self._runs.setdefault(slot_bytes, RunIndex())
         taken: list[int] = []
+        if node in self._nodes:
+            self._take_on(node, slot_bytes, count, taken)
+            wanted = count - len(taken)
+            for other in self._nodes:
+                self._take_on(other, slot_bytes, count, taken)
+            self.spilled_slots += wanted - (count - len(taken))
+        else:
+            for other in self._nodes:
+                self._take_on(other, slot_bytes, count, taken)
+        self.used_bytes += len(taken) * slot_bytes
+        taken.sort()
+        return taken
+
+    def _take_on(self, node: int | None, slot_bytes: int, count: int, taken: list[int]) -> None:
+        """Adds what slots the node has to ``taken``, until there are ``count``."""
+        runs = self._runs.setdefault((slot_bytes, node), RunIndex())
         while len(taken) < count:
             run = runs.take(count - len(taken), slot_bytes)
             if run is None:
-                if not self._open_region(slot_bytes, runs):
+                if not self._open_region(node, slot_bytes, runs):
                     break
                 continue
             start, length = run
@@ -93,10 +121,7 @@ class SlotAllocator:
             self._regions[start // self.region_bytes].in_use.update(offsets)
             taken.extend(offsets)
         if not runs:
-            del self._runs[slot_bytes]
-        self.used_bytes += len(taken) * slot_bytes
-        taken.sort()
-        return taken
+            del self._runs[slot_bytes, node]
 
     def give_back(self, offset: int) -> None:
         """Takes a slot back. One that is not handed out is a bug of the caller's and raises ValueError."""
@@ -106,15 +131,16 @@ class SlotAllocator:
         region.in_use.remove(offset)
         slot_bytes = region.slot_bytes
         self.used_bytes -= slot_bytes
-        runs = self._runs.setdefault(slot_bytes, RunIndex())
+        size_and_node = (slot_bytes, region.node)
+        runs = self._runs.setdefault(size_and_node, RunIndex())
         slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
         runs.add(offset, 1, slot_bytes, region.base, slots_end)
         if not region.in_use:
             runs.remove(region.base, slot_bytes)
             if not runs:
-                del self._runs[slot_bytes]
+                del self._runs[size_and_node]
             region.slot_bytes = 0
-            heappush(self._free_regions, region.base // self.region_bytes)
+            heappush(self._free_regions[region.node], region.base // self.region_bytes)
 
     def hold(self, slots: Iterable[tuple[int, int]]) -> None:
         """Hands out slots that are in use already: (offset, slot bytes) each. For an allocator that is new.
@@ -131,7 +157,13 @@ class SlotAllocator:
             offsets.append(offset)
         for base, (slot_bytes, offsets) in found.items():
             self._hold_in(self._region_of(base), slot_bytes, sorted(offsets))
-        self._free_regions = [index for index, region in enumerate(self._regions) if not region.slot_bytes]
+        self._find_free_regions()
+
+    def _find_free_regions(self) -> None:
+        self._free_regions = {node: [] for node in self._nodes}
+        for index, region in enumerate(self._regions):
+            if not region.slot_bytes:
+                self._free_regions[region.node].append(index)  # ascending, which makes it a heap
 
     def _hold_in(self, region: _Region, slot_bytes: int, offsets: list[int]) -> None:
         slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
@@ -143,7 +175,7 @@ class SlotAllocator:
         free_from = region.base
         for offset in [*offsets, slots_end]:
             if free := (offset - free_from) // slot_bytes:
-                runs = self._runs.setdefault(slot_bytes, RunIndex())
+                runs = self._runs.setdefault((slot_bytes, region.node), RunIndex())
                 runs.add(free_from, free, slot_bytes, region.base, slots_end)
             free_from = offset + slot_bytes
 
@@ -157,12 +189,13 @@ class SlotAllocator:
             raise ValueError(f"Offset {offset} lies outside the pool of {self.pool_bytes} bytes.")
         return self._regions[index]
 
-    def _open_region(self, slot_bytes: int, runs: RunIndex) -> bool:
-        """Gives the lowest free region to this slot size; False where there is none."""
+    def _open_region(self, node: int | None, slot_bytes: int, runs: RunIndex) -> bool:
+        """Gives the node's lowest free region to this slot size; False where there is none."""
+        free = self._free_regions[node]
         # Only the last region can be too short, and being the highest it comes up only when it is the only one left.
-        if not self._free_regions or self._regions[self._free_regions[0]].nbytes < slot_bytes:
+        if not free or self._regions[free[0]].nbytes < slot_bytes:
             return False
-        region = self._regions[heappop(self._free_regions)]
+        region = self._regions[heappop(free)]
         region.slot_bytes = slot_bytes
         slots = region.nbytes // slot_bytes
         runs.add(region.base, slots, slot_bytes, region.base, region.base + slots * slot_bytes)
@@ -172,12 +205,13 @@ class SlotAllocator:
 class _Region:
     """A stretch of the pool whose slots have one size; 0 while it is nobody's."""
 
-    __slots__ = ("base", "in_use", "nbytes", "slot_bytes")
+    __slots__ = ("base", "in_use", "nbytes", "node", "slot_bytes")
 
     def __init__(self, base: int, nbytes: int) -> None:
         self.base = base
         self.nbytes = nbytes
         self.slot_bytes = 0
+        self.node: int | None = None
         self.in_use: set[int] = set()
 
 

@@ -29,6 +29,11 @@ class EngineMemory(Protocol):
         """(address, size in bytes) of each segment, in the order of the handles."""
         ...
 
+    @property
+    def node(self) -> int | None:
+        """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
+        ...
+
     def close(self, on_closed: Callable[[], None]) -> None:
         """Unmap it, then have ``on_closed`` called in the service's thread. No copy of it may be running. Once."""
         ...
@@ -39,6 +44,8 @@ OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 class _HostMemory:
     """Memfds."""
+
+    node = None
 
     def __init__(self, engine: TransferEngine, segments: list[MappedSegment]) -> None:
         self.engine = engine
@@ -57,6 +64,7 @@ class _DeviceMemory:
     def __init__(self, memory: GpuMemory, post: Post) -> None:
         self.engine = memory.engine
         self.spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
+        self.node = memory.node
         self._memory = memory
         self._post = post
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.pool.file import FileHome
-from kvoffd.pool.home import MemfdHome
+from kvoffd.pool.home import MemfdHome, PoolHome
+from kvoffd.pool.nodes import nodes_with_gpus
 from kvoffd.pool.pool import Pool
 from kvoffd.server.notify import Notifier
 from kvoffd_proto.units import format_size
@@ -65,7 +66,7 @@ def _open_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int
         _forget(notifier, stored)
     home = FileHome(Path(config.pool_file))
     try:
-        pool = Pool(config.pool_bytes, home=home)
+        pool = _make(config, home)
         try:
             home.publish()
         except BaseException:
@@ -84,13 +85,21 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
         _forget(notifier, stored)
     home = MemfdHome(kept, lambda: _remove(notifier, stored))
     try:
-        pool = Pool(config.pool_bytes, home=home)
+        pool = _make(config, home)
     finally:
         home.close()
     if not pool.adopted:
         pool_fd, table_fd = pool.memory_fds
         notifier.store_fds(POOL_NAME, [pool_fd])
         notifier.store_fds(TABLE_NAME, [table_fd])
+    return pool
+
+
+def _make(config: Config, home: PoolHome) -> Pool:
+    pool = Pool(config.pool_bytes, home=home, nodes=nodes_with_gpus() if config.numa == "auto" else ())
+    for segment in pool.segments:
+        size = format_size(segment.end - segment.begin)
+        logger.info("%s of the pool lie on NUMA node %d, where a GPU is.", size, segment.node.number)
     return pool
 
 

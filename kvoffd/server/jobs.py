@@ -120,7 +120,13 @@ class JobRunner:
         try:
             for part, ids in zip(message.groups, block_ids, strict=True):
                 ticket = self._cache.begin_store(
-                    namespace, registration.rank, part.group, part.keys, part.first_block, job.store_tickets
+                    namespace,
+                    registration.rank,
+                    part.group,
+                    part.keys,
+                    part.first_block,
+                    job.store_tickets,
+                    registration.memory.node,
                 )
                 job.store_tickets.append(ticket)
                 if ticket.dropped:

@@ -95,6 +95,7 @@ class Reporter:
             balance.leaving_bytes,
             balance.pinned_bytes,
             balance.quarantined_bytes,
+            cache.slots.spilled_slots,
         )
 
     def _integrity(self) -> m.IntegrityStats:

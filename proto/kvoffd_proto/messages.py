@@ -425,6 +425,9 @@ class PoolStats(Wire, frozen=True):
     quarantined_bytes: Annotated[
         ByteCount, Meta(description="Bytes in slots that lost what was stored in them; not used until a restart.")
     ]
+    spilled_slots: Annotated[
+        Count, Meta(description="Slots since the start that had to be taken on another NUMA node than their GPU's.")
+    ]
 
 
 class IntegrityStats(Wire, frozen=True):

@@ -279,7 +279,7 @@ def test_stored_blocks_are_counted() -> None:
 
 
 def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(slot_bytes: int, count: int) -> list[int]:
+    def fail(slot_bytes: int, count: int, node: int | None) -> list[int]:
         raise MemoryError
 
     rig = Rig()
@@ -290,3 +290,19 @@ def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: 
         rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
     rig.cache.check()
     assert rig.states(namespace, keys_of(1, 2)) == [R, A]
+
+
+def test_slots_are_asked_for_on_the_node_of_the_store() -> None:
+    rig = Rig(regions=2)
+    namespace = rig.open()
+    asked: list[int | None] = []
+    take = rig.slots.take
+
+    def watched(slot_bytes: int, count: int, node: int | None = None) -> list[int]:
+        asked.append(node)
+        return take(slot_bytes, count, node)
+
+    rig.slots.take = watched  # type: ignore[method-assign]
+    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(*range(8)), node=1))
+    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(9), node=0))
+    assert asked == [1, 0, 0], "the last one again, after an eviction"

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.pool.nodes import Node, cut_pool
 from kvoffd.pool.slots import SlotAllocator
 
 MIB = 1 << 20
@@ -19,15 +20,22 @@ MIB = 1 << 20
 class SlotMachine(RuleBasedStateMachine):
     """Takes and gives back at random; the model is a dict of what is out."""
 
-    @initialize(pages=st.integers(2, 300), region_pages=st.integers(2, 60), tail=st.integers(0, 4095))
-    def start(self, pages: int, region_pages: int, tail: int) -> None:
+    @initialize(
+        pages=st.integers(2, 300), region_pages=st.integers(2, 60), tail=st.integers(0, 4095), nodes=st.integers(0, 3)
+    )
+    def start(self, pages: int, region_pages: int, tail: int, nodes: int) -> None:
         self.pool_bytes = pages * 4096 + tail
         self.region_bytes = min(region_pages, pages) * 4096
         self.slots = SlotAllocator(self.pool_bytes, self.region_bytes)
+        self.segments = cut_pool(self.pool_bytes, self.region_bytes, [Node(n, frozenset()) for n in range(nodes)])
+        self.slots.place(self.segments)
         self.out: dict[int, int] = {}
 
-    @rule(nbytes=st.integers(1, 40 * 4096), count=st.integers(0, 40))
-    def take(self, nbytes: int, count: int) -> None:
+    def on_node(self, offset: int) -> int | None:
+        return next((part.node.number for part in self.segments if part.begin <= offset < part.end), None)
+
+    @rule(nbytes=st.integers(1, 40 * 4096), count=st.integers(0, 40), node=st.sampled_from([None, 0, 1, 2]))
+    def take(self, nbytes: int, count: int, node: int | None) -> None:
         if nbytes > self.region_bytes:
             with pytest.raises(ShardTooLarge):
                 self.slots.slot_bytes(nbytes)
@@ -36,7 +44,14 @@ class SlotMachine(RuleBasedStateMachine):
         assert size >= nbytes
         assert size % 4096 == 0
         free_before = self.slots.free_bytes
-        taken = self.slots.take(size, count)
+        spilled_before = self.slots.spilled_slots
+        taken = self.slots.take(size, count, node)
+        spilled = [offset for offset in taken if self.on_node(offset) != node]
+        if any(part.node.number == node for part in self.segments):
+            assert self.slots.spilled_slots - spilled_before == len(spilled)
+        else:
+            assert self.slots.spilled_slots == spilled_before
+            spilled = []
         assert taken == sorted(taken)
         assert len(taken) <= count
         assert free_before - self.slots.free_bytes == size * len(taken)
@@ -45,10 +60,14 @@ class SlotMachine(RuleBasedStateMachine):
             self.out[offset] = size
         if len(taken) < count:
             self.nothing_fits(size)
+        if spilled:
+            self.nothing_fits(size, node)
 
-    def nothing_fits(self, size: int) -> None:
-        """Every region is full of this size, of another size, or too short."""
+    def nothing_fits(self, size: int, node: int | None = None) -> None:
+        """Every region, of the node if one is given, is full of this size, of another size, or too short."""
         for base in range(0, self.pool_bytes, self.region_bytes):
+            if node is not None and self.on_node(base) != node:
+                continue
             nbytes = min(self.region_bytes, (self.pool_bytes - base) // 4096 * 4096)
             inside = {o: s for o, s in self.out.items() if base <= o < base + nbytes}
             if not inside:

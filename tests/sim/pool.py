@@ -68,7 +68,7 @@ class WatchedPool:
     def free_bytes(self) -> int:
         return self._inner.free_bytes
 
-    def take(self, slot_bytes: int, count: int) -> list[int]:
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
         offsets = self._inner.take(slot_bytes, count)
         if len(offsets) > count:
             raise Broken("more slots than were asked for")

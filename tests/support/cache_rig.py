@@ -30,6 +30,7 @@ class FakeSlots:
         self.facts: dict[bytes, NamespaceFacts] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
         self.checksums: dict[int, int] = {}
+        self.spilled_slots = 0
 
     def slot_bytes(self, nbytes: int) -> int:
         rounded = -(-nbytes // SLOT_UNIT) * SLOT_UNIT
@@ -37,7 +38,7 @@ class FakeSlots:
             raise ShardTooLarge(f"A shard of {nbytes} bytes does not fit a region of {self.region_bytes} bytes.")
         return rounded
 
-    def take(self, slot_bytes: int, count: int) -> list[int]:
+    def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
         taken: list[int] = []
         own = [r for r, size in enumerate(self.size_of) if size == slot_bytes]
         fits = [r for r, size in enumerate(self.size_of) if not size and self.length[r] >= slot_bytes]

@@ -138,6 +138,9 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> RenderResult:
             ("slot table", format_size(pool.table_bytes)),
         ),
     )
+    if pool.spilled_slots:
+        spilled = f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU"
+        yield Text(f"{'':{TITLE_CELLS}}{spilled}", style="yellow")
     if pool.quarantined_bytes:
         lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"
         yield Text(f"{'':{TITLE_CELLS}}{lost}", style="red")

@@ -30,10 +30,12 @@ class GpuMemory:
     Attributes:
         segments: mapped memory, in the order of the handles.
         engine: copies to and from it.
+        node: the GPU's NUMA node; None where the machine has but one or does not say.
     """
 
     def __init__(self, gpu: Gpu, segments: list[GpuSegment], engine: TransferEngine) -> None:
         self._gpu = gpu
+        self.node = gpu.locality.node
         self.segments = segments
         self.engine = engine
 
@@ -50,6 +52,7 @@ class Gpu:
 
     def __init__(self, driver: CudaDriver, device: Device, pool: PinnedPool, clock: Callable[[], float]) -> None:
         self.device = device
+        self.locality = locality_of(device.pci_bus_id)
         self._driver = driver
         self._pool = pool
         self._clock = clock
@@ -132,20 +135,19 @@ class Gpu:
 
     def _open(self) -> None:
         driver, ordinal = self._driver, self.device.ordinal
-        locality = locality_of(self.device.pci_bus_id)
         with ExitStack() as undo:
             context = driver.retain_context(ordinal)
             undo.callback(driver.release_context, ordinal)
             driver.set_context(context)
             engine = CudaEngine(
-                driver, context, self._pool.is_pinned, name=str(self.device), locality=locality, clock=self._clock
+                driver, context, self._pool.is_pinned, name=str(self.device), locality=self.locality, clock=self._clock
             )
             undo.callback(engine.close, _LANES_CLOSE_S)
             engine.open()
             undo.pop_all()
         self._pool.acquire(ordinal)
         self.engine = engine
-        where = "" if locality.node is None else f", its threads on NUMA node {locality.node}"
+        where = "" if self.locality.node is None else f", its threads on NUMA node {self.locality.node}"
         _log.info("%s is in use%s.", self.device, where)
 
     def _shut(self) -> None:
