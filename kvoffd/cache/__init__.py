@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvoffd.cache.balance import Balance
 from kvoffd.cache.block import Block, BlockState, Shard
-from kvoffd.cache.cache import BlockCache, LookupAnswer
+from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.lease import Lease
 from kvoffd.cache.listener import CacheListener
+from kvoffd.cache.lookup import LookupAnswer
 from kvoffd.cache.namespace import Counters, Namespace
 from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
 from kvoffd.cache.slots import SlotOwner, SlotStore

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvoffd.cache.below.exchange import WriteTicket
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.lease import LeaseBook
@@ -44,6 +45,7 @@ def audit(
     leases: LeaseBook,
     stores: Iterable[StoreTicket],
     loads: Iterable[LoadTicket],
+    writes: Iterable[WriteTicket],
     balance: Balance,
 ) -> None:
     """Raise AssertionError where any two accounts of the same thing differ. Slow: for tests and the simulator."""
@@ -51,7 +53,7 @@ def audit(
     _audit_slots(slots, blocks, there, balance)
     _audit_index(namespaces, policy, there)
     _audit_writers(stores, blocks.half_stored, there)
-    _audit_pins(leases, loads, there)
+    _audit_pins(leases, loads, writes, there)
     pinned = {block for block in there if block.pins}
     assert blocks.pinned_blocks == len(pinned)
     assert balance.pinned_bytes == sum(block.slot_bytes for block in pinned)
@@ -111,9 +113,12 @@ def _audit_writers(stores: Iterable[StoreTicket], half_stored: Collection[Block]
     assert set(half_stored) == waiting, "half-stored blocks are not all watched"
 
 
-def _audit_pins(leases: LeaseBook, loads: Iterable[LoadTicket], blocks: set[Block]) -> None:
+def _audit_pins(
+    leases: LeaseBook, loads: Iterable[LoadTicket], writes: Iterable[WriteTicket], blocks: set[Block]
+) -> None:
     pins = Counter(block for lease in leases for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in loads for block in ticket.blocks)
+    pins.update(ticket.block for ticket in writes)
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"
     assert all(block.missing == 0 for block in pins), "an incomplete block is pinned"

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class BlockState(IntEnum):
-    """Where a block is in its life. The first three are the states a lookup tells."""
+    """Where a block is in its life. The first three are told by lookups; a block that comes up from a tier is WRITING,
+    and PENDING to those who ask."""
 
     ABSENT = messages.ABSENT
     """In no index and without slots: not born yet, or gone."""
@@ -20,7 +21,7 @@ class BlockState(IntEnum):
     """In the index, but a shard is missing or not completely written."""
     READY = messages.READY
     """In the index, all shards written: may be read, and evicted when nothing pins it."""
-    LEAVING = 3
+    LEAVING = 4
     """Out of the index for good, its slots still held by a pin or a running write."""
 
 

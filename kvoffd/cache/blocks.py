@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
+from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState, Shard
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
@@ -37,6 +38,7 @@ class Blocks:
         self.quarantined_bytes = 0
         self.pinned_blocks = 0
         self.pinned_bytes = 0
+        self.below: BelowHooks | None = None
         self._slots = slots
         self._policy = policy
         self._listener = listener
@@ -55,6 +57,10 @@ class Blocks:
             # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
             offsets.extend(self._slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
+
+    def give_back_slot(self, offset: int) -> None:
+        """Return a slot that was taken and not used."""
+        self._slots.free(offset)
 
     def start_shard(
         self, namespace: Namespace, group: int, key: bytes, rank: int, offset: int, slot_bytes: int, first_block: int
@@ -195,6 +201,8 @@ class Blocks:
 
     def _evict(self, blocks: Sequence[Block]) -> None:
         removed: dict[tuple[Namespace, int], list[bytes]] = {}
+        if self.below is not None:
+            self.below.evicted(blocks)
         for block in blocks:
             assert block.state is READY
             assert not block.pins

@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.balance import Balance, audit
+from kvoffd.cache.below.exchange import Exchange
+from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.integrity import Integrity, Look
 from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
+from kvoffd.cache.lookup import Found, LookupAnswer, states_of, states_under
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import PENDING, GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 _READY_BYTE = bytes([READY])
-_STATE_OF_PRESENCE = bytes([ABSENT, READY]) + bytes(254)
-"""Translates False and True, as bytes."""
-
-
-class LookupAnswer(NamedTuple):
-    """What a lookup found."""
-
-    states: list[bytes]
-    """Per group of the request, one byte a key: ABSENT, WRITING or READY. The ready ones are under the lease."""
-    pinned: int
-    """Blocks under the lease; where it is 0 there is no lease."""
-
-
-class _Found(NamedTuple):
-    """A lookup whose pins are not entered yet. By group of the request."""
-
-    lease: Lease
-    keys: list[tuple[int, list[bytes]]]
-    states: list[bytes]
 
 
 class BlockCache:
@@ -70,7 +53,14 @@ class BlockCache:
         self._namespaces: dict[bytes, Namespace] = {}
         self._stores: set[StoreTicket] = set()
         self._loads: set[LoadTicket] = set()
-        self._unsettled: _Found | None = None
+        self._unsettled: Found | None = None
+        self.exchange = Exchange(self, self._blocks, self._stores, self._settle)
+        self._below: BelowHooks | None = None
+
+    def attach(self, below: BelowHooks) -> None:
+        """Have the tiers below the pool looked after from now on. Once."""
+        assert self._below is None
+        self._below = self._blocks.below = below
 
     # --- namespaces ------------------------------------------------------------------------------
 
@@ -87,6 +77,10 @@ class BlockCache:
             raise UnknownNamespace(
                 f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
             ) from None
+
+    def find_namespace(self, fingerprint: bytes) -> Namespace | None:
+        """The namespace, if it is open."""
+        return self._namespaces.get(fingerprint)
 
     def open_namespace(
         self,
@@ -129,11 +123,12 @@ class BlockCache:
     # --- look up ---------------------------------------------------------------------------------
 
     def lookup(
-        self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]]
+        self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]], again: bool = False
     ) -> LookupAnswer:
         """Say which keys are ready, and pin those under the lease. ``groups``: (group, keys end to end, root first).
 
-        Under a lease that lives already nothing is pinned, nor counted, and only its own blocks are called ready.
+        What a tier below has is asked for, and pending. ``again``: it was asked before, and counted then. Under a lease
+        that lives already nothing is pinned, asked for nor counted, and only its own blocks are called ready.
         Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
         """
         split = [(group, namespace.split(group, keys)) for group, keys in groups]
@@ -144,13 +139,19 @@ class BlockCache:
                 raise UnknownLease(
                     f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
                 )
-            return LookupAnswer([_states_under(lease, group, keys) for group, keys in split], lease.pinned)
-        states = [_states_of(namespace, group, keys) for group, keys in split]
+            return LookupAnswer([states_under(lease, group, keys) for group, keys in split], lease.pinned)
+        states = [states_of(namespace, group, keys) for group, keys in split]
         ready = sum(told.count(READY) for told in states)
         if ready:
             lease = Lease(lease_id, owner, namespace)
             self.leases.add(lease, self._clock())
-            self._unsettled = _Found(lease, split, states)
+            self._unsettled = Found(lease, split, states)
+        if self._below is not None and ready < sum(map(len, states)):
+            states = self._below.find(namespace, split, states)
+            if not again:
+                namespace.counters.keys_pending += sum(told.count(PENDING) for told in states)
+        if again:
+            return LookupAnswer(states, ready)
         counters = namespace.counters
         counters.lookups += 1
         counters.keys_asked += sum(map(len, states))
@@ -180,7 +181,10 @@ class BlockCache:
         lease = self.leases.get(lease_id)
         if lease is not None:
             for blocks in lease.blocks.values():
-                self.policy.touch([block for block in blocks if block.state is READY])
+                ready = [block for block in blocks if block.state is READY]
+                self.policy.touch(ready)
+                if self._below is not None:
+                    self._below.used(ready)
 
     # --- leases ----------------------------------------------------------------------------------
 
@@ -259,6 +263,8 @@ class BlockCache:
         slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared, node), strict=False))
         for block in narrow:
             self._blocks.reopen_shard(block, rank)
+        if narrow and self._below is not None:  # so does what a tier has of it
+            self._below.forget(namespace, group, [block.key for block in narrow])
         ticket.dropped = [number for number in wanted if number not in slot_for]
         namespace.counters.dropped_keys += len(ticket.dropped)
         ticket.copy = sorted(slot_for)
@@ -277,7 +283,10 @@ class BlockCache:
         self._stores.remove(ticket)
         shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
         assert shard_bytes is not None
-        return self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
+        ready = self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
+        if ready and self._below is not None:
+            self._below.stored([block for block in ticket.blocks if block.state is READY])
+        return ready
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
@@ -336,12 +345,18 @@ class BlockCache:
     def judge(self, look: Look, found: int) -> bool:
         """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
         self._settle()
-        return self.integrity.judge(look, found)
+        sound = self.integrity.judge(look, found)
+        if not sound and self._below is not None:
+            self._below.forget(look.block.namespace, look.block.group, [look.block.key])
+        return sound
 
     # --- drop ------------------------------------------------------------------------------------
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
-        """Forget keys. What a lease, load or store holds leaves the index now, its slots later. Returns how many."""
+        """Forget keys, in the tiers below too. What a lease, load or store holds leaves the index now, its slots later.
+
+        Returns how many there were.
+        """
         split = [(group, namespace.split(group, keys)) for group, keys in groups]
         self._settle()
         dropped = 0
@@ -353,6 +368,11 @@ class BlockCache:
             if readable:
                 self._listener.removed(namespace, group, readable)
             dropped += len(blocks)
+            if self._below is not None:
+                gone = dict.fromkeys(keys)
+                own = {block.key for block in blocks}
+                dropped += sum(key not in own and self._below.has(namespace, group, key) for key in gone)
+                self._below.forget(namespace, group, gone)
         return dropped
 
     def reset(self, namespace: Namespace) -> int:
@@ -361,11 +381,17 @@ class BlockCache:
         return self.clear(namespace)
 
     def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget every block of one namespace, or of all. Leases keep what they hold. Returns how many."""
+        """Forget every block of one namespace, or of all, in the tiers below too. Leases keep what they hold.
+
+        Returns how many there were.
+        """
         self._settle()
         dropped = 0
         for one in [namespace] if namespace is not None else self.namespaces:
             blocks = [block for index in one.index for block in index.values()]
+            if self._below is not None:
+                both = sum(self._below.has(one, block.group, block.key) for block in blocks)
+                dropped += self._below.forget_all(one) - both
             self._blocks.drop(blocks)
             self._listener.cleared(one)
             dropped += len(blocks)
@@ -401,26 +427,6 @@ class BlockCache:
             self.leases,
             self._stores,
             self._loads,
+            self.exchange.writes,
             balance,
         )
-
-
-def _states_of(namespace: Namespace, group: int, keys: list[bytes]) -> bytes:
-    """One byte a key."""
-    index = namespace.index[group]
-    if not namespace.writing_blocks:  # a lookup of many keys spends its time in this line, and no block is looked at
-        return bytes(list(map(index.__contains__, keys))).translate(_STATE_OF_PRESENCE)
-    return bytes([ABSENT if block is None else block.state for block in map(index.get, keys)])
-
-
-def _states_under(lease: Lease, group: int, keys: Sequence[bytes]) -> bytes:
-    """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
-    held = lease.by_key(group)
-    index = lease.namespace.index[group]
-    states = bytearray(len(keys))
-    for number, key in enumerate(keys):
-        if key in held:
-            states[number] = READY
-        elif (block := index.get(key)) is not None and block.state is WRITING:
-            states[number] = WRITING
-    return bytes(states)

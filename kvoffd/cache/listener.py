@@ -21,3 +21,13 @@ class CacheListener(Protocol):
 
     def cleared(self, namespace: Namespace) -> None:
         """No key of the namespace can be read any more."""
+
+
+class TierEvents(Protocol):
+    """Told of what a tier below the pool holds of open namespaces. Folding it gives the tier's index."""
+
+    def stored_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        """These keys can be brought up from now on."""
+
+    def removed_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        """These keys can not be brought up any more; all of them could before."""

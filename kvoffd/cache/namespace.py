@@ -21,6 +21,7 @@ class Counters:
     keys_asked: int = 0
     keys_ready: int = 0
     prefix_keys_ready: int = 0
+    keys_pending: int = 0
     stored_blocks: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
@@ -50,9 +51,9 @@ class Namespace:
         self.counters = Counters()
         self.index: tuple[dict[bytes, Block], ...] = tuple({} for _ in self.groups)
         """By group: the blocks that are being written or ready."""
-        self.blocks_in = [0] * len(BlockState)
+        self.blocks_in = [0] * (max(BlockState) + 1)
         """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
-        self.bytes_in = [0] * len(BlockState)
+        self.bytes_in = [0] * (max(BlockState) + 1)
         """By state, the pool bytes of its blocks."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size

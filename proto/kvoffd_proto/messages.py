@@ -66,6 +66,7 @@ class Role(StrEnum):
 ABSENT = 0
 WRITING = 1
 READY = 2
+PENDING = 3
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -299,6 +300,9 @@ class Lookup(Request, frozen=True):
     namespace: Fingerprint
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys, root of the prefix first.")]
+    again: Annotated[
+        bool, Meta(description="It was asked before and something was pending: it is not counted a second time.")
+    ] = False
 
 
 class LookupReply(Reply, frozen=True):
@@ -306,10 +310,22 @@ class LookupReply(Reply, frozen=True):
 
     lease_id: LeaseId
     states: Annotated[
-        list[bytes], Meta(description="Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready.")
+        list[bytes],
+        Meta(
+            description="Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready, 3 pending. A pending "
+            "key is in a tier below and on its way up: ask again."
+        ),
     ]
     pinned: Annotated[Count, Meta(description="Blocks pinned; where it is 0 there is no lease.")]
     ttl_ms: Annotated[int, Meta(ge=0, description="Life of the lease without renewal, in milliseconds.")]
+    wait_ms: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="By the speed measured so far, how long until all pending keys are up, in milliseconds; "
+            "0 where that is not known.",
+        ),
+    ] = 0
 
 
 class Release(Request, frozen=True):

@@ -24,7 +24,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     if service.cache.leases.count_of(session.id) >= limit:
         raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
-    answer = service.cache.lookup(namespace, message.lease_id, session.id, groups)
+    answer = service.cache.lookup(namespace, message.lease_id, session.id, groups, message.again)
     if answer.pinned:
         service.touch_after_reply(message.lease_id)
     ttl_ms = round(service.config.lease_ttl_s * 1000) if answer.pinned else 0

@@ -1,0 +1,167 @@
+"""Which blocks are written to a tier, and when: never in the way of a reply, nor of an eviction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from itertools import islice
+
+from kvoffd.cache.below.budget import WriteBudget
+from kvoffd.cache.below.exchange import Exchange, WriteTicket, copy_of
+from kvoffd.cache.block import Block, BlockState
+from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.tiers.tier import Tier, TierResult
+
+MAX_COLD_BLOCKS = 1024
+"""Blocks at the cold end that are looked at in one tick."""
+
+
+class WriteMode(StrEnum):
+    """What is written."""
+
+    ALWAYS = "always"
+    """Every block, as soon as it is ready."""
+    REUSE = "reuse"
+    """A block that was found by a lookup, so that it has been of use twice; and while nothing else is to be done, what
+    is next to be evicted."""
+    EVICT = "evict"
+    """What is next to be evicted."""
+    NEVER = "never"
+    """Nothing: what is there is read, and that is all."""
+
+
+class Writer:
+    """Blocks that must go down wait in order; those at the policy's cold end follow when room in the pool is short.
+
+    They are written ahead of their eviction, so that no eviction waits: a block that is evicted before its turn is
+    gone.
+
+    Args:
+        under_way_bytes: bytes that may be read out of the pool at once, and are pinned that long.
+        cold_bytes: how much of the cold end is kept written, while less than twice of it is free.
+        idle: whether nobody waits for the tier to read.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        tier: Tier,
+        policy: EvictionPolicy,
+        free_bytes: Callable[[], int],
+        mode: WriteMode,
+        budget: WriteBudget,
+        under_way_bytes: int,
+        cold_bytes: int,
+        idle: Callable[[], bool],
+    ) -> None:
+        self._exchange = exchange
+        self._tier = tier
+        self._policy = policy
+        self._free_bytes = free_bytes
+        self.mode = mode
+        self.budget = budget
+        self._under_way_limit = under_way_bytes
+        self._cold_bytes = cold_bytes
+        self._idle = idle
+        self._due: dict[Block, None] = {}
+        self._cold: dict[Block, None] = {}
+        self._moving: dict[Block, WriteTicket] = {}
+        self.under_way_bytes = 0
+        self.written_blocks = 0
+        self.written_bytes = 0
+        self.over_budget = 0
+        """Times that something was to be written and the budget did not allow it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being written."""
+        return bool(self._moving)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that wait for being written."""
+        return len(self._due)
+
+    def stored(self, blocks: Iterable[Block]) -> None:
+        """These became ready."""
+        if self.mode is WriteMode.ALWAYS:
+            self._due.update(dict.fromkeys(block for block in blocks if not self._is_there(block)))
+
+    def used(self, blocks: Sequence[Block]) -> None:
+        """These were found by a lookup."""
+        if self.mode is not WriteMode.REUSE or not blocks:
+            return
+        index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
+        self._due.update(dict.fromkeys([block for block in blocks if block.key not in index]))
+
+    def tick(self) -> None:
+        """Look at the cold end, and go on."""
+        self._cold.clear()
+        if self.mode is not WriteMode.NEVER and self._free_bytes() < 2 * self._cold_bytes:
+            nbytes = 0
+            for block in islice(self._policy.candidates(), MAX_COLD_BLOCKS):
+                if not self._is_there(block):
+                    self._cold[block] = None
+                nbytes += block.slot_bytes
+                if nbytes >= self._cold_bytes:
+                    break
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin what may begin now."""
+        while self.under_way_bytes < self._under_way_limit and (block := self._next()) is not None:
+            nbytes = copy_of(block).nbytes
+            if not self.budget.take(nbytes):
+                self._over_budget(block)
+                return
+            ticket = self._exchange.begin_write(block)
+            if ticket is None:
+                continue
+            if not self._tier.write(ticket.copy, ticket.offsets, self._on_done(ticket)):
+                self.budget.give_back(nbytes)
+                self._exchange.end_write(ticket)
+                if self._moving:  # there were too many at once
+                    self._due[block] = None
+                return
+            self._moving[block] = ticket
+            self.under_way_bytes += nbytes
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _next(self) -> Block | None:
+        """The next block to write, taken out of where it waits."""
+        while self._due:
+            block = next(iter(self._due))
+            del self._due[block]
+            if block.state is BlockState.READY and not self._is_there(block):
+                return block
+        while self._cold and (self.mode is not WriteMode.REUSE or self._idle()):
+            block = next(iter(self._cold))
+            del self._cold[block]
+            if block.state is BlockState.READY and not self._is_there(block):
+                return block
+        return None
+
+    def _is_there(self, block: Block) -> bool:
+        return block in self._moving or block.key in self._tier.index(block.namespace.fingerprint, block.group)
+
+    def _over_budget(self, block: Block) -> None:
+        self.over_budget += 1
+        if self.budget.spent:
+            self._due.clear()  # they will be due again when they are used again, or as the next to be evicted
+            self._cold.clear()
+        else:
+            self._due[block] = None
+
+    def _on_done(self, ticket: WriteTicket) -> Callable[[TierResult], None]:
+        def done(result: TierResult) -> None:
+            if result is TierResult.DONE:
+                self.written_blocks += 1
+                self.written_bytes += ticket.copy.nbytes
+            del self._moving[ticket.block]
+            self.under_way_bytes -= ticket.copy.nbytes
+            if not self._exchange.end_write(ticket) and result is TierResult.DONE:
+                self._tier.remove([ticket.copy.id])
+            self.pump()
+
+        return done
