@@ -197,13 +197,13 @@ def _address(default: str, description: str) -> str:
     return field(default=default, metadata={"kind": Kind("HOST:PORT", parse, str), "description": description})
 
 
-def _library(default: str, description: str) -> str:
+def _path(description: str, example: str) -> str:
     def parse(value: object) -> str:
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name a library, such as /usr/lib/libcuda.so.1")
+            raise ValueError(f"{quoted(value)} is not a path; name {example}")
         return value.strip()
 
-    return field(default=default, metadata={"kind": Kind("PATH", parse, str), "description": description})
+    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
 
 
 def _whole(value: Value) -> int:
@@ -241,6 +241,15 @@ class Config:
     http_address: str = _address(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )
+    admin_address: str = _address("", "TCP address of administration, for known keys only; nothing switches it off.")
+    admin_key_file: str = _path(
+        "File of the daemon's secret key for admin_address; kvoffd-cli keygen makes it.",
+        "a file, such as /etc/kvoffd/admin.key",
+    )
+    admin_clients_file: str = _path(
+        "File of the public keys that may administer over admin_address, one on a line.",
+        "a file, such as /etc/kvoffd/admin.clients",
+    )
     credit_bytes: int = _size(
         0, 0, "Bytes of stores a session may have outstanding; 0 takes an eighth of the pool, at most 1GiB."
     )
@@ -258,7 +267,9 @@ class Config:
     max_leases: int = _number(16_384, 1, 1_000_000, "Live leases of a session.")
     max_registrations: int = _number(8, 1, 1024, "Registrations of a session.")
     max_segments: int = _number(16_384, 1, 65_536, "Memory segments of a session.")
-    cuda_library: str = _library("", "Path of the CUDA driver's library; empty for the system's.")
+    cuda_library: str = _path(
+        "Path of the CUDA driver's library; empty for the system's.", "a library, such as /usr/lib/libcuda.so.1"
+    )
 
 
 @dataclass(frozen=True)
@@ -387,6 +398,11 @@ def _parse(setting: Setting, given: object, source: str) -> Value:
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:
     """Refuse values that are possible one by one but not together."""
+    if config.admin_address and not (config.admin_key_file and config.admin_clients_file):
+        raise ConfigError(
+            f"admin_address is {config.admin_address} ({sources['admin_address']}), but admin_key_file or "
+            "admin_clients_file is not set; administration over TCP is for known keys only."
+        )
     heartbeat_interval, lease_ttl = exact_duration(config.heartbeat_interval_s), exact_duration(config.lease_ttl_s)
     if config.heartbeat_interval_s >= config.lease_ttl_s:
         raise ConfigError(

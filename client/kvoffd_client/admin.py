@@ -1,4 +1,4 @@
-"""The administrator's client: statistics, health, sessions, namespaces, clearing, the event tail."""
+"""The administrator's client on the daemon's own machine, and the event tail."""
 
 from __future__ import annotations
 
@@ -7,54 +7,31 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import zmq
 
 from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.administration import Administration, R
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout
 from kvoffd_client.identity import Identity
 from kvoffd_client.options import ClientOptions
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.messages import (
-    AnyReply,
-    AnyRequest,
-    Clear,
-    Done,
-    Health,
-    HealthReply,
-    Namespaces,
-    NamespacesReply,
-    Role,
-    Scrub,
-    ScrubReply,
-    Sessions,
-    SessionsReply,
-    Stats,
-    StatsReply,
-)
+from kvoffd_proto.messages import AnyReply, AnyRequest, Role
 from kvoffd_proto.sockets import SocketPaths
 
 DEFAULT_OPTIONS = ClientOptions()
 TAIL_POLL_MS = 200
 """How soon events() notices close()."""
 
-R = TypeVar("R", bound=AnyReply)
 
-
-class AdminClient:
-    """Asks one daemon about itself. Connects at the first call; each call waits for its answer. Thread-safe.
+class AdminClient(Administration):
+    """Administration over the daemon's sockets.
 
     Args:
         directory: where the daemon's sockets are.
         options: ``request_timeout_s`` bounds every call, the connecting in it included.
-
-    All calls raise:
-        DaemonUnavailable: nothing listens there, or it refuses this user; the sentence names the directory.
-        RequestRefused: the daemon answered with an error.
-        RequestTimeout: no answer in time.
     """
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
@@ -63,34 +40,6 @@ class AdminClient:
         self._connection: Connection[AdminSession] | None = None
         self._closed = False
         self._one_call = threading.Lock()
-
-    def stats(self) -> StatsReply:
-        """All counters."""
-        return self._ask(StatsReply, lambda request_id, token: Stats(request_id, token))
-
-    def health(self) -> HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines."""
-        return self._ask(HealthReply, lambda request_id, token: Health(request_id, token))
-
-    def sessions(self) -> SessionsReply:
-        """Open sessions, oldest first."""
-        return self._ask(SessionsReply, lambda request_id, token: Sessions(request_id, token))
-
-    def namespaces(self) -> NamespacesReply:
-        """Open namespaces, oldest first."""
-        return self._ask(NamespacesReply, lambda request_id, token: Namespaces(request_id, token))
-
-    def clear(self, fingerprint: bytes | None = None) -> int:
-        """Drop every block of one namespace, or of all; returns how many."""
-        return self._ask(Done, lambda request_id, token: Clear(request_id, token, fingerprint)).count
-
-    def scrub(self, start: bool = True) -> ScrubReply:
-        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
-
-        Args:
-            start: begin, unless it is being done already. False only asks.
-        """
-        return self._ask(ScrubReply, lambda request_id, token: Scrub(request_id, token, start))
 
     def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
         """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
@@ -169,9 +118,3 @@ class AdminClient:
             return connection
         problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
         raise DaemonUnavailable(problem) from session.refusal
-
-    def __enter__(self) -> AdminClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

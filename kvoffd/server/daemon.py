@@ -22,6 +22,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.admin_door import AdminDoor, AdminKeys
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.engine_memory import GpuMapper
 from kvoffd.server.http import HttpServer
@@ -117,13 +118,15 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
+        # Read before the pool is touched, which may take minutes.
+        admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
         directory = DaemonDirectory(self._config.directory)
         directory.acquire()
         try:
             pool = await self._make_pool()
             try:
                 if not self._stop.is_set():
-                    await self._serve_pool(pool, directory)
+                    await self._serve_pool(pool, directory, admin_keys)
             finally:
                 self._stop.set()
                 if self._page_mapper is not None:
@@ -156,7 +159,7 @@ class Daemon:
         logger.info("The pool is in memory after %.1f s.", seconds)
         return pool
 
-    async def _serve_pool(self, pool: Pool, directory: DaemonDirectory) -> None:
+    async def _serve_pool(self, pool: Pool, directory: DaemonDirectory, admin_keys: AdminKeys | None) -> None:
         config = self._config
         loop = asyncio.get_running_loop()
         publisher = EventPublisher(config.event_buffer_steps)
@@ -193,11 +196,14 @@ class Daemon:
         lifelines = LifelineServer(service, directory, transport.schedule_turn)
         probe = SelfProbe(service, directory)
         http = HttpServer(config.http_address, probe.metrics, probe.health) if config.http_address else None
+        door = AdminDoor(service, config.admin_address, admin_keys) if admin_keys is not None else None
         try:
             try:
                 lifelines.open()
                 transport.open()
                 probe.open()
+                if door is not None:
+                    door.open()
             except (OSError, zmq.ZMQError) as error:
                 raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
             if http is not None:
@@ -211,6 +217,8 @@ class Daemon:
         finally:
             if http is not None:
                 await http.close()
+            if door is not None:
+                door.close(LINGER_MS)
             probe.close()
             if not host.close(ENGINE_CLOSE_S) or not gpus.stop(ENGINE_CLOSE_S):
                 self._copy_stuck = True

@@ -9,7 +9,7 @@ import zmq
 from kvoffd.observe.metrics import render_metrics
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
-from kvoffd.server.session import Peer
+from kvoffd.server.session import Peer, StandingLifeline
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.version import PROTOCOL_VERSION
@@ -19,16 +19,6 @@ PROBE_DEADLINE_S = 2.0
 
 class ProbeFailed(Exception):
     """The message loop did not answer in time."""
-
-
-class _OwnLifeline:
-    """The daemon is as alive as the daemon."""
-
-    def alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
 
 
 class SelfProbe:
@@ -46,7 +36,7 @@ class SelfProbe:
 
     def open(self) -> None:
         """Connect and say Hello. Raises zmq.ZMQError."""
-        session = self._service.open_session(_OwnLifeline(), Peer(0, 0, 0), internal=True)
+        session = self._service.open_session(StandingLifeline(), Peer(0, 0, 0), internal=True)
         self._token = session.token
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{self._directory.sockets.jobs}")

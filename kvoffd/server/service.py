@@ -166,10 +166,22 @@ class Service:
 
     def handle(self, sender: bytes, frame: bytes) -> None:
         """Answer one request frame. Never raises; every frame gets a reply but an accepted job."""
-        self.requests += 1
         self.sender = sender
+        reply = self._answer(frame, None)
+        if reply is not None:
+            self.reply(sender, reply)
+
+    def answer(self, session: Session, frame: bytes) -> bytes:
+        """The reply to a request frame of an administrator whose connection says who it is. Never raises."""
+        assert session.role is m.Role.ADMIN
+        reply = self._answer(frame, session)
+        assert reply is not None, "administrators have no jobs and no memory to wait for"
+        return codec.encode(reply)
+
+    def _answer(self, frame: bytes, session: Session | None) -> m.AnyReply | None:
+        """The reply, or None for an accepted job. The request's token names the session where ``session`` is None."""
+        self.requests += 1
         request_id = 0
-        reply: m.AnyReply | None
         try:
             if len(frame) > self.config.max_frame_bytes:
                 raise KvoffdError(
@@ -182,11 +194,9 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            reply = self._dispatch(request)
+            return self._dispatch(request, session or self._by_token.get(request.token))
         except Exception as error:
-            reply = self.refusal(request_id, error)
-        if reply is not None:
-            self.reply(sender, reply)
+            return self.refusal(request_id, error)
 
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
@@ -295,8 +305,7 @@ class Service:
                 f"{total} keys in one request; {self.config.max_keys_per_request} are allowed.", ErrorCode.TOO_MANY
             )
 
-    def _dispatch(self, request: m.AnyRequest) -> m.AnyReply | None:
-        session = self._by_token.get(request.token)
+    def _dispatch(self, request: m.AnyRequest, session: Session | None) -> m.AnyReply | None:
         if session is None:
             raise KvoffdError(ErrorCode.BAD_TOKEN.sentence, ErrorCode.BAD_TOKEN)
         session.last_request_at = self.clock()

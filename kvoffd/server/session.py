@@ -23,6 +23,11 @@ class Peer:
     pid: int
     uid: int
     gid: int
+    key: str = ""
+    """Of an administrator over TCP, whom the kernel does not know: the public key."""
+
+    def __str__(self) -> str:
+        return f"key {self.key}" if self.key else f"uid {self.uid}"
 
 
 class Lifeline(Protocol):
@@ -35,6 +40,16 @@ class Lifeline(Protocol):
     def close(self) -> None:
         """Close the stream. The peer takes this for the end of the session."""
         ...
+
+
+class StandingLifeline:
+    """Of a session that lasts as long as the daemon."""
+
+    def alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 class CompletionLog:

@@ -53,6 +53,15 @@ and refuses a `Hello` with another one with `BAD_VERSION`. Any change of a messa
 Keep the lifeline open as long as the session should live. When it ends, on either side, the session is over at once:
 its leases end, its jobs fail, its mappings are closed, its token is refused. A client that sees its end, or an `epoch`
 that is not the one of its `Greeting`, must take all its unfinished jobs for failed and begin again at 1.
+
+## Administration over TCP
+
+Where `admin_address` is set the daemon also has a ROUTER on TCP, with the CURVE mechanism of ZeroMQ (RFC 26): a client
+gives its own pair of keys and the daemon's public key, and only keys in the daemon's `admin_clients_file` come in.
+There is no lifeline and no token: the connection's key says who asks, and every request carries 16 zero bytes as its
+token. The session has the role `admin`, whatever `Hello` says, so requests of engines get `WRONG_ROLE`. `Hello` finds
+out whether both ends speak one version, and each connection should begin with it. Frames have at most 64 KiB. There
+are no events.
 """
 
 RULES = """## Leases, jobs and memory

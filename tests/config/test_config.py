@@ -270,3 +270,9 @@ def test_the_configuration_cannot_be_changed() -> None:
 )
 def test_addresses_are_read(text: str, address: Address) -> None:
     assert parse_address(text) == address
+
+
+def test_administration_over_tcp_needs_keys() -> None:
+    sentence = refusal({"admin_address": "127.0.0.1:9465", "admin_key_file": "/etc/kvoffd/admin.key"})
+    assert "admin_address is 127.0.0.1:9465 (flag --admin-address)" in sentence
+    assert "known keys only" in sentence

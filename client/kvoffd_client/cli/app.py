@@ -15,6 +15,7 @@ import typer
 from kvoffd_client.cli import commands
 from kvoffd_client.cli.failure import CliError
 from kvoffd_client.cli.named import describe
+from kvoffd_client.cli.where import Remote, Where, remote
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import default_directory
@@ -81,8 +82,22 @@ def _refuse(sentence: str) -> int:
     return EXIT_REFUSED
 
 
-def _where(directory: Path | None) -> Path:
-    return default_directory() if directory is None else directory
+def _where(context: typer.Context, directory: Path | None) -> Where:
+    """The daemon that is meant."""
+    far: Remote | None = context.obj
+    if far is None:
+        return default_directory() if directory is None else directory
+    if directory is not None:
+        raise CliError("--address and --directory name two daemons; give one of them.")
+    return far
+
+
+def _near(context: typer.Context, directory: Path | None) -> Path:
+    """The same for commands that need the daemon's sockets."""
+    where = _where(context, directory)
+    if not isinstance(where, Path):
+        raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
+    return where
 
 
 def _show_version(wanted: bool) -> None:
@@ -97,14 +112,27 @@ def start(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the release.", callback=_show_version, is_eager=True)
     ] = False,
+    address: Annotated[
+        str | None, typer.Option("--address", metavar="HOST:PORT", help="A daemon elsewhere: its admin_address.")
+    ] = None,
+    server_key: Annotated[
+        str | None, typer.Option("--server-key", metavar="KEY", help="That daemon's public key, or a file with it.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", metavar="FILE", help="File of your secret key, which keygen made.")
+    ] = None,
 ) -> None:
-    """Show and administer the kvoffd daemon of this node."""
+    """Show and administer the kvoffd daemon of this node, or one elsewhere over TCP."""
+    if address is None and (server_key or key):
+        raise CliError("--server-key and --key are for a daemon elsewhere; name it with --address.")
+    context.obj = None if address is None else remote(address, server_key, key)
     if context.invoked_subcommand is None:
         print(context.get_help())
 
 
 @app.command(epilog="\b\nKeys of --json:\n" + "\n".join(f"  {key}: {text}" for key, text in describe(StatsReply)))
 def stats(
+    context: typer.Context,
     directory: Directory = None,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, with speeds in between.")] = False,
     interval: Annotated[
@@ -119,8 +147,8 @@ def stats(
     """
     interval_s = _interval(interval)
     if watch:
-        return partial(commands.watch_stats, _where(directory), interval_s, as_json=json)
-    return partial(commands.stats, _where(directory), as_json=json)
+        return partial(commands.watch_stats, _where(context, directory), interval_s, as_json=json)
+    return partial(commands.stats, _where(context, directory), as_json=json)
 
 
 def _interval(text: str) -> float:
@@ -134,30 +162,31 @@ def _interval(text: str) -> float:
 
 
 @app.command()
-def health(directory: Directory = None, json: Json = False) -> Action:
+def health(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """Ask whether the daemon works.
 
     The answer comes through the loop that serves engines: green means that it works.
 
     Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
     """
-    return partial(commands.health, _where(directory), as_json=json)
+    return partial(commands.health, _where(context, directory), as_json=json)
 
 
 @app.command()
-def sessions(directory: Directory = None, json: Json = False) -> Action:
+def sessions(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """List the connected clients, oldest first."""
-    return partial(commands.sessions, _where(directory), as_json=json)
+    return partial(commands.sessions, _where(context, directory), as_json=json)
 
 
 @app.command()
-def namespaces(directory: Directory = None, json: Json = False) -> Action:
+def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """List what is cached, by namespace."""
-    return partial(commands.namespaces, _where(directory), as_json=json)
+    return partial(commands.namespaces, _where(context, directory), as_json=json)
 
 
 @app.command()
 def clear(
+    context: typer.Context,
     directory: Directory = None,
     namespace: Annotated[
         str | None,
@@ -175,11 +204,11 @@ def clear(
     """
     if (namespace is None) != everything:
         raise CliError("Say what to clear: either --namespace with a label or fingerprint, or --all.")
-    return partial(commands.clear, _where(directory), namespace, yes=yes, as_json=json)
+    return partial(commands.clear, _where(context, directory), namespace, yes=yes, as_json=json)
 
 
 @app.command()
-def scrub(directory: Directory = None, json: Json = False) -> Action:
+def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """Compare every block in the pool with its checksum.
 
     The daemon reads in the background, with pauses, while it serves. A block whose bytes are not those that were
@@ -189,20 +218,35 @@ def scrub(directory: Directory = None, json: Json = False) -> Action:
     """
     from kvoffd_client.cli.scrub import run_scrub
 
-    return partial(run_scrub, _where(directory), as_json=json)
+    return partial(run_scrub, _where(context, directory), as_json=json)
 
 
 @app.command()
-def events(directory: Directory = None, json: Json = False) -> Action:
+def events(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """Print KV cache events as they happen.
 
     Until Ctrl-C. With --json, one object per line; messages that did not arrive are told on stderr.
     """
-    return partial(commands.events, _where(directory), as_json=json)
+    return partial(commands.events, _near(context, directory), as_json=json)
+
+
+@app.command()
+def keygen(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where the secret key goes; FILE.pub is its public half.")
+    ],
+) -> Action:
+    """Make a pair of keys for administration over TCP.
+
+    Each daemon has one, and each administrator. FILE stays where it was made; FILE.pub is for the other end.
+    """
+    from kvoffd_client.cli.keygen import run_keygen
+
+    return partial(run_keygen, file)
 
 
 @bench_app.command()
-def lookup(directory: Directory = None, json: Json = False) -> Action:
+def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """Measure lookups.
 
     Round trips of 64, 1,000 and 10,000 keys, also while 8 engines store and load, and of 4 clients at once, against a
@@ -211,11 +255,12 @@ def lookup(directory: Directory = None, json: Json = False) -> Action:
     """
     from kvoffd_client.bench.lookup import bench_lookup
 
-    return _bench(bench_lookup, directory, json)
+    return _bench(context, bench_lookup, directory, json)
 
 
 @bench_app.command()
 def copy(
+    context: typer.Context,
     directory: Directory = None,
     threads: Annotated[
         int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor takes as many.")
@@ -232,22 +277,23 @@ def copy(
     """
     from kvoffd_client.bench.copy import bench_copy
 
-    return _bench(partial(bench_copy, threads=threads), directory, json, plot)
+    return _bench(context, partial(bench_copy, threads=threads), directory, json, plot)
 
 
 @bench_app.command()
-def jobs(directory: Directory = None, json: Json = False) -> Action:
+def jobs(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """Measure small jobs.
 
     Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
     """
     from kvoffd_client.bench.jobs import bench_jobs
 
-    return _bench(bench_jobs, directory, json)
+    return _bench(context, bench_jobs, directory, json)
 
 
 @bench_app.command()
 def engine(
+    context: typer.Context,
     model: Annotated[str, typer.Option("--model", help="Directory or name of the model, as vLLM takes it.")],
     directory: Directory = None,
     tokens: Annotated[
@@ -262,11 +308,13 @@ def engine(
     """
     from kvoffd_client.bench.ttft import bench_engine
 
-    return _bench(partial(bench_engine, model=model, tokens=tokens), directory, json)
+    return _bench(context, partial(bench_engine, model=model, tokens=tokens), directory, json)
 
 
-def _bench(bench: Bench, directory: Path | None, json: bool, plot: Path | None = None) -> Action:
+def _bench(
+    context: typer.Context, bench: Bench, directory: Path | None, json: bool, plot: Path | None = None
+) -> Action:
     # Benches need numpy and the engine's side of the client, which no other command does.
     from kvoffd_client.cli.bench import run_bench
 
-    return partial(run_bench, bench, _where(directory), as_json=json, plot=plot)
+    return partial(run_bench, bench, _near(context, directory), as_json=json, plot=plot)

@@ -17,6 +17,7 @@ from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.tail import event_object, fingerprint_of, gap_before, lines_of
 from kvoffd_client.cli.text import printable, short_fingerprint
 from kvoffd_client.cli.watch import watch
+from kvoffd_client.cli.where import Where, open_admin
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.units import format_count, format_size
 
@@ -24,9 +25,9 @@ DONE = 0
 UNHEALTHY = 1
 
 
-def stats(directory: Path, *, as_json: bool) -> int:
+def stats(where: Where, *, as_json: bool) -> int:
     """Print all counters once."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         reply = admin.stats()
     if as_json:
         emit(to_json(reply))
@@ -35,16 +36,16 @@ def stats(directory: Path, *, as_json: bool) -> int:
     return DONE
 
 
-def watch_stats(directory: Path, interval_s: float, *, as_json: bool) -> int:
+def watch_stats(where: Where, interval_s: float, *, as_json: bool) -> int:
     """Print all counters until Ctrl-C."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         watch(admin, interval_s, as_json=as_json)
     return DONE
 
 
-def health(directory: Path, *, as_json: bool) -> int:
+def health(where: Where, *, as_json: bool) -> int:
     """Say whether the daemon works; 1 when it does not, or does not take work yet."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         reply = admin.health()
     works = reply.healthy and reply.ready
     if as_json:
@@ -59,17 +60,17 @@ def health(directory: Path, *, as_json: bool) -> int:
     return DONE if works else UNHEALTHY
 
 
-def sessions(directory: Path, *, as_json: bool) -> int:
+def sessions(where: Where, *, as_json: bool) -> int:
     """List who is connected."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         found = admin.sessions().sessions
     _list(sessions_table(found), {"sessions": named(found)}, as_json)
     return DONE
 
 
-def namespaces(directory: Path, *, as_json: bool) -> int:
+def namespaces(where: Where, *, as_json: bool) -> int:
     """List what is cached."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         found = admin.namespaces().namespaces
     _list(namespaces_table(found), {"namespaces": named(found)}, as_json)
     return DONE
@@ -82,9 +83,9 @@ def _list(table: RenderableType, objects: dict[str, Plain], as_json: bool) -> No
         show(make_console(pipe_cells=PIPE_LIST_CELLS), table)
 
 
-def clear(directory: Path, wanted: str | None, *, yes: bool, as_json: bool) -> int:
+def clear(where: Where, wanted: str | None, *, yes: bool, as_json: bool) -> int:
     """Drop every block of one namespace, or (``wanted`` None) of all. Asks before, unless told ``yes``."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         open_ones = admin.namespaces().namespaces
         chosen = None if wanted is None else choose_namespace(open_ones, wanted)
         if not yes and not _confirmed(open_ones, chosen):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
-from kvoffd_client.admin import AdminClient
 from kvoffd_client.cli.named import to_json
 from kvoffd_client.cli.screen import emit
 from kvoffd_client.cli.text import percent
+from kvoffd_client.cli.where import Where, open_admin
 from kvoffd_proto.messages import ScrubReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
@@ -21,9 +20,9 @@ SOUND = 0
 CORRUPT = 1
 
 
-def run_scrub(directory: Path, *, as_json: bool) -> int:
+def run_scrub(where: Where, *, as_json: bool) -> int:
     """Scrub, with progress on a terminal's stderr; 1 where bytes were found that are not those that were stored."""
-    with AdminClient(directory) as admin:
+    with open_admin(where) as admin:
         reply = admin.scrub()
         pause_s = FIRST_LOOK_S
         while reply.running:

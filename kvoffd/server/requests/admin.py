@@ -38,7 +38,7 @@ def clear(service: Service, session: Session, message: m.Clear) -> m.Done:
     """Drop the blocks of one namespace, or of all."""
     cache = service.cache
     count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-    logger.info("Session %d (uid %d) cleared %d blocks.", session.id, session.peer.uid, count)
+    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return m.Done(message.request_id, service.epoch, count)
 
 
