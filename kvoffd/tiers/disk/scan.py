@@ -30,15 +30,7 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
         try:
             _read_region(file, regions, region, found)
         except OSError as error:
-            # Written over rather than left: what is in them might be forgotten until they can be read again.
-            regions.dirty.mark_head(region)
-            file.notes.errors.append(
-                (
-                    "read_failed",
-                    f"The records of region {region.number} of {file.path} cannot be read ({error.strerror or error}): "
-                    "its blocks are lost.",
-                )
-            )
+            _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
         on_progress("reading the index", (region.number + 1) * head.region_bytes, size)
     regions.restored()
     book = Book(regions)
@@ -52,12 +44,21 @@ def _read_region(file: DiskFile, regions: Regions, region: Region, found: dict[T
     page = file.read_pages(region.base, PAGE_BYTES)
     head = read_region(page, file.head.file_id, region.number, file.head.region_bytes)
     if head is None:
+        if any(page):
+            _note_loss(file, regions, region, "damaged", "are damaged")
         return
     nbytes = page_up(head.slots * head.shape.record_bytes)
     records = bytes(file.read_pages(region.base + PAGE_BYTES, nbytes))
     region.cut(head.shape, head.slots, head.generation)
     regions.generation = max(regions.generation, head.generation)
     _take_up(file, regions, region, head, records, found)
+
+
+def _note_loss(file: DiskFile, regions: Regions, region: Region, kind: str, what: str) -> None:
+    # Written over rather than left: what is in them might be forgotten before they can be read again.
+    regions.dirty.mark_head(region)
+    sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
+    file.notes.errors.append((kind, sentence))
 
 
 def _take_up(
@@ -68,6 +69,8 @@ def _take_up(
     for slot in range(head.slots):
         record = read_record(records, slot * head.shape.record_bytes, head.shape, seed + slot)
         if record is None:
+            if any(records[slot * head.shape.record_bytes : (slot + 1) * head.shape.record_bytes]):
+                regions.dirty.mark(region, slot)
             continue
         block_id = record.block.id
         regions.generation = max(regions.generation, record.generation)

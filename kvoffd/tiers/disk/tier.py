@@ -92,12 +92,13 @@ class DiskTier(Tier):
         queue = DiskQueue(
             options.reads_in_flight, options.writes_in_flight, options.merge_bytes, options.write_patience_s
         )
-        tier._workers = make_workers(queue, executor, clock, tier._wake)
+        tier.workers = make_workers(queue, executor, clock, tier._wake)
         tier._open_seconds = time.monotonic() - begun
         tier._tell_notes()
         return tier
 
-    _workers: Workers
+    workers: Workers
+    """Who reads and writes. A simulation has them work; nobody else needs them."""
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class DiskTier(Tier):
 
     def tick(self) -> None:
         now = self._clock()
-        self._workers.end_late()
+        self.workers.end_late()
         self._look_for_hanging()
         if now - self._head_at >= _HEAD_EVERY_S:
             self._head_at = now
@@ -214,7 +215,7 @@ class DiskTier(Tier):
         self._update(now=True)
 
     def stats(self) -> TierStats:
-        load = self._workers.load()
+        load = self.workers.load()
         counts = self._counts
         return TierStats(
             size_bytes=self._size_bytes,
@@ -266,12 +267,12 @@ class DiskTier(Tier):
             return True
         until = time.monotonic() + deadline_s
         self._closed = True
-        self._workers.end_waiting(TierResult.CANCELLED)
-        idle = self._workers.wait_idle(until)
+        self.workers.end_waiting(TierResult.CANCELLED)
+        idle = self.workers.wait_idle(until)
         self._turn()
         if idle:
             self._write_last(until)
-        if not self._workers.stop(until):
+        if not self.workers.stop(until):
             return False
         self._turn()
         self._file.close()
@@ -304,7 +305,7 @@ class DiskTier(Tier):
 
     def _submit(self, job: Job) -> None:
         self._under_way[job.kind] += 1
-        self._workers.submit(job)
+        self.workers.submit(job)
 
     def _wake(self) -> None:
         self._post(self._turn)
@@ -318,7 +319,7 @@ class DiskTier(Tier):
     def _turn(self) -> None:
         """Tells what there is to tell, and goes on."""
         self._voice.deliver()
-        for ended in self._workers.collect():
+        for ended in self.workers.collect():
             self._end(ended)
         if self._book.leaving:
             self._book.empty_slots(_LEAVING_PER_TURN)
@@ -396,7 +397,7 @@ class DiskTier(Tier):
             self._submit(Job(Kind.UPDATE, 0, (), self._clock(), update=update))
 
     def _look_for_hanging(self) -> None:
-        longest_s = self._workers.load().longest_s
+        longest_s = self.workers.load().longest_s
         hangs = longest_s > self._options.hang_timeout_s
         if hangs and not self._hangs:
             self._voice.error(
@@ -408,7 +409,7 @@ class DiskTier(Tier):
             logger.info("%s answers again.", self.name)
         self._hangs = hangs
         if hangs:
-            self._workers.end_waiting(TierResult.DEADLINE)
+            self.workers.end_waiting(TierResult.DEADLINE)
 
     def _write_last(self, until: float) -> None:
         """Leaves a file that says all, and that it was closed in good order."""
@@ -416,13 +417,15 @@ class DiskTier(Tier):
             pass
         head = self._file.head
         tries = 0
+        self._records.forget()  # what the head says last must not reach the device before all else
         while (self._records.differs or head.is_open) and tries < _LAST_TRIES:
-            if not len(self._book.regions.dirty):
+            if not self._records.differs:
                 head.is_open = False
                 self._records.note_head()
+                self._records.forget()
             failed_before = self._voice.errors.total()
             self._submit_update()
-            if not self._workers.wait_idle(until):
+            if not self.workers.wait_idle(until):
                 return
             self._turn()
             tries += self._voice.errors.total() > failed_before

@@ -111,7 +111,8 @@ class Workers(ABC):
             ended = self._executor.run(batch, batch.begun_at)
         except Exception as error:  # a bug: its jobs fail, the thread goes on
             logger.exception("A disk thread failed; its %d jobs fail, the thread goes on.", len(batch.jobs))
-            ended = [Ended(job, TierResult.FAILED, "bug", repr(error)) for job in batch.jobs]
+            sentence = f"A disk thread failed ({error!r}): a bug; the log has more."
+            ended = [Ended(job, TierResult.FAILED, "bug", sentence) for job in batch.jobs]
         with self._changed:
             self._busy_seconds += time.perf_counter() - begun
             self._queue.done(batch)

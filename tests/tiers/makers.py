@@ -1,0 +1,78 @@
+"""Ways to open disk tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tiers.memory_disk import MemoryDisk
+from tiers.rig import Maker, TierRig
+
+from kvoffd.pool.checksum import digest
+from kvoffd.tiers.disk import DiskCalls, DiskOptions, DiskTier, StepWorkers
+from kvoffd.tiers.tier import Tier
+
+SIZE_BYTES = 600 << 10
+REGION_BYTES = 128 << 10
+
+
+class DiskMaker(Maker):
+    """Opens a directory with threads."""
+
+    stepped = False
+
+    def __init__(
+        self,
+        directory: Path,
+        calls: DiskCalls | None = None,
+        size_bytes: int = SIZE_BYTES,
+        region_bytes: int = REGION_BYTES,
+    ) -> None:
+        self.directory = directory
+        self.calls = calls
+        self.size_bytes = size_bytes
+        self.capacity_bytes = size_bytes - (64 << 10) - size_bytes // 10
+        self.options = DiskOptions(reads_in_flight=4, writes_in_flight=2, region_bytes=region_bytes)
+
+    def open(self, rig: TierRig) -> Tier:
+        self.directory.mkdir(exist_ok=True)
+        return DiskTier.open(
+            self.directory,
+            self.size_bytes,
+            pool=rig.pool,
+            digest=digest,
+            clock=rig.clock,
+            post=rig.posted.put,
+            listener=rig.fold,
+            options=self.options,
+            calls=self.calls,
+            wall_clock=lambda: rig.wall,
+            make_workers=StepWorkers if self.stepped else None,
+        )
+
+
+class SteppedMaker(DiskMaker):
+    """Opens a file in memory; its jobs are done when the test says so."""
+
+    stepped = True
+
+    def __init__(
+        self,
+        directory: Path,
+        disk: MemoryDisk | None = None,
+        size_bytes: int = SIZE_BYTES,
+        region_bytes: int = REGION_BYTES,
+    ) -> None:
+        self.disk = disk or MemoryDisk()
+        super().__init__(directory, self.disk, size_bytes, region_bytes)
+
+    def work(self, tier: Tier) -> None:
+        while step(tier):
+            pass
+
+
+def step(tier: Tier) -> bool:
+    """Has a stepped disk tier do one thing; False where it has nothing to do."""
+    assert isinstance(tier, DiskTier)
+    workers = tier.workers
+    assert isinstance(workers, StepWorkers)
+    return workers.step()
