@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-peers soak fuzz chaos clean
+.PHONY: help venv demo test lint bench bench-peers soak fuzz chaos exposure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -42,6 +42,9 @@ fuzz: $(VENV)/.fuzz ## fuzz every decoder by coverage, half a minute each; FUZZ_
 
 chaos: $(VENV)/.tools ## kill and stop a real daemon and engines at random, 500 rounds; CHAOS_ARGS="--rounds 50 --seed 1"
 	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+exposure: ## what systemd says of the unit's hardening, and why the rest is left open
+	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
 	rm -rf $(VENV) $(PEERS) .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
