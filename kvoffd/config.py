@@ -27,6 +27,7 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 EVICTION_POLICIES = ("lru", "arc")
+BLOCK_ACCESS = ("off", "read", "write")
 MIN_POOL_BYTES = 1024 * 1024
 
 Value: TypeAlias = int | float | str | Path | tuple[int, ...]
@@ -238,6 +239,10 @@ class Config:
     )
     allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
     allowed_gids: tuple[int, ...] = _ids("Groups whose users may connect; where nothing is given, the daemon's own.")
+    block_access: str = _choice(
+        "off", BLOCK_ACCESS, "Whether operators may read single blocks, as export does, or write and pin them too."
+    )
+    block_uids: tuple[int, ...] = _ids("Users who may do so; where nothing is given, root and the daemon's own.")
     http_address: str = _address(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )

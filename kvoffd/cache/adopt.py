@@ -9,6 +9,7 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.errors import KvoffdError
+from kvoffd_proto.blocks import shard_bytes_of
 
 _MIN_KEY_BYTES = 8
 _MAX_KEY_BYTES = 64
@@ -95,6 +96,9 @@ def _open(facts: NamespaceFacts, store: SlotStore) -> Namespace:
         if shard_bytes is not None:
             slot_bytes = [store.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes]
             namespace.fix_shard_bytes(rank, shard_bytes, slot_bytes)
+    for rank, shards in enumerate(facts.shards[: facts.world_size]):
+        if shards is not None and tuple(map(shard_bytes_of, shards)) == facts.shard_bytes[rank]:
+            namespace.describe_shards(rank, shards)
     return namespace
 
 

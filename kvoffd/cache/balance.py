@@ -53,7 +53,7 @@ def audit(
     _audit_slots(slots, blocks, there, balance)
     _audit_index(namespaces, policy, there)
     _audit_writers(stores, blocks.half_stored, there)
-    _audit_pins(leases, loads, writes, there)
+    _audit_pins(leases, loads, writes, blocks.kept, there)
     pinned = {block for block in there if block.pins}
     assert blocks.pinned_blocks == len(pinned)
     assert balance.pinned_bytes == sum(block.slot_bytes for block in pinned)
@@ -114,11 +114,17 @@ def _audit_writers(stores: Iterable[StoreTicket], half_stored: Collection[Block]
 
 
 def _audit_pins(
-    leases: LeaseBook, loads: Iterable[LoadTicket], writes: Iterable[WriteTicket], blocks: set[Block]
+    leases: LeaseBook,
+    loads: Iterable[LoadTicket],
+    writes: Iterable[WriteTicket],
+    kept: Collection[Block],
+    blocks: set[Block],
 ) -> None:
     pins = Counter(block for lease in leases for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in loads for block in ticket.blocks)
     pins.update(ticket.block for ticket in writes)
+    pins.update(kept)
+    assert all(block.state is BlockState.READY for block in kept), "an operator's pin outlived its block"
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"
     assert all(block.missing == 0 for block in pins), "an incomplete block is pinned"

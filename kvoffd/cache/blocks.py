@@ -33,6 +33,8 @@ class Blocks:
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified: dict[Shard, tuple[Block, int]] = {}
         """Shards that are not verified yet, with their block and rank; oldest first."""
+        self.kept: dict[Block, None] = {}
+        """Ready blocks with a pin of an operator, the earliest first. It ends when they are dropped."""
         self.quarantined: dict[int, int] = {}
         """By offset, the size of slots that are never used again."""
         self.quarantined_bytes = 0
@@ -170,6 +172,9 @@ class Blocks:
             if block.state is READY:
                 self._policy.remove(block, evicted=False)
             self.half_stored.pop(block, None)
+            if block in self.kept:
+                del self.kept[block]
+                self.unpin([block])
             self._leave(block)
             block.namespace.counters.invalidated_blocks += 1
 

@@ -15,10 +15,12 @@ from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.lookup import Found, LookupAnswer, states_of, states_under
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.pins import OperatorPins
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
+from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import PENDING, GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
@@ -47,6 +49,7 @@ class BlockCache:
         self.leases = LeaseBook(lease_ttl_s)
         self._blocks = Blocks(slots, policy, listener, clock)
         self.integrity = Integrity(self._blocks)
+        self.operator_pins = OperatorPins(self._blocks, slots.pool_bytes)
         self._listener = listener
         self._clock = clock
         self._half_stored_timeout_s = half_stored_timeout_s
@@ -99,16 +102,20 @@ class BlockCache:
         self._namespaces[fingerprint] = namespace
         return namespace, True
 
-    def set_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> None:
-        """Fix the bytes of a rank's shards, by group, at the rank's first registration.
+    def set_shard_bytes(
+        self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], shards: Sequence[ShardSpec] | None = None
+    ) -> None:
+        """Fix the bytes of a rank's shards, by group, at the rank's first registration; ``shards`` describes them.
 
         Raises BadGeometry if they were fixed otherwise, or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
         """
         namespace.check_shard_bytes(rank, shard_bytes)
-        known = namespace.shard_bytes(rank) is not None
+        news = namespace.shard_bytes(rank) is None
         namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
-        if not known:
+        if shards is not None:
+            news |= namespace.describe_shards(rank, shards)
+        if news:
             self.slots.note_namespace(namespace.facts())
 
     def adopt(self, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]) -> Adoption:
@@ -174,6 +181,40 @@ class BlockCache:
             self._blocks.pin(blocks)
             if blocks:
                 lease.blocks.setdefault(group, []).extend(blocks)
+
+    def hold(self, namespace: Namespace, lease_id: int, owner: int, group: int, keys: bytes) -> list[Block | None]:
+        """As a lookup of one group, but for an operator: nothing is counted, and the blocks themselves are returned.
+
+        Under a lease that lives already only its own blocks are. Raises BadGeometry, BadKeys, UnknownLease.
+        """
+        split = namespace.split(group, keys)
+        self._settle()
+        lease = self.leases.get(lease_id)
+        if lease is not None:
+            if lease.owner != owner or lease.namespace is not namespace:
+                raise UnknownLease(
+                    f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
+                )
+            return list(map(lease.by_key(group).get, split))
+        index = namespace.index[group]
+        found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
+        blocks = [block for block in found if block is not None]
+        if blocks:
+            lease = Lease(lease_id, owner, namespace)
+            lease.blocks[group] = blocks
+            self.leases.add(lease, self._clock())
+            self._blocks.pin(blocks)
+        return found
+
+    def pin(self, namespace: Namespace, group: int, keys: bytes) -> int:
+        """Keep ready blocks for an operator; returns how many were not kept before. See OperatorPins."""
+        split = namespace.split(group, keys)
+        self._settle()
+        return self.operator_pins.pin(namespace, group, split)
+
+    def unpin(self, namespace: Namespace, group: int, keys: bytes) -> int:
+        """Undo ``pin``; returns how many were kept."""
+        return self.operator_pins.unpin(namespace, group, namespace.split(group, keys))
 
     def touch(self, lease_id: int) -> None:
         """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""

@@ -10,6 +10,7 @@ import numpy as np
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.slots import NamespaceFacts
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -57,6 +58,7 @@ class Namespace:
         """By state, the pool bytes of its blocks."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
+        self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
         self._key_type = np.dtype((np.void, key_bytes))
 
     @property
@@ -110,6 +112,21 @@ class Namespace:
         """By group, bytes of that rank's shard of a block; None where no worker of the rank registered yet."""
         return self._shard_bytes[rank]
 
+    def shards(self, rank: int) -> tuple[ShardSpec, ...] | None:
+        """By group, what that rank's shard of a block is made of; None where nobody told."""
+        return self._shards[rank]
+
+    def describe_shards(self, rank: int, shards: Sequence[ShardSpec]) -> bool:
+        """Note what a rank's shards are made of, by group, unless more is known already; True where it was noted.
+
+        Nothing is decided by it: engines that agree on a shard's bytes may differ in what they call its layers.
+        """
+        known = self._shards[rank]
+        if known is not None and (_told(known) or not _told(shards)):
+            return False
+        self._shards[rank] = tuple(shards)
+        return True
+
     def facts(self) -> NamespaceFacts:
         """What a successor must know to go on with the blocks."""
         return NamespaceFacts(
@@ -120,6 +137,7 @@ class Namespace:
             self.groups,
             self.description,
             tuple(self._shard_bytes),
+            tuple(self._shards),
         )
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
@@ -161,3 +179,8 @@ class Namespace:
         block.state = state
         self.blocks_in[state] += 1
         self.bytes_in[state] += block.slot_bytes
+
+
+def _told(shards: Sequence[ShardSpec]) -> bool:
+    """Whether any layer has more than a size."""
+    return any(page.layer is not None for shard in shards for page in shard.pages)

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -48,6 +49,8 @@ class NamespaceFacts(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     description: str
     shard_bytes: tuple[tuple[int, ...] | None, ...]
     """By rank and group; None where no worker of the rank has registered."""
+    shards: tuple[tuple[ShardSpec, ...] | None, ...] = ()
+    """By rank and group, what a shard is made of; empty, or None for a rank, where nobody told."""
 
 
 class SlotStore(Protocol):

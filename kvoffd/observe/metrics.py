@@ -95,7 +95,7 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     _gauge(
         "kvoffd_pool_pinned_bytes",
-        "Of the ready and leaving bytes, those under a lease or a copy.",
+        "Of the ready and leaving bytes, those under a lease, a copy or an operator's pin.",
         lambda stats: stats.pool.pinned_bytes,
     ),
     _counter(
@@ -128,7 +128,30 @@ METRICS: tuple[MetricSpec, ...] = (
         "Slots of an earlier daemon that nobody has looked at yet; a load of one does first.",
         lambda stats: stats.integrity.unverified_slots,
     ),
-    _gauge("kvoffd_pinned_blocks", "Blocks under a lease or a copy.", lambda stats: stats.pinned_blocks),
+    _gauge(
+        "kvoffd_pinned_blocks", "Blocks under a lease, a copy or an operator's pin.", lambda stats: stats.pinned_blocks
+    ),
+    _gauge(
+        "kvoffd_operator_pinned_blocks",
+        "Blocks that operators have pinned.",
+        lambda stats: stats.blocks.pinned_blocks,
+    ),
+    _gauge(
+        "kvoffd_operator_pinned_bytes",
+        "Pool bytes of the blocks that operators have pinned.",
+        lambda stats: stats.blocks.pinned_bytes,
+    ),
+    _counter(
+        "kvoffd_blocks_got_total",
+        "Blocks that operators opened for reading, exports included.",
+        lambda stats: stats.blocks.got_blocks,
+    ),
+    _counter(
+        "kvoffd_blocks_put_total",
+        "Blocks that operators wrote, imports included.",
+        lambda stats: stats.blocks.put_blocks,
+    ),
+    _counter("kvoffd_blocks_put_bytes_total", "Bytes copied for these blocks.", lambda stats: stats.blocks.put_bytes),
     _gauge("kvoffd_leases", "Live leases.", lambda stats: stats.leases),
     _gauge("kvoffd_sessions", "Open sessions.", lambda stats: stats.sessions),
     _copying("kvoffd_jobs_total", "counter", "Jobs that ended.", lambda side: side.jobs),

@@ -32,8 +32,10 @@ _madvise.restype = ctypes.c_int
 class PoolMemory:
     """``size_bytes`` of shared memory, mapped at ``address``: see the ways to make one. Owns ``fd``."""
 
-    def __init__(self, fd: int, segment: MappedSegment) -> None:
+    def __init__(self, fd: int, segment: MappedSegment, offset: int = 0) -> None:
         self.fd = fd
+        self.offset = offset
+        """Where in the file it begins."""
         self.size_bytes = segment.size_bytes
         self._segment = segment
 
@@ -89,7 +91,7 @@ class PoolMemory:
         """
         copy = os.dup(fd)
         try:
-            return cls(copy, map_shared(copy, size_bytes, offset))
+            return cls(copy, map_shared(copy, size_bytes, offset), offset)
         except OSError as error:
             os.close(copy)
             raise PoolTooLarge(

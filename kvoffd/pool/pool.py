@@ -12,6 +12,7 @@ from kvoffd.pool.format import BadTable, Geometry
 from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
 from kvoffd.pool.limits import MemoryLimit, check_fits
 from kvoffd.pool.nodes import Node, cut_pool
+from kvoffd.pool.share import PoolShare, read_only
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import Inheritance, SlotTable
 
@@ -115,6 +116,10 @@ class Pool:
     def memory_fds(self) -> tuple[int, int]:
         """Descriptors of the pool and of its table, for whoever keeps them for the daemon's successor."""
         return self._memory.fd, self._table.fd
+
+    def share(self) -> PoolShare:
+        """The pool for processes that may read it, and no more. Raises OSError."""
+        return PoolShare(read_only(self._memory.fd), self._memory.offset, self.pool_bytes)
 
     def take_inheritance(self) -> Inheritance:
         """Hands ``inheritance`` over, once: it may be large."""

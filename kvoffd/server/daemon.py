@@ -193,7 +193,7 @@ class Daemon:
             max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         )
         transport = Transport(service, directory)
-        lifelines = LifelineServer(service, directory, transport.schedule_turn)
+        lifelines = LifelineServer(service, directory, transport.schedule_turn, pool.share)
         probe = SelfProbe(service, directory)
         http = HttpServer(config.http_address, probe.metrics, probe.health) if config.http_address else None
         door = AdminDoor(service, config.admin_address, admin_keys) if admin_keys is not None else None

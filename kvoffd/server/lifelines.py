@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.pool.share import PoolShare
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
@@ -93,7 +94,11 @@ class _Connection:
         if not data:
             raise EOFError
         for body in self._buffer.feed(data):
-            self._attach(lifeline.decode_from_client(body))
+            frame = lifeline.decode_from_client(body)
+            if isinstance(frame, lifeline.OpenPool):
+                self._open_pool()
+            else:
+                self._attach(frame)
         if len(self._fds) > _MAX_FDS:
             raise lifeline.LifelineError("Descriptors came without Attach frames.")
 
@@ -111,12 +116,37 @@ class _Connection:
         else:
             self.send(lifeline.Attached(frame.segment_id))
 
+    def _open_pool(self) -> None:
+        """Hand out a descriptor of the pool to who may read blocks."""
+        assert self.session is not None
+        try:
+            self._server.service.desk.admit(self.session, write=False)
+            share = self._server.open_pool()
+        except KvoffdError as error:
+            self._server.service.count_error(error.code)
+            self.send(lifeline.PoolRefused(error.code, error.message))
+            return
+        try:
+            frame = lifeline.encode_frame(lifeline.PoolOpened(share.offset_bytes, share.pool_bytes))
+            if socket.send_fds(self._stream, [frame], [share.fd], socket.MSG_NOSIGNAL) != len(frame):
+                raise OSError("the peer does not read its lifeline")
+        finally:
+            os.close(share.fd)
+        logger.info("Session %d (uid %d) reads the pool.", self.session.id, self.session.peer.uid)
+
 
 class LifelineServer:
     """Listens on ``lifeline.sock`` and turns connections into sessions and their EOF into the sessions' end."""
 
-    def __init__(self, service: Service, directory: DaemonDirectory, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        directory: DaemonDirectory,
+        on_change: Callable[[], None],
+        share_pool: Callable[[], PoolShare],
+    ) -> None:
         self.service = service
+        self._share_pool = share_pool
         self._directory = directory
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
@@ -148,6 +178,16 @@ class LifelineServer:
             if session is not None and session.role is None and session.opened_at < overdue:
                 logger.warning("Session %d said no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
                 self._end(connection)
+
+    def open_pool(self) -> PoolShare:
+        """A descriptor of the pool for a peer. Raises KvoffdError."""
+        try:
+            return self._share_pool()
+        except OSError as error:
+            raise KvoffdError(
+                f"The pool cannot be opened for reading ({error.strerror}); the daemon needs /proc for that.",
+                ErrorCode.UNSUPPORTED,
+            ) from error
 
     def forget(self, connection: _Connection) -> None:
         """Stop watching a connection that is about to be closed."""

@@ -11,6 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.server.session import Session
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
+from kvoffd_proto.blocks import BlockAccessStats
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
@@ -50,6 +51,7 @@ class Reporter:
             _resident_bytes(),
             [self._namespace_stats(namespace) for namespace in cache.namespaces],
             self._integrity(),
+            self._blocks(),
         )
 
     def health(self, request_id: int) -> m.HealthReply:
@@ -106,6 +108,13 @@ class Reporter:
             integrity.mismatches,
             integrity.quarantined_slots,
             integrity.unverified_slots,
+        )
+
+    def _blocks(self) -> BlockAccessStats:
+        service = self._service
+        pins, puts = service.cache.operator_pins, service.puts
+        return BlockAccessStats(
+            len(pins.blocks), pins.pinned_bytes, service.desk.got_blocks, puts.put_blocks, puts.put_bytes
         )
 
     def _direction(self, direction: Direction) -> m.DirectionStats:

@@ -19,7 +19,9 @@ from kvoffd.observe.latency import LatencyRecorder
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.engine_memory import GpuMapper, MemoryMapper
 from kvoffd.server.jobs import Job, JobRunner
+from kvoffd.server.operators import BlockDesk
 from kvoffd.server.publisher import EventPublisher, Frames
+from kvoffd.server.puts import Put, PutRunner
 from kvoffd.server.registration import Registration
 from kvoffd.server.report import Reporter
 from kvoffd.server.requests.table import HANDLERS
@@ -59,7 +61,7 @@ class Service:
         pool_address: int,
         table_bytes: int,
         clock: Callable[[], float],
-        post: Callable[[Job, Outcome], None],
+        post: Callable[[Job | Put, Outcome], None],
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
@@ -80,6 +82,8 @@ class Service:
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         self.sessions: dict[int, Session] = {}
         self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post, config.verify_share)
+        self.puts = PutRunner(cache, self.memory, pool_address, clock, config.job_deadline_s, post, self.credit_bytes)
+        self.desk = BlockDesk(config, cache)
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.lookup_latency = LatencyRecorder()
@@ -155,6 +159,8 @@ class Service:
         self.cache.end_owner(session.id)
         session.end(on_drained)
         self.jobs.abandon(list(session.jobs.values()))
+        self.puts.end_session(session)
+        self.desk.end_session(session)
         for registration in session.registrations.values():
             registration.close_when_idle(_nothing)
         session.registrations.clear()
@@ -222,9 +228,12 @@ class Service:
 
     # --- turns: called by the rim -----------------------------------------------------------------
 
-    def transfer_done(self, job: Job, outcome: Outcome) -> None:
+    def transfer_done(self, job: Job | Put, outcome: Outcome) -> None:
         """A transfer has ended; called in the service's thread."""
-        self.jobs.transfer_done(job, outcome)
+        if isinstance(job, Put):
+            self.puts.transfer_done(job, outcome)
+        else:
+            self.jobs.transfer_done(job, outcome)
 
     def flush(self) -> Outbox:
         """Take what is to be sent now."""

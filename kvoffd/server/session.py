@@ -13,6 +13,7 @@ from kvoffd_proto.messages import Completions, JobResult, Role
 
 if TYPE_CHECKING:
     from kvoffd.server.jobs import Job
+    from kvoffd.server.puts import Staging
     from kvoffd.server.registration import Registration
 
 
@@ -123,6 +124,8 @@ class Session:
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
+    staging: dict[int, Staging] = field(default_factory=dict)
+    """Mapped segments that an operator puts blocks from: by segment id."""
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -145,6 +148,10 @@ class Session:
         if self._on_drained is not None and not self.jobs:
             on_drained, self._on_drained = self._on_drained, None
             on_drained()
+
+    def close_segment(self, segment_id: int) -> None:
+        """Close one that is mapped by now."""
+        os.close(self.segments.pop(segment_id))
 
     def close_segments(self) -> None:
         """Close descriptors that were attached and never registered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 SegmentId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, unique in its session.")]
 Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -62,8 +62,25 @@ class TensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     num_blocks: Annotated[int, Meta(ge=1, lt=2**31, description="Number of engine blocks in the tensor.")]
 
 
+class LayerSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a page of one layer is, for whoever opens a block. Described only: nothing is checked by it."""
+
+    name: Annotated[str, Meta(max_length=256, description="The layer, as the engine names it; empty if unknown.")] = ""
+    dtype: Annotated[str, Meta(max_length=32, description="As torch names it, ``bfloat16``; empty for bytes.")] = ""
+    shape: Annotated[
+        list[Annotated[int, Meta(ge=1, lt=2**31)]],
+        Meta(max_length=16, description="Of one page, in the order of memory; empty if unknown."),
+    ] = field(default_factory=list)
+    layout: Annotated[
+        str, Meta(max_length=256, description="What the dimensions are, with blanks between; empty if unknown.")
+    ] = ""
+
+
 class PageRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One layer's part of a group's block: the first ``page_bytes`` of a page of a tensor."""
 
     tensor: Annotated[int, Meta(ge=0, lt=65536, description="Index into the registration's tensors.")]
     page_bytes: Annotated[int, Meta(ge=1, lt=2**31, description="Bytes of the page that belong to the layer.")]
+    layer: Annotated[
+        LayerSpec | None, Meta(description="What they are, for whoever opens a block; nil if unknown.")
+    ] = None

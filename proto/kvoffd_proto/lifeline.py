@@ -55,12 +55,30 @@ class AttachRefused(Struct, frozen=True, array_like=True, forbid_unknown_fields=
     message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
 
 
-FromDaemon = Greeting | Refused | Attached | AttachRefused
-FromClient = Attach
+class OpenPool(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="open_pool"):
+    """Client to daemon: wants to read the pool. For administrators, where the daemon's ``block_access`` allows it."""
+
+
+class PoolOpened(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="pool_opened"):
+    """Daemon to client, with exactly one descriptor: the pool, to be mapped for reading only."""
+
+    offset_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Where the pool begins in the file.")]
+    pool_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Size of the pool.")]
+
+
+class PoolRefused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="pool_refused"):
+    """Daemon to client: the pool may not be read; the session goes on."""
+
+    code: Annotated[ErrorCode, Meta(description="Why.")]
+    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+
+
+FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused
+FromClient = Attach | OpenPool
 
 _encoder = msgspec.msgpack.Encoder()
 _from_daemon: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
-_from_client = msgspec.msgpack.Decoder(FromClient)
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 
 
 class LifelineError(Exception):

@@ -1,3 +1,4 @@
+# ruff: noqa: F403, F405 - the base of all messages is found here too, under the name everybody imports
 """Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
 
 Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
@@ -7,89 +8,14 @@ they are accepted: their answer is a completion. ``PROTOCOL.md`` is generated fr
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, field
 
+from kvoffd_proto.blocks import BlockAccessStats, BlockReply, BlockRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
-
-FINGERPRINT_BYTES = 32
-TOKEN_BYTES = 16
-BLOCK_ID_BYTES = 4
-
-RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, echoed in the reply.")]
-Token = Annotated[
-    bytes,
-    Meta(
-        min_length=TOKEN_BYTES,
-        max_length=TOKEN_BYTES,
-        description="The session's secret, from the lifeline's Greeting.",
-    ),
-]
-Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1, description="The daemon's life that answers.")]
-SessionId = Annotated[int, Meta(ge=1, lt=2**31, description="The session.")]
-Fingerprint = Annotated[
-    bytes,
-    Meta(
-        min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="The namespace's fingerprint, 32 bytes."
-    ),
-]
-LeaseId = Annotated[
-    int,
-    Meta(
-        ge=2**32,
-        le=2**63 - 1,
-        description="``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice.",
-    ),
-]
-JobId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Unique among the session's unfinished jobs.")]
-RegistrationId = Annotated[
-    bytes, Meta(min_length=16, max_length=16, description="Random id made by the worker for this registration.")
-]
-Rank = Annotated[int, Meta(ge=0, lt=4096, description="Rank of the worker in its engine, below ``world_size``.")]
-GroupIndex = Annotated[int, Meta(ge=0, lt=65536, description="KV cache group.")]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-ByteCount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Meta(ge=0)]
-
-
-class Role(StrEnum):
-    """What a session may do."""
-
-    SCHEDULER = "scheduler"
-    WORKER = "worker"
-    ADMIN = "admin"
-
-
-ABSENT = 0
-WRITING = 1
-READY = 2
-PENDING = 3
-
-
-class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of parts of messages: encoded as arrays, unknown trailing fields refused."""
-
-
-class Message(Wire, frozen=True, tag=lambda name: name.lower()):
-    """Base of messages: arrays that begin with the lower-case name."""
-
-
-class Request(Message, frozen=True):
-    """Base of requests."""
-
-    request_id: RequestId
-    token: Token
-
-
-class Reply(Message, frozen=True):
-    """Base of replies."""
-
-    request_id: RequestId
-    epoch: Epoch
-
+from kvoffd_proto.wire import *
 
 # --- parts ---------------------------------------------------------------------------------------
 
@@ -103,14 +29,6 @@ class Limits(Wire, frozen=True):
     max_leases: Annotated[int, Meta(ge=1, description="Live leases of the session.")]
     max_registrations: Annotated[int, Meta(ge=1, description="Registrations of the session.")]
     max_segments: Annotated[int, Meta(ge=1, description="Attached memory segments of the session.")]
-
-
-class GroupSpec(Wire, frozen=True):
-    """One KV cache group of a namespace."""
-
-    kind: Annotated[str, Meta(max_length=64, description="Attention kind as the engine names it, for display.")]
-    tokens_per_block: Annotated[int, Meta(ge=0, lt=2**31, description="Tokens that one key covers; 0 if unknown.")]
-    window_tokens: Annotated[int, Meta(ge=0, lt=2**31, description="Sliding window in tokens; 0 for none.")] = 0
 
 
 class GroupKeys(Wire, frozen=True):
@@ -146,7 +64,9 @@ class JobResult(Wire, frozen=True):
     bytes: Annotated[ByteCount, Meta(description="Bytes that were copied.")]
     seconds: Annotated[Seconds, Meta(description="From the daemon's acceptance of the job to its end, in seconds.")]
     error: Annotated[ErrorCode | None, Meta(description="Why not ok.")] = None
-    failed: Annotated[list[GroupKeys], Meta(description="Keys that were not stored, or that the load lacked.")] = []
+    failed: Annotated[list[GroupKeys], Meta(description="Keys that were not stored, or that the load lacked.")] = field(
+        default_factory=list
+    )
 
 
 # --- session -------------------------------------------------------------------------------------
@@ -436,7 +356,7 @@ class PoolStats(Wire, frozen=True):
     ready_bytes: Annotated[ByteCount, Meta(description="Bytes in slots of readable blocks.")]
     leaving_bytes: Annotated[ByteCount, Meta(description="Bytes of dropped blocks that a lease or a copy still holds.")]
     pinned_bytes: Annotated[
-        ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease or a copy.")
+        ByteCount, Meta(description="Of the ready and leaving bytes, those under a lease, a copy or an operator's pin.")
     ]
     quarantined_bytes: Annotated[
         ByteCount, Meta(description="Bytes in slots that lost what was stored in them; not used until a restart.")
@@ -479,7 +399,7 @@ class StatsReply(Reply, frozen=True):
     load: Annotated[DirectionStats, Meta(description="Pool to engine.")]
     lookup_latency: Annotated[LatencyStats, Meta(description="Time spent on a Lookup inside the daemon.")]
     leases: Annotated[Count, Meta(description="Live leases.")]
-    pinned_blocks: Annotated[Count, Meta(description="Blocks under a lease or a copy.")]
+    pinned_blocks: Annotated[Count, Meta(description="Blocks under a lease, a copy or an operator's pin.")]
     sessions: Annotated[Count, Meta(description="Open sessions.")]
     lookups_per_second: Annotated[float, Meta(ge=0, description="Lookups over the last ten seconds.")]
     requests: Annotated[Count, Meta(description="Requests answered, errors included.")]
@@ -489,6 +409,7 @@ class StatsReply(Reply, frozen=True):
     resident_bytes: Annotated[ByteCount, Meta(description="Resident memory without the pool and its table.")]
     namespaces: Annotated[list[NamespaceStats], Meta(description="Open namespaces.")]
     integrity: Annotated[IntegrityStats, Meta(description="Checksums of the slots.")]
+    blocks: Annotated[BlockAccessStats, Meta(description="What operators did with single blocks.")]
 
 
 class Health(Request, frozen=True):
@@ -605,6 +526,7 @@ AnyRequest = (
     | Namespaces
     | Clear
     | Scrub
+    | BlockRequest
 )
 
 AnyReply = (
@@ -622,4 +544,5 @@ AnyReply = (
     | SessionsReply
     | NamespacesReply
     | ScrubReply
+    | BlockReply
 )

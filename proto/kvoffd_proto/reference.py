@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Meta, Struct
 
-from kvoffd_proto import events, handles, lifeline
+from kvoffd_proto import blocks, events, handles, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto import reference_text as text
 from kvoffd_proto.codec import encode
@@ -60,7 +60,7 @@ SECTIONS: tuple[tuple[str, tuple[Exchange, ...]], ...] = (
         "Scheduler",
         (
             Exchange(m.Lookup, m.LookupReply, _SCHEDULER),
-            Exchange(m.Release, m.Done, _SCHEDULER),
+            Exchange(m.Release, m.Done, _SCHEDULER + _ADMIN),
             Exchange(m.Invalidate, m.Done, _SCHEDULER),
             Exchange(m.Reset, m.Done, _SCHEDULER),
         ),
@@ -84,6 +84,17 @@ SECTIONS: tuple[tuple[str, tuple[Exchange, ...]], ...] = (
             Exchange(m.Scrub, m.ScrubReply, _ADMIN),
         ),
     ),
+    (
+        "Blocks",
+        (
+            Exchange(blocks.DescribeNamespace, blocks.NamespaceDescribed, _ADMIN),
+            Exchange(blocks.RestoreNamespace, m.NamespaceOpened, _ADMIN),
+            Exchange(blocks.ListBlocks, blocks.BlocksListed, _ADMIN),
+            Exchange(blocks.GetBlocks, blocks.BlocksGot, _ADMIN),
+            Exchange(blocks.PutBlocks, blocks.BlocksPut, _ADMIN),
+            Exchange(blocks.PinBlocks, m.Done, _ADMIN),
+        ),
+    ),
 )
 COMMON_REPLIES = (m.Done, m.Error)
 PARTS = (
@@ -93,9 +104,16 @@ PARTS = (
     m.JobResult,
     handles.TensorLayout,
     handles.PageRef,
+    handles.LayerSpec,
+    blocks.ShardSpec,
+    blocks.PageSpec,
+    blocks.BlockInfo,
+    blocks.HeldShard,
+    blocks.PutShard,
     m.Limits,
     m.PoolStats,
     m.IntegrityStats,
+    blocks.BlockAccessStats,
     m.DirectionStats,
     m.LatencyStats,
     m.NamespaceStats,
@@ -103,15 +121,22 @@ PARTS = (
     m.NamespaceInfo,
 )
 HANDLES = (handles.MemfdHandle, handles.CudaIpcHandle, handles.CudaVmmHandle)
-LIFELINE_FROM_DAEMON = (lifeline.Greeting, lifeline.Refused, lifeline.Attached, lifeline.AttachRefused)
-LIFELINE_FROM_CLIENT = (lifeline.Attach,)
+LIFELINE_FROM_DAEMON = (
+    lifeline.Greeting,
+    lifeline.Refused,
+    lifeline.Attached,
+    lifeline.AttachRefused,
+    lifeline.PoolOpened,
+    lifeline.PoolRefused,
+)
+LIFELINE_FROM_CLIENT = (lifeline.Attach, lifeline.OpenPool)
 EVENTS = (events.BlockStored, events.BlockRemoved, events.AllBlocksCleared)
 
 
 def documented() -> list[type[Struct]]:
     """Every Struct that the page describes."""
     exchanges = [exchange for _, group in SECTIONS for exchange in group]
-    replies = [exchange.reply for exchange in exchanges if exchange.reply not in (None, m.Done)]
+    replies = dict.fromkeys(exchange.reply for exchange in exchanges if exchange.reply not in (None, m.Done))
     return [
         *LIFELINE_FROM_DAEMON,
         *LIFELINE_FROM_CLIENT,
@@ -129,12 +154,14 @@ def documented() -> list[type[Struct]]:
 def reference() -> str:
     """The page, as Markdown."""
     parts = [_introduction(), text.RULES, _lifeline_section(), "## Requests and replies\n", _exchange_table()]
+    told: set[type[Struct] | None] = {None, *COMMON_REPLIES}
     for title, exchanges in SECTIONS:
         parts.append(f"### {title}\n")
+        parts += [text.BLOCKS] if title == "Blocks" else []
         for exchange in exchanges:
             parts.append(_struct(exchange.request))
-            if exchange.reply not in (None, *COMMON_REPLIES):
-                assert exchange.reply is not None
+            if exchange.reply is not None and exchange.reply not in told:
+                told.add(exchange.reply)
                 parts.append(_struct(exchange.reply))
     parts += ["### Replies of several requests\n", *(_struct(reply) for reply in COMMON_REPLIES)]
     parts += [text.COMPLETIONS, _struct(m.Completions)]

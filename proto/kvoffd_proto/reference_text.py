@@ -91,12 +91,21 @@ writable. It copies without asking again, so:
 * After the reply to `Unregister` the daemon touches the memory no more.
 """
 
+BLOCKS = """Administrators may look into blocks and write them where the daemon's setting `block_access` allows it
+(`read` or `write`), and to the users that `block_uids` names. To read: send `OpenPool` on the lifeline; `PoolOpened`
+brings a descriptor of the pool that can be mapped for reading only, whole, all namespaces in it. `GetBlocks` pins
+blocks under a lease and tells where they lie in that mapping: from the lease's end on, something else may be there. A
+shard is layer-major: the `blocks_per_key` pages of the first layer, then those of the second, as the `shards` of
+`NamespaceDescribed` list them. To write: attach a memfd as for `Register`, put the bytes of all ranks' shards into it,
+and name it in `PutBlocks`.
+"""
+
 LIFELINE = """## Lifeline
 
 `lifeline.sock` is a unix stream. A frame is its length, an unsigned little-endian integer of {length} bytes, and that
 many bytes of MessagePack, at least 1 and at most {maximum}. Send a descriptor as ancillary data (SCM_RIGHTS) of the
 message that holds the first byte of its `Attach` frame; one descriptor per frame. A frame that breaks these rules ends
-the session.
+the session. `PoolOpened` comes with a descriptor in the same way.
 """
 
 REQUESTS = """Any request may be answered by [Error](#error) instead. `Store` and `Load` have no reply of their own:

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.cache_rig import SLOT_UNIT, Folded, Rig, keys_of
 
 from kvoffd.cache import BlockCache, BlockState, LoadTicket, Namespace, StoreTicket, make_policy
-from kvoffd.errors import BadKeys, NotReady, UnknownLease
+from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
+from kvoffd_proto.errors import ErrorCode
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""
@@ -41,6 +42,8 @@ class Model:
     idle_since: float = 0.0
     pins: int = 0
     ready: bool = False
+    slot_bytes: int = 0
+    """Once it is ready."""
 
     @property
     def complete(self) -> bool:
@@ -72,6 +75,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.stores: list[tuple[StoreTicket, dict[Model, int]]] = []
         self.loads: list[tuple[LoadTicket, list[Model], dict[int, object]]] = []
         self.next_lease = 1
+        self.kept: dict[Name, Model] = {}
+        """Blocks that an operator has pinned."""
 
     def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
         world_size, sizes = NAMESPACES[space]
@@ -111,6 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
             space, group, key = name
             if model.ready and self.real_state(name) is not BlockState.READY and name not in job:
                 assert not model.pins, "a pinned block was evicted"
+                assert name not in self.kept
                 del self.index[name]
             elif name in job:
                 assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
@@ -142,6 +148,8 @@ class CacheMachine(RuleBasedStateMachine):
             model.idle_since = self.rig.clock.now
             if model.complete and self.index.get(model.name) is model:
                 model.ready = True
+                space, group, key = model.name
+                model.slot_bytes = self.spaces[space].index[group][keys_of(key)].slot_bytes
                 became_ready += 1
         assert self.cache.commit_store(ticket) == became_ready
 
@@ -233,6 +241,69 @@ class CacheMachine(RuleBasedStateMachine):
             if len(lease.loaded) == NAMESPACES[lease.space][0]:
                 self.end_leases([ticket.lease_id])
 
+    # --- operators -------------------------------------------------------------------------------
+
+    @rule(space=spaces, group=groups, owner=owners, chain=chains)
+    def hold(self, space: int, group: int, owner: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        lease_id, self.next_lease = self.next_lease, self.next_lease + 1
+        asked = namespace.counters.keys_asked
+        blocks = self.cache.hold(namespace, lease_id, owner, group, keys_of(*chain))
+        assert namespace.counters.keys_asked == asked, "an operator's look counts as an engine's"
+        names = [(space, group, key) for key in chain]
+        ready = [name for name in names if self.model_state(name) is BlockState.READY]
+        assert [block is not None for block in blocks] == [name in ready for name in names]
+        assert all(block is None or block.state is BlockState.READY for block in blocks)
+        found = {name: self.index[name] for name in ready}
+        pinned = [found[name] for name in ready]
+        for model in pinned:
+            model.pins += 1
+        if found:
+            self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found, pinned)
+        again = self.cache.hold(namespace, lease_id, owner, group, keys_of(*chain))
+        assert again == blocks
+        if found:
+            with pytest.raises(UnknownLease):
+                self.cache.hold(namespace, lease_id, owner + 1, group, keys_of(*chain))
+
+    @rule(space=spaces, group=groups, chain=distinct_chains)
+    def pin(self, space: int, group: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        names = [(space, group, key) for key in chain]
+        fresh = [name for name in names if name not in self.kept]
+        held = [*self.kept.values(), *(self.index[name] for name in fresh if name in self.index)]
+        refusal = None
+        if any(self.model_state(name) is not BlockState.READY for name in names):
+            refusal = ErrorCode.NOT_READY
+        elif sum(model.slot_bytes for model in held) > self.rig.slots.pool_bytes // 2:
+            refusal = ErrorCode.NO_ROOM
+        if refusal is not None:
+            before = self.cache.balance()
+            with pytest.raises(KvoffdError) as caught:
+                self.cache.pin(namespace, group, keys_of(*chain))
+            assert caught.value.code == refusal
+            assert self.cache.balance() == before
+            return
+        assert self.cache.pin(namespace, group, keys_of(*chain)) == len(fresh)
+        for name in fresh:
+            self.kept[name] = self.index[name]
+            self.kept[name].pins += 1
+
+    @rule(space=spaces, group=groups, chain=chains)
+    def unpin(self, space: int, group: int, chain: list[int]) -> None:
+        namespace, _, group = self.geometry(space, 0, group)
+        kept = {(space, group, key) for key in chain} & set(self.kept)
+        assert self.cache.unpin(namespace, group, keys_of(*chain)) == len(kept)
+        for name in kept:
+            self.kept.pop(name).pins -= 1
+
+    def forget_pins(self) -> None:
+        """What was dropped is pinned by no operator any more."""
+        for name, model in list(self.kept.items()):
+            if self.index.get(name) is not model:
+                del self.kept[name]
+                model.pins -= 1
+
     # --- ends ------------------------------------------------------------------------------------
 
     @rule(owner=owners, data=st.data())
@@ -275,6 +346,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.invalidate(namespace, [(group, keys_of(*chain))]) == len(there)
         for name in there:
             del self.index[name]
+        self.forget_pins()
 
     @rule(space=spaces, weights_changed=st.booleans())
     def clear(self, space: int, weights_changed: bool) -> None:
@@ -284,6 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache.clear(self.spaces[space])
         self.index = {name: model for name, model in self.index.items() if name[0] != space}
+        self.forget_pins()
 
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
@@ -341,6 +414,15 @@ class CacheMachine(RuleBasedStateMachine):
                 assert self.rig.slots.records[offset] == record
 
     @invariant()
+    def operators_pins_are_the_model_s(self) -> None:
+        pins = self.cache.operator_pins
+        assert {(block.namespace, block.group, block.key) for block in pins.blocks} == {
+            (self.spaces[space], group, keys_of(key)) for space, group, key in self.kept
+        }
+        assert pins.pinned_bytes == sum(model.slot_bytes for model in self.kept.values())
+        assert pins.pinned_bytes <= self.rig.slots.pool_bytes // 2
+
+    @invariant()
     def leases_are_the_model_s(self) -> None:
         assert {lease.lease_id for lease in self.cache.leases} == set(self.leases)
 
@@ -360,8 +442,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_load([load], ok=False)
         for owner in (1, 2, 3):
             self.cache.end_owner(owner)
-        assert self.cache.pinned_blocks == 0
+        assert self.cache.pinned_blocks == len(self.kept)
         self.cache.clear()
+        assert self.cache.pinned_blocks == 0
         assert self.cache.balance().free_bytes == self.rig.slots.pool_bytes
         self.cache.check()
 

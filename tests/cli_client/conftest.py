@@ -8,6 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
+from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
 
 GIB = 2**30
@@ -85,6 +86,7 @@ def fresh() -> StatsReply:
         resident_bytes=84 * 2**20,
         namespaces=[],
         integrity=IntegrityStats(0, 0, 0, 0, 0),
+        blocks=BlockAccessStats(0, 0, 0, 0, 0),
     )
 
 
@@ -127,6 +129,7 @@ def busy() -> StatsReply:
             namespace(OTHER, "tiny"),
         ],
         integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
+        blocks=BlockAccessStats(3, 6 * 2**20, 40, 12, 24 * 2**20),
     )
 
 

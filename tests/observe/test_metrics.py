@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
+from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
 
 PAGE = Path(kvoffd.observe.__file__).parent / "METRICS.md"
@@ -40,6 +41,7 @@ def some_stats() -> StatsReply:
         errors={"bad_token": 801, "malformed": 802},
         namespaces=spaces,
         integrity=numbers(IntegrityStats, 900),
+        blocks=numbers(BlockAccessStats, 950),
     )
     assert isinstance(stats, StatsReply)
     return stats

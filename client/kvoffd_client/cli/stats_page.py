@@ -10,6 +10,7 @@ from rich.text import Text
 
 from kvoffd_client.cli.rates import Rates, rates_between, totals_of
 from kvoffd_client.cli.text import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
+from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import DirectionStats, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
@@ -56,7 +57,7 @@ class StatsPage:
         sections = (
             (Text(self.notice, style="bold red"),) if self.notice else (),
             (_daemon(self.now, rates),),
-            _pool(self.now.pool, options),
+            _pool(self.now.pool, self.now.blocks, options),
             (_copies(self.now, rates),),
             (_lookups(self.now, rates),),
             (_activity(self.now, rates),),
@@ -115,7 +116,7 @@ def _daemon(now: StatsReply, rates: Rates) -> Table:
     )
 
 
-def _pool(pool: PoolStats, options: ConsoleOptions) -> RenderResult:
+def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) -> RenderResult:
     """A bar over the whole pool, and the books."""
     used = pool.pool_bytes - pool.free_bytes
     numbers = f"  {percent(used, pool.pool_bytes)}  {format_size(used)} of {format_size(pool.pool_bytes)}"
@@ -141,6 +142,9 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> RenderResult:
     if pool.spilled_slots:
         spilled = f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU"
         yield Text(f"{'':{TITLE_CELLS}}{spilled}", style="yellow")
+    if blocks.pinned_blocks:
+        held = f"{format_count(blocks.pinned_blocks)} blocks ({format_size(blocks.pinned_bytes)}) pinned by operators"
+        yield Text(f"{'':{TITLE_CELLS}}{held}; see kvoffd-cli block ls --pinned", style="dim")
     if pool.quarantined_bytes:
         lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"
         yield Text(f"{'':{TITLE_CELLS}}{lost}", style="red")

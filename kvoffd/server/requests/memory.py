@@ -12,6 +12,7 @@ from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
 from kvoffd.transfer.layout import build_layouts
 from kvoffd_proto import messages as m
+from kvoffd_proto.blocks import PageSpec, RestoreNamespace, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle
 
@@ -25,6 +26,13 @@ MAX_PAGES = 65536
 def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
     """Open a namespace or join it."""
     service.refuse_when_stopping()
+    _, created = find_or_open(service, message)
+    session.namespaces.add(message.namespace)
+    return m.NamespaceOpened(message.request_id, service.epoch, created)
+
+
+def find_or_open(service: Service, message: m.OpenNamespace | RestoreNamespace) -> tuple[Namespace, bool]:
+    """The namespace a message describes, and whether it is new. Raises KvoffdError."""
     limit = service.config.max_namespaces
     known = {namespace.fingerprint for namespace in service.cache.namespaces}
     if message.namespace not in known and len(known) >= limit:
@@ -40,8 +48,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     if created:
         # A subscriber that knew an earlier life of the daemon must forget what it believed.
         service.publisher.cleared(namespace)
-    session.namespaces.add(message.namespace)
-    return m.NamespaceOpened(message.request_id, service.epoch, created)
+    return namespace, created
 
 
 def register(service: Service, session: Session, message: m.Register) -> None:
@@ -114,7 +121,7 @@ def _registered(
             raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
         layouts = build_layouts(memory.spans, message.tensors, message.groups, message.blocks_per_key)
         shard_bytes = [layout.shard_bytes for layout in layouts]
-        service.cache.set_shard_bytes(namespace, message.rank, shard_bytes)
+        service.cache.set_shard_bytes(namespace, message.rank, shard_bytes, _shards(message))
     except BaseException:
         memory.close(lambda: None)
         raise
@@ -122,6 +129,14 @@ def _registered(
         message.registration_id, namespace, message.rank, memory, layouts
     )
     return m.Registered(message.request_id, service.epoch, message.registration_id, shard_bytes)
+
+
+def _shards(message: m.Register) -> list[ShardSpec]:
+    """What the worker says of its shards, by group."""
+    return [
+        ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])
+        for pages in message.groups
+    ]
 
 
 def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:

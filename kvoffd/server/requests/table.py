@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvoffd.server.requests import admin, memory, scheduler, session, worker
+from kvoffd.server.requests import admin, blocks, memory, scheduler, session, worker
+from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 
 SCHEDULER = frozenset({m.Role.SCHEDULER})
@@ -25,7 +26,7 @@ HANDLERS: dict[type[m.AnyRequest], tuple[frozenset[m.Role], Handler]] = {
     m.Register: (WORKER, memory.register),
     m.Unregister: (WORKER, memory.unregister),
     m.Lookup: (SCHEDULER, scheduler.lookup),
-    m.Release: (SCHEDULER, scheduler.release),
+    m.Release: (SCHEDULER | ADMIN, scheduler.release),
     m.Invalidate: (SCHEDULER, scheduler.invalidate),
     m.Reset: (SCHEDULER, scheduler.reset),
     m.Store: (WORKER, worker.store),
@@ -37,4 +38,10 @@ HANDLERS: dict[type[m.AnyRequest], tuple[frozenset[m.Role], Handler]] = {
     m.Namespaces: (ADMIN, admin.namespaces),
     m.Clear: (ADMIN, admin.clear),
     m.Scrub: (ADMIN, admin.scrub),
+    b.DescribeNamespace: (ADMIN, blocks.describe_namespace),
+    b.RestoreNamespace: (ADMIN, blocks.restore_namespace),
+    b.ListBlocks: (ADMIN, blocks.list_blocks),
+    b.GetBlocks: (ADMIN, blocks.get_blocks),
+    b.PutBlocks: (ADMIN, blocks.put_blocks),
+    b.PinBlocks: (ADMIN, blocks.pin_blocks),
 }

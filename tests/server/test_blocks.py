@@ -1,0 +1,534 @@
+"""Single blocks over bare sockets: who may open them, what is read, written and pinned, and what is refused."""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
+
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto import blocks as b
+from kvoffd_proto import codec, lifeline
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import LayerSpec, MemfdHandle, PageRef, TensorLayout
+
+PAGE = 16384
+KEYS = 6
+OTHER = b"\x77" * 32
+LAYER = LayerSpec("model.layers.0", "bfloat16", [2, 16, 4, 64], "kv tokens heads head_size")
+
+
+def checksum(data: Any) -> bytes:
+    return (xxhash.xxh3_64_intdigest(data) or 1).to_bytes(8, "big")
+
+
+def open_pool(client: WireClient) -> tuple[lifeline.FromDaemon, list[int]]:
+    """Ask for the pool; the answer and the descriptors that came with it."""
+    client.stream.sendall(lifeline.encode_frame(lifeline.OpenPool()))
+    data, ancillary, _, _ = client.stream.recvmsg(4096, socket.CMSG_SPACE(64))
+    fds = array.array("i")
+    for _, _, payload in ancillary:
+        fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    (body,) = lifeline.FrameBuffer().feed(data)
+    return lifeline.decode_from_daemon(body), list(fds)
+
+
+class Desk(WireClient):
+    """An operator's session."""
+
+    def list(self, **fields: Any) -> b.BlocksListed:
+        request = b.ListBlocks(self.next_id(), self.token, NAMESPACE, 0)
+        return self.ask(msgspec.structs.replace(request, **fields), b.BlocksListed)
+
+    def get(self, number: int, *wanted: int) -> list[list[b.HeldShard] | None]:
+        request = b.GetBlocks(self.next_id(), self.token, NAMESPACE, self.lease(number), 0, keys(*wanted))
+        return self.ask(request, b.BlocksGot).blocks
+
+    def pin(self, *wanted: int, pin: bool = True) -> int:
+        return self.ask(b.PinBlocks(self.next_id(), self.token, NAMESPACE, 0, keys(*wanted), pin), m.Done).count
+
+    def put_request(self, memory: SharedMemory, segment: int, *wanted: int, **fields: Any) -> b.PutBlocks:
+        """Blocks of one shard, end to end in ``memory``."""
+        view = memory.view
+        shards = [[b.PutShard(at * PAGE, checksum(view[at * PAGE : (at + 1) * PAGE]))] for at, _ in enumerate(wanted)]
+        request = b.PutBlocks(
+            self.next_id(), self.token, NAMESPACE, segment, memory.size_bytes, 0, keys(*wanted), shards
+        )
+        return msgspec.structs.replace(request, **fields)
+
+    def release(self, number: int) -> int:
+        return self.ask(m.Release(self.next_id(), self.token, [self.lease(number)]), m.Done).count
+
+
+class Room:
+    """A daemon with an engine that stored blocks 0 to KEYS - 1, and an operator."""
+
+    def __init__(self, daemon: DaemonProcess, stack: ExitStack) -> None:
+        self.daemon = daemon
+        self.memory = stack.enter_context(SharedMemory(4 * KEYS * PAGE, "test"))
+        self.content = np.random.default_rng(5).integers(0, 256, (KEYS, PAGE), dtype=np.uint8)
+        self.memory.view[: KEYS * PAGE] = self.content.reshape(-1)
+        self.worker = stack.enter_context(WireClient(daemon.directory))
+        self.worker.open_namespace()
+        assert isinstance(self.worker.attach(self.memory.fd, 1), lifeline.Attached)
+        self.worker.ask(
+            m.Register(
+                *(self.worker.next_id(), self.worker.token, NAMESPACE, b"r" * 16, 0, 1),
+                [MemfdHandle(1, self.memory.size_bytes)],
+                [TensorLayout(0, 0, PAGE, 4 * KEYS)],
+                [[PageRef(0, PAGE, LAYER)]],
+            ),
+            m.Registered,
+        )
+        self._job = 0
+        assert self.store(*range(KEYS)).ok
+        self.desk = stack.enter_context(Desk(daemon.directory, m.Role.ADMIN))
+        self.staging = stack.enter_context(SharedMemory(KEYS * PAGE, "staging"))
+        self.staging.view[:] = np.random.default_rng(6).integers(0, 256, KEYS * PAGE, dtype=np.uint8)
+
+    def store(self, *numbers: int) -> m.JobResult:
+        self._job += 1
+        part = m.GroupTransfer(0, keys(*numbers), ids(*(number % KEYS for number in numbers)))
+        return self.worker.result(m.Store(self.worker.next_id(), self.worker.token, b"r" * 16, self._job, [part]))
+
+
+@pytest.fixture
+def room() -> Iterator[Room]:
+    with DaemonProcess("8MiB", block_access="write") as daemon, ExitStack() as stack:
+        yield Room(daemon, stack)
+        assert "Traceback" not in daemon.log
+
+
+# --- who may ---------------------------------------------------------------------------------------
+
+
+def requests_of(client: WireClient) -> list[m.AnyRequest]:
+    head = (client.next_id(), client.token, NAMESPACE)
+    group = m.GroupSpec("full", 16)
+    shard = b.ShardSpec(1, [b.PageSpec(PAGE)])
+    return [
+        b.ListBlocks(*head, 0),
+        b.GetBlocks(*head, client.lease(1), 0, key(0)),
+        b.PutBlocks(*head, 1, PAGE, 0, key(0), [[b.PutShard(0, b"c" * 8)]]),
+        b.PinBlocks(*head, 0, key(0), True),
+        b.RestoreNamespace(*head, "mine", 1, 32, [group], "{}", [[shard]]),
+    ]
+
+
+READING = (b.ListBlocks, b.GetBlocks)
+
+
+@pytest.mark.parametrize("role", [m.Role.WORKER, m.Role.SCHEDULER])
+def test_engines_are_refused_whatever_block_access_says(room: Room, role: m.Role) -> None:
+    with WireClient(room.daemon.directory, role) as engine:
+        for request in requests_of(engine):
+            assert engine.refused(request).code == ErrorCode.WRONG_ROLE
+        answer, fds = open_pool(engine)
+        assert isinstance(answer, lifeline.PoolRefused)
+        assert answer.code == ErrorCode.WRONG_ROLE
+        assert fds == []
+
+
+@pytest.mark.parametrize("access", ["off", "read"])
+def test_the_setting_says_what_an_operator_may_do(access: str) -> None:
+    with DaemonProcess("8MiB", block_access=access) as daemon, WireClient(daemon.directory, m.Role.ADMIN) as admin:
+        for request in requests_of(admin):
+            reads = access == "read" and isinstance(request, READING)
+            reply = admin.refused(request)
+            assert reply.code == (ErrorCode.UNKNOWN_NAMESPACE if reads else ErrorCode.FORBIDDEN)
+            assert reads or "block_access" in reply.message
+        answer, fds = open_pool(admin)
+        assert isinstance(answer, lifeline.PoolOpened if access == "read" else lifeline.PoolRefused)
+        assert len(fds) == (access == "read")
+        for fd in fds:
+            os.close(fd)
+
+
+def test_it_is_off_unless_somebody_wants_it() -> None:
+    with DaemonProcess("8MiB") as daemon, WireClient(daemon.directory, m.Role.ADMIN) as admin:
+        assert {admin.refused(request).code for request in requests_of(admin)} == {ErrorCode.FORBIDDEN}
+
+
+def test_a_user_who_is_not_named_is_refused() -> None:
+    with (
+        DaemonProcess("8MiB", block_access="write", block_uids=str(os.geteuid() + 1)) as daemon,
+        WireClient(daemon.directory, m.Role.ADMIN) as admin,
+    ):
+        for request in requests_of(admin):
+            reply = admin.refused(request)
+            assert reply.code == ErrorCode.FORBIDDEN
+            assert "block_uids" in reply.message
+        assert isinstance(open_pool(admin)[0], lifeline.PoolRefused)
+
+
+def test_a_session_that_said_no_hello_gets_no_pool(room: Room) -> None:
+    with WireClient(room.daemon.directory, None) as stranger:
+        answer, fds = open_pool(stranger)
+        assert isinstance(answer, lifeline.PoolRefused)
+        assert fds == []
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def test_a_namespace_tells_what_its_blocks_are_made_of(room: Room) -> None:
+    desk = room.desk
+    told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
+    assert (told.label, told.world_size, told.key_bytes, told.description) == ("test", 1, 32, "{}")
+    assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
+    assert desk.refused(b.DescribeNamespace(desk.next_id(), desk.token, OTHER)).code == ErrorCode.UNKNOWN_NAMESPACE
+
+
+def test_blocks_are_listed_by_pages_and_prefix(room: Room) -> None:
+    everything = room.desk.list()
+    # Stores are committed tail first.
+    assert sorted(info.key for info in everything.blocks) == [key(number) for number in range(KEYS)]
+    assert {(info.state, info.pins, info.pinned) for info in everything.blocks} == {(m.READY, 0, False)}
+    assert (everything.next_position, everything.total) == (0, KEYS)
+    found: list[b.BlockInfo] = []
+    position = 0
+    while True:
+        page = room.desk.list(position=position, limit=4)
+        found += page.blocks
+        assert page.total == KEYS
+        if not (position := page.next_position):
+            break
+    assert found == everything.blocks
+    assert room.desk.list(prefix=key(3).hex()).blocks == [info for info in found if info.key == key(3)]
+    assert room.desk.list(prefix="0").total == KEYS, "half a byte"
+    assert room.desk.list(prefix="1").total == 0
+    assert (
+        room.desk.refused(b.ListBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, 0, 1, "xy")).code
+        == ErrorCode.BAD_KEYS
+    )
+    assert (
+        room.desk.refused(b.ListBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 7)).code
+        == ErrorCode.BAD_GEOMETRY
+    )
+
+
+def test_a_block_is_read_in_the_pool_itself_and_cannot_be_written_there(room: Room) -> None:
+    answer, fds = open_pool(room.desk)
+    assert isinstance(answer, lifeline.PoolOpened)
+    (fd,) = fds
+    try:
+        assert answer.pool_bytes == 8 << 20
+        with pytest.raises(PermissionError):
+            mmap.mmap(fd, answer.pool_bytes)
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600, "or anybody could open it again for writing"
+        pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)
+    finally:
+        os.close(fd)
+    held = room.desk.get(1, 0, 5, 99)
+    assert held[2] is None
+    for number, shards in zip((0, 5), held, strict=False):
+        assert shards is not None
+        (shard,) = shards
+        found = pool[shard.offset_bytes : shard.offset_bytes + shard.length]
+        assert found == room.content[number].tobytes()
+        assert shard.checksum == checksum(found)
+        assert shard.first_block == 0
+    pool.close()
+
+
+def test_what_is_got_is_pinned_until_it_is_released(room: Room) -> None:
+    room.desk.get(1, 0, 1)
+    assert stats(room.daemon.directory).pinned_blocks == 2
+    assert [info.pins for info in room.desk.list(prefix=key(0).hex()).blocks] == [1]
+    pool_keys = (8 << 20) // PAGE
+    for start in range(100, 100 + 2 * pool_keys, KEYS):
+        assert room.store(*range(start, start + KEYS)).ok
+    left = {info.key for info in room.desk.list(limit=4096).blocks}
+    assert {key(0), key(1)} <= left
+    assert not {key(number) for number in range(2, KEYS)} & left, "the others had to go"
+    assert room.desk.release(1) == 1
+    assert stats(room.daemon.directory).pinned_blocks == 0
+
+
+def test_a_lease_is_of_its_session_and_ends_with_it(room: Room) -> None:
+    held = room.desk.get(1, 0)
+    with Desk(room.daemon.directory, m.Role.ADMIN) as other:
+        request = b.GetBlocks(other.next_id(), other.token, NAMESPACE, room.desk.lease(1), 0, key(0))
+        assert other.refused(request).code == ErrorCode.UNKNOWN_LEASE
+        release = m.Release(other.next_id(), other.token, [room.desk.lease(1)])
+        assert other.ask(release, m.Done).count == 0, "another session's pin"
+        assert room.desk.get(1, 0) == held, "asking again tells the same"
+        assert other.get(1, 0) == held
+        assert stats(room.daemon.directory).leases == 2
+    room.desk.close()
+    for _ in range(1000):
+        if not stats(room.daemon.directory).leases:
+            return
+    raise AssertionError("a lease outlived its session")
+
+
+def test_a_look_counts_in_no_hit_ratio(room: Room) -> None:
+    room.desk.get(1, 0, 1, 2)
+    report = stats(room.daemon.directory)
+    assert report.namespaces[0].keys_asked == 0
+    assert report.blocks.got_blocks == 3
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def test_a_block_is_put_and_read_again(room: Room) -> None:
+    desk = room.desk
+    desk.attach(room.staging.fd, 1)
+    reply = desk.ask(desk.put_request(room.staging, 1, 50, 0, 51), b.BlocksPut)
+    assert reply.states == bytes([b.PUT_STORED, b.PUT_PRESENT, b.PUT_STORED])
+    held = desk.get(1, 50, 0, 51)
+    expected = [
+        checksum(room.staging.view[:PAGE]),
+        checksum(room.content[0]),
+        checksum(room.staging.view[2 * PAGE : 3 * PAGE]),
+    ]
+    assert [shards[0].checksum for shards in held if shards] == expected
+    report = stats(room.daemon.directory).blocks
+    assert (report.put_blocks, report.put_bytes) == (2, 2 * PAGE)
+    # The segment is named again, with other bytes in it.
+    room.staging.view[:PAGE] = 7
+    assert desk.ask(desk.put_request(room.staging, 1, 60), b.BlocksPut).states == bytes([b.PUT_STORED])
+
+
+def test_bytes_without_their_checksum_are_refused_and_change_nothing(room: Room) -> None:
+    desk = room.desk
+    desk.attach(room.staging.fd, 1)
+    request = desk.put_request(room.staging, 1, 50, 51)
+    room.staging.view[PAGE + 5] ^= 1
+    before = stats(room.daemon.directory).pool
+    refused = desk.refused(request)
+    assert refused.code == ErrorCode.CHECKSUM
+    assert key(51).hex() in refused.message
+    assert desk.get(1, 50, 51) == [None, None]
+    assert stats(room.daemon.directory).pool == before
+
+
+WRONG_PUTS: list[tuple[dict[str, Any], ErrorCode]] = [
+    ({"segment_id": 9}, ErrorCode.UNKNOWN_SEGMENT),
+    ({"segment_bytes": 2**40}, ErrorCode.UNSAFE_SEGMENT),
+    ({"group": 1}, ErrorCode.BAD_GEOMETRY),
+    ({"keys": b""}, ErrorCode.BAD_KEYS),
+    ({"keys": b"short"}, ErrorCode.BAD_KEYS),
+    ({"keys": keys(1, 1)}, ErrorCode.BAD_KEYS),
+    ({"shards": []}, ErrorCode.BAD_KEYS),
+    ({"shards": [[]]}, ErrorCode.BAD_GEOMETRY),
+    ({"shards": [[b.PutShard(0, b"c" * 8)] * 2]}, ErrorCode.BAD_GEOMETRY),
+    ({"first_block": 1}, ErrorCode.BAD_GEOMETRY),
+    ({"namespace": OTHER}, ErrorCode.UNKNOWN_NAMESPACE),
+    ({"shards": [[b.PutShard(KEYS * PAGE - 1, b"c" * 8)]]}, ErrorCode.OUT_OF_BOUNDS),
+    ({"shards": [[b.PutShard(2**63 - 1, b"c" * 8)]]}, ErrorCode.OUT_OF_BOUNDS),
+    ({"shards": [[b.PutShard(0, bytes(8))]]}, ErrorCode.CHECKSUM),
+    ({"segment_bytes": PAGE}, ErrorCode.BAD_GEOMETRY),
+]
+
+
+def test_a_put_that_does_not_fit_is_refused_whole(room: Room) -> None:
+    desk = room.desk
+    desk.attach(room.staging.fd, 1)
+    before = stats(room.daemon.directory).pool
+    for fields, code in WRONG_PUTS:
+        request = msgspec.structs.replace(desk.put_request(room.staging, 1, 50), **fields)
+        assert desk.refused(request).code == code, fields
+        assert stats(room.daemon.directory).pool == before
+    assert desk.ask(desk.put_request(room.staging, 1, 50), b.BlocksPut).states == bytes([b.PUT_STORED])
+
+
+def test_a_client_that_dies_in_the_middle_leaves_nothing(room: Room) -> None:
+    before = stats(room.daemon.directory).pool
+    mapped = maps_of(room.daemon)
+    for number in range(20):
+        with Desk(room.daemon.directory, m.Role.ADMIN) as hasty:
+            hasty.attach(room.staging.fd, 1)
+            wanted = range(200 + number * KEYS, 200 + (number + 1) * KEYS)
+            request = hasty.put_request(room.staging, 1, *wanted)
+            hasty.send(msgspec.structs.replace(request, shards=[[b.PutShard(0, b"c" * 8)]] * KEYS))
+            if number % 2:
+                hasty.jobs.poll(20)
+    for _ in range(1000):
+        if stats(room.daemon.directory).pool == before and maps_of(room.daemon) == mapped:
+            return
+    raise AssertionError(f"{stats(room.daemon.directory).pool}, and there was {before}")
+
+
+def maps_of(daemon: DaemonProcess) -> int:
+    """Mappings of the operators' memory that the daemon holds."""
+    with open(f"/proc/{daemon.pid}/maps") as maps:
+        return sum("memfd:staging" in line for line in maps)
+
+
+def test_a_namespace_is_restored_without_an_engine(room: Room) -> None:
+    desk = room.desk
+    groups = [m.GroupSpec("full", 16), m.GroupSpec("sliding", 16, 256)]
+    shard, narrow = b.ShardSpec(2, [b.PageSpec(PAGE, LAYER)] * 3), b.ShardSpec(2, [b.PageSpec(4096)])
+    ranks = [[shard, narrow], [shard, b.ShardSpec(2, [])]]
+    request = b.RestoreNamespace(desk.next_id(), desk.token, OTHER, "restored", 2, 32, groups, '{"a":1}', ranks)
+    assert desk.ask(request, m.NamespaceOpened).created
+    assert not desk.ask(request, m.NamespaceOpened).created
+    told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, OTHER), b.NamespaceDescribed)
+    assert (told.label, told.groups, told.shards) == ("restored", groups, ranks)
+    for wrong, code in (
+        ({"shards": ranks[:1]}, ErrorCode.BAD_GEOMETRY),
+        ({"shards": [[shard], [shard]]}, ErrorCode.BAD_GEOMETRY),
+        ({"shards": [[shard, shard], [shard, narrow]]}, ErrorCode.BAD_GEOMETRY),
+        ({"shards": [[b.ShardSpec(60000, [b.PageSpec(2**30)] * 9), narrow]] * 2}, ErrorCode.BAD_GEOMETRY),
+        ({"key_bytes": 16}, ErrorCode.NAMESPACE_MISMATCH),
+        ({"namespace": b"\x11" * 32, "shards": [[shard]] * 2}, ErrorCode.BAD_GEOMETRY),
+    ):
+        assert desk.refused(msgspec.structs.replace(request, **wrong)).code == code
+    open_ones = desk.ask(m.Namespaces(desk.next_id(), desk.token), m.NamespacesReply).namespaces
+    assert [info.namespace for info in open_ones] == [NAMESPACE, OTHER], "a refused one was opened"
+
+
+def test_all_shards_of_a_block_come_at_once(room: Room) -> None:
+    desk = room.desk
+    rank = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
+    nothing = [b.ShardSpec(1, [])]
+    request = b.RestoreNamespace(
+        desk.next_id(), desk.token, OTHER, "two", 3, 32, [m.GroupSpec("full", 16)], "{}", [rank, rank, nothing]
+    )
+    desk.ask(request, m.NamespaceOpened)
+    desk.attach(room.staging.fd, 1)
+    view = room.staging.view
+    shards = [b.PutShard(at * PAGE, checksum(view[at * PAGE : (at + 1) * PAGE])) for at in range(2)]
+    empty = b.PutShard(0, checksum(b""))
+    put = desk.put_request(room.staging, 1, 1, namespace=OTHER, shards=[[*shards, empty]])
+    assert desk.ask(put, b.BlocksPut).states == bytes([b.PUT_STORED])
+    got = desk.ask(b.GetBlocks(desk.next_id(), desk.token, OTHER, desk.lease(1), 0, key(1)), b.BlocksGot)
+    (held,) = got.blocks
+    assert held is not None
+    assert [shard.length for shard in held] == [PAGE, PAGE, 0]
+    assert [shard.checksum for shard in held] == [shards[0].checksum, shards[1].checksum, empty.checksum]
+
+
+def test_a_put_that_finds_no_room_leaves_no_half_blocks(room: Room) -> None:
+    """One rank's slots fit into what is left of the pool, the other's do not."""
+    desk = room.desk
+    room.desk.get(1, *range(KEYS))
+    big = [b.ShardSpec(1, [b.PageSpec(512 << 10)])]
+    small = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
+    request = b.RestoreNamespace(
+        desk.next_id(), desk.token, OTHER, "two", 2, 32, [m.GroupSpec("full", 16)], "{}", [big, small]
+    )
+    desk.ask(request, m.NamespaceOpened)
+    with SharedMemory(1 << 20, "staging") as memory:
+        memory.view[:] = 3
+        desk.attach(memory.fd, 2)
+        pair = [
+            b.PutShard(0, checksum(memory.view[: 512 << 10])),
+            b.PutShard(0, checksum(memory.view[:PAGE])),
+        ]
+        states = b""
+        for start in range(0, 40, 1):
+            put = desk.put_request(memory, 2, start, namespace=OTHER, shards=[pair])
+            reply = desk.ask(put, b.BlocksPut)
+            states += reply.states
+            held = b.GetBlocks(desk.next_id(), desk.token, OTHER, desk.lease(100 + start), 0, key(start))
+            desk.ask(held, b.BlocksGot)  # so that the next one cannot have its place
+    assert states[0] == b.PUT_STORED
+    assert states[-1] == b.PUT_NO_ROOM
+    assert stats(room.daemon.directory).pool.writing_bytes == 0
+
+
+# --- pins ------------------------------------------------------------------------------------------
+
+
+def test_an_operator_s_pin_outlives_the_session_and_keeps_blocks_from_eviction(room: Room) -> None:
+    assert room.desk.pin(0, 1) == 2
+    assert room.desk.pin(0) == 0, "it is pinned already"
+    room.desk.close()
+    for start in range(100, 100 + 2 * (8 << 20) // PAGE, KEYS):
+        assert room.store(*range(start, start + KEYS)).ok
+    report = stats(room.daemon.directory)
+    assert (report.blocks.pinned_blocks, report.pinned_blocks, report.leases) == (2, 2, 0)
+    with Desk(room.daemon.directory, m.Role.ADMIN) as later:
+        assert {info.key for info in later.list(pinned=True).blocks} == {key(0), key(1)}
+        assert later.pin(0, 1, 77, pin=False) == 2
+        assert later.list(pinned=True).total == 0
+        for start in range(1000, 1000 + 2 * (8 << 20) // PAGE, KEYS):
+            assert room.store(*range(start, start + KEYS)).ok
+        assert later.get(1, 0, 1) == [None, None]
+    assert stats(room.daemon.directory).pinned_blocks == 0
+
+
+def test_a_pinned_block_that_is_dropped_is_gone(room: Room) -> None:
+    room.desk.pin(*range(KEYS))
+    room.desk.ask(m.Clear(room.desk.next_id(), room.desk.token, NAMESPACE), m.Done)
+    report = stats(room.daemon.directory)
+    assert (report.blocks.pinned_blocks, report.blocks.pinned_bytes, report.pool.leaving_bytes) == (0, 0, 0)
+    assert report.pool.free_bytes == report.pool.pool_bytes
+
+
+def test_half_of_the_pool_may_be_pinned(room: Room) -> None:
+    half = (4 << 20) // PAGE
+    wanted = list(range(100, 100 + half + 1))
+    for start in range(0, len(wanted), KEYS):
+        assert room.store(*wanted[start : start + KEYS]).ok
+    assert room.desk.pin(*wanted[:half]) == half
+    request = b.PinBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, key(wanted[half]), True)
+    assert room.desk.refused(request).code == ErrorCode.NO_ROOM
+    request = b.PinBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 0, key(5555), True)
+    assert room.desk.refused(request).code == ErrorCode.NOT_READY
+    assert stats(room.daemon.directory).blocks.pinned_bytes == 4 << 20
+
+
+def test_the_probe_of_a_listing_that_is_gone_is_an_empty_page(room: Room) -> None:
+    page = room.desk.list(position=4000)
+    assert (page.blocks, page.next_position, page.total) == ([], 0, 0)
+
+
+def test_every_block_request_has_a_test_of_who_may_send_it() -> None:
+    class Paper:
+        token = bytes(16)
+
+        def next_id(self) -> int:
+            return 1
+
+        def lease(self, number: int) -> int:
+            return (1 << 32) + number
+
+    tested = {type(request) for request in requests_of(Paper())}  # type: ignore[arg-type]
+    assert tested | {b.DescribeNamespace} == set(b.BlockRequest.__args__)
+    assert codec.decode_request(codec.encode(requests_of(Paper())[0]))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm is not there")
+def test_a_successor_knows_what_the_blocks_are_made_of_but_not_who_was_pinned() -> None:
+    pool_file = f"/dev/shm/kvoffd-blocks-{os.getpid()}.pool"
+    try:
+        with DaemonProcess("8MiB", block_access="write", pool_file=pool_file) as daemon:
+            with ExitStack() as stack:
+                room = Room(daemon, stack)
+                room.desk.pin(*range(KEYS))
+                content = room.content
+            daemon.kill()
+            daemon.start()
+            with Desk(daemon.directory, m.Role.ADMIN) as desk:
+                told = desk.ask(b.DescribeNamespace(desk.next_id(), desk.token, NAMESPACE), b.NamespaceDescribed)
+                assert told.shards == [[b.ShardSpec(1, [b.PageSpec(PAGE, LAYER)])]]
+                assert desk.list(pinned=True).total == 0
+                assert stats(daemon.directory).pinned_blocks == 0
+                answer, (fd,) = open_pool(desk)
+                assert isinstance(answer, lifeline.PoolOpened)
+                pool = mmap.mmap(fd, answer.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=answer.offset_bytes)
+                os.close(fd)
+                for number, shards in enumerate(desk.get(1, *range(KEYS))):
+                    assert shards is not None
+                    found = pool[shards[0].offset_bytes : shards[0].offset_bytes + PAGE]
+                    assert found == content[number].tobytes()
+                pool.close()
+    finally:
+        os.unlink(pool_file)
