@@ -121,13 +121,6 @@ class PutRunner:
         keys = namespace.split(message.group, message.keys, distinct=True)
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message, most_stagings)
-        for shards in message.shards:
-            for rank, shard in enumerate(shards):
-                if shard.offset_bytes + lengths[rank] > staging.size_bytes:
-                    raise OutOfBounds(
-                        f"A shard of {lengths[rank]} bytes at {shard.offset_bytes} ends outside its segment of "
-                        f"{staging.size_bytes} bytes."
-                    )
         put = Put(session, namespace, message.group, keys, staging, ended)
         try:
             plan = self._plan(put, message, lengths)
@@ -149,6 +142,13 @@ class PutRunner:
             raise BadKeys(f"There are {len(keys)} keys and shards of {len(message.shards)} blocks; send both of each.")
         if any(len(shards) != namespace.world_size for shards in message.shards):
             raise BadGeometry(f"A block of this namespace has {namespace.world_size} shards; put all of them at once.")
+        for shards in message.shards:
+            for rank, shard in enumerate(shards):
+                if shard.offset_bytes + lengths[rank] > message.segment_bytes:
+                    raise OutOfBounds(
+                        f"A shard of {lengths[rank]} bytes at {shard.offset_bytes} ends outside its segment of "
+                        f"{message.segment_bytes} bytes."
+                    )
         described = namespace.shards(0)
         if described is not None and message.first_block >= described[message.group].blocks_per_key:
             raise BadGeometry(f"A key of the group has no engine block {message.first_block}.")
