@@ -123,7 +123,7 @@ def _audit_pins(
     pins = Counter(block for lease in leases for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in loads for block in ticket.blocks)
     pins.update(ticket.block for ticket in writes)
-    pins.update(kept)
+    pins.update(list(kept))
     assert all(block.state is BlockState.READY for block in kept), "an operator's pin outlived its block"
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"

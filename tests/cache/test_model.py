@@ -266,9 +266,12 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(UnknownLease):
                 self.cache.hold(namespace, lease_id, owner + 1, group, keys_of(*chain))
 
-    @rule(space=spaces, group=groups, chain=distinct_chains)
-    def pin(self, space: int, group: int, chain: list[int]) -> None:
+    @rule(space=spaces, group=groups, chain=distinct_chains, ready=st.booleans())
+    def pin(self, space: int, group: int, chain: list[int], ready: bool) -> None:
         namespace, _, group = self.geometry(space, 0, group)
+        if ready:  # else hardly ever are all of them
+            there = [key for of, part, key in self.index if (of, part) == (space, group)]
+            chain = [key for key in there if self.model_state((space, group, key)) is BlockState.READY]
         names = [(space, group, key) for key in chain]
         fresh = [name for name in names if name not in self.kept]
         held = [*self.kept.values(), *(self.index[name] for name in fresh if name in self.index)]
