@@ -133,7 +133,7 @@ class JobRunner:
                     job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
                 plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
             plan = concatenate(plans)
-            job.inspection = self._inspect_store(job)
+            job.inspection = self._inspect_store(job, plan)
         except BaseException:
             for ticket in job.store_tickets:
                 self._cache.abort_store(ticket)
@@ -280,11 +280,11 @@ class JobRunner:
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
             self.transfer_done(job, Outcome.FAILED)
 
-    def _inspect_store(self, job: Job) -> Inspection | None:
+    def _inspect_store(self, job: Job, plan: Plan) -> Inspection | None:
         rank, sizes = job.registration.rank, job.registration.namespace.shard_bytes(job.registration.rank)
         assert sizes is not None, f"rank {rank} has registered"
         slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
-        return Inspection(self._cache.slots.digest, slots) if slots else None
+        return Inspection(self._cache.slots.digest, slots, whole_after=plan.whole_after.tolist()) if slots else None
 
     def _inspect_load(self, job: Job) -> Inspection | None:
         self._verify_due += self._verify_share

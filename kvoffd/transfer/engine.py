@@ -19,10 +19,10 @@ class Transfer:
     Args:
         deadline: on the engine's clock, in seconds; looked at before the transfer starts and between its steps.
         on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying,
-            when nothing touches its memory any more. It must be quick and must not raise.
+            when nothing touches its memory any more, its slots included. It must be quick and must not raise.
         on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after
             the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
-        inspection: of its slots: before the first byte of a load moves, and after the last of a store.
+        inspection: of its slots: before the first byte of a load moves; while a store's move, of those that are whole.
     """
 
     __slots__ = ("abandoned", "deadline", "direction", "inspection", "on_done", "on_overdue", "plan")
@@ -44,20 +44,6 @@ class Transfer:
         self.inspection = inspection
         self.abandoned = False
 
-    def execute(self, ending: Callable[[], Outcome | None], copy: Callable[[], Outcome]) -> Outcome:
-        """What an engine's thread does with it: ``copy``, and the inspection where there is one.
-
-        ``ending`` says how the transfer must end now; None while it may go on.
-        """
-        if (early := ending()) is not None:
-            return early
-        if self.inspection is None:
-            return copy()
-        if self.direction is Direction.LOAD:
-            return self.inspection.run(ending) or copy()
-        outcome = copy()
-        return self.inspection.run(ending) or outcome if outcome is Outcome.DONE else outcome
-
 
 OnDone = Callable[[Transfer, Outcome, float], None]
 
@@ -68,11 +54,15 @@ class DirectionLoad(NamedTuple):
     queued: int
     """Transfers that wait."""
     running: int
-    """Transfers being copied."""
+    """Transfers being copied, or copied and waiting for their checksums."""
     busy_seconds: float
-    """Time that its threads spent copying."""
+    """Time that its copy threads spent copying."""
     bytes: int
     """Bytes copied, those of transfers that ended half-way included."""
+    sum_seconds: float = 0.0
+    """CPU time that went into checksums, whichever threads took them."""
+    sum_bytes: int = 0
+    """Bytes of which checksums were taken."""
 
     def plus(self, other: DirectionLoad) -> DirectionLoad:
         """Those of two engines together."""
@@ -81,6 +71,8 @@ class DirectionLoad(NamedTuple):
             self.running + other.running,
             self.busy_seconds + other.busy_seconds,
             self.bytes + other.bytes,
+            self.sum_seconds + other.sum_seconds,
+            self.sum_bytes + other.sum_bytes,
         )
 
 

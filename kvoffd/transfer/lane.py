@@ -7,34 +7,45 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from kvoffd.transfer.engine import DirectionLoad, Outcome, Transfer
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
+from kvoffd.transfer.inspection import Inspection
+from kvoffd.transfer.sums import StoreSums, SumThreads
 
 _log = logging.getLogger(__name__)
 
 # A copy thread looks at the deadline once a step; one that has not noticed it after this long hangs.
 OVERDUE_GRACE_S = 1.0
+# Transfers that were copied and wait for their checksums. With more of them copy threads wait too.
+MOST_BEHIND = 4
 
 
 class Turn:
-    """What a copier asks and tells between the steps of one transfer."""
+    """What a copier asks and tells between the steps of one transfer.
 
-    __slots__ = ("_lane", "_transfer")
+    Attributes:
+        in_place: bytes of the plan that are copied, in its order.
+        sums: the checksums that follow the copy.
+    """
 
-    def __init__(self, lane: Lane, transfer: Transfer) -> None:
-        self._lane = lane
+    __slots__ = ("_clock", "_transfer", "in_place", "sums")
+
+    def __init__(self, clock: Callable[[], float], transfer: Transfer) -> None:
+        self._clock = clock
         self._transfer = transfer
+        self.in_place = 0
+        self.sums: StoreSums | None = None
 
     def ending(self) -> Outcome | None:
         """How the transfer must end now, before its next step; None when it may go on."""
         if self._transfer.abandoned:
             return Outcome.FAILED
-        return Outcome.DEADLINE if self._lane.clock() >= self._transfer.deadline else None
+        return Outcome.DEADLINE if self._clock() >= self._transfer.deadline else None
 
     def copied(self, nbytes: int) -> None:
-        """Counts bytes."""
-        self._lane.count(nbytes)
+        """So many bytes more of the plan are in place, in its order."""
+        self.in_place += nbytes  # only ever by one thread
 
 
 class Copier(Protocol):
@@ -53,23 +64,52 @@ class Copier(Protocol):
         ...
 
 
+class Following(NamedTuple):
+    """How a lane takes the checksums of stores, which stay unfinished until theirs are there.
+
+    Attributes:
+        threads: for the whole lane.
+        followers: of these, for one store; a small one has none.
+        inline_bytes: a store that large is small. Where no more is left when a copy is done, its thread reads it.
+        enter: called by each thread first.
+    """
+
+    threads: int
+    followers: int
+    inline_bytes: int
+    enter: Callable[[], None] = lambda: None
+
+
 class Lane:
     """A queue and one thread for each copier. Everything mutable is guarded by ``_wake``.
 
     Args:
         name: of the threads.
         clock: what deadlines are measured on, in seconds.
+        following: None for a lane that no stores come to.
     """
 
-    def __init__(self, name: str, clock: Callable[[], float], copiers: Sequence[Copier]) -> None:
+    def __init__(
+        self,
+        name: str,
+        clock: Callable[[], float],
+        copiers: Sequence[Copier],
+        following: Following | None = None,
+    ) -> None:
         self.clock = clock
+        self._following = following
+        self._sums = SumThreads(f"{name}-sums", following.threads, following.enter) if following else None
         self._wake = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
-        self._running: set[Transfer] = set()
+        self._running: dict[Transfer, Turn] = {}
         self._overdue: set[Transfer] = set()
+        self._behind = 0
+        """Transfers that run though their copy is done."""
         self._stopped = False
         self._busy_seconds = 0.0
         self._bytes = 0
+        self._sum_seconds = 0.0
+        self._sum_bytes = 0
         self._opened: list[Future[None]] = [Future() for _ in copiers]
         self._threads = [
             threading.Thread(target=self._run, args=(copier, opened), name=f"{name}-{index}", daemon=True)
@@ -117,7 +157,9 @@ class Lane:
             for transfer in waiting:
                 del self._queue[transfer]
             late = [
-                transfer for transfer in self._running - self._overdue if now >= transfer.deadline + OVERDUE_GRACE_S
+                transfer
+                for transfer in self._running.keys() - self._overdue
+                if now >= transfer.deadline + OVERDUE_GRACE_S
             ]
             self._overdue.update(late)
         for transfer in waiting:
@@ -129,12 +171,20 @@ class Lane:
     def load(self) -> DirectionLoad:
         """Counters."""
         with self._wake:
-            return DirectionLoad(len(self._queue), len(self._running), self._busy_seconds, self._bytes)
+            return DirectionLoad(
+                len(self._queue),
+                len(self._running),
+                self._busy_seconds,
+                self._bytes + sum(turn.in_place for turn in self._running.values()),
+                self._sum_seconds,
+                self._sum_bytes,
+            )
 
-    def count(self, nbytes: int) -> None:
-        """Adds to the bytes copied."""
+    def account(self, seconds: float, nbytes: int) -> None:
+        """Adds to what checksums cost."""
         with self._wake:
-            self._bytes += nbytes
+            self._sum_seconds += seconds
+            self._sum_bytes += nbytes
 
     def stop(self) -> None:
         """Cancels what waits, abandons what runs, has the threads end."""
@@ -152,7 +202,10 @@ class Lane:
         """Waits for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        # Only copy threads hand checksums over.
+        return self._sums is None or self._sums.join(deadline)
 
     def _run(self, copier: Copier, opened: Future[None]) -> None:
         try:
@@ -162,36 +215,78 @@ class Lane:
             return
         opened.set_result(None)
         try:
-            while (transfer := self._next()) is not None:
-                self._serve(copier, transfer)
+            while (taken := self._next()) is not None:
+                self._serve(copier, *taken)
         finally:
             copier.close()
 
-    def _serve(self, copier: Copier, transfer: Transfer) -> None:
-        turn = Turn(self, transfer)
+    def _serve(self, copier: Copier, transfer: Transfer, turn: Turn) -> None:
         started = time.perf_counter()
         try:
-            outcome = transfer.execute(turn.ending, lambda: copier.copy(transfer, turn))
+            outcome = self._execute(copier, transfer, turn)
         except Exception:
             _log.exception("A copy of %d bytes failed; its job fails, the copy thread goes on.", transfer.plan.nbytes)
             outcome = Outcome.FAILED
         seconds = time.perf_counter() - started
         with self._wake:
-            self._running.remove(transfer)
-            self._overdue.discard(transfer)
             self._busy_seconds += seconds
+            self._behind += 1
+        sums, turn.sums = turn.sums, None  # they know each other
+        if sums is None:
+            self._end(transfer, outcome, seconds)
+        else:
+            sums.end(outcome)
+
+    def _execute(self, copier: Copier, transfer: Transfer, turn: Turn) -> Outcome:
+        if (early := turn.ending()) is not None:
+            return early
+        inspection = transfer.inspection
+        if inspection is not None and transfer.direction is Direction.STORE:
+            turn.sums = self._follow(transfer, inspection, turn)
+        elif inspection is not None:
+            began = time.thread_time()
+            outcome = inspection.run(turn.ending)
+            self.account(time.thread_time() - began, inspection.nbytes())
+            if outcome is not None:
+                return outcome
+        return copier.copy(transfer, turn)
+
+    def _follow(self, transfer: Transfer, inspection: Inspection, turn: Turn) -> StoreSums:
+        following, threads = self._following, self._sums
+        assert following is not None, "A lane for stores takes checksums."
+        assert threads is not None
+        began = time.perf_counter()
+        followers = following.followers if inspection.nbytes() > following.inline_bytes else 0
+        sums = StoreSums(
+            inspection,
+            turn,
+            followers,
+            following.inline_bytes,
+            self.account,
+            lambda outcome: self._end(transfer, outcome, time.perf_counter() - began),
+        )
+        for _ in range(followers):
+            threads.submit(sums.follow)
+        return sums
+
+    def _end(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
+        with self._wake:
+            self._bytes += self._running.pop(transfer).in_place
+            self._overdue.discard(transfer)
+            self._behind -= 1
+            self._wake.notify()
         _finish(transfer, outcome, seconds)
 
-    def _next(self) -> Transfer | None:
+    def _next(self) -> tuple[Transfer, Turn] | None:
         with self._wake:
-            while not self._queue:
+            while not self._queue or self._behind >= MOST_BEHIND:
                 if self._stopped:
                     return None
                 self._wake.wait()
             transfer = next(iter(self._queue))
             del self._queue[transfer]
-            self._running.add(transfer)
-            return transfer
+            turn = self._running[transfer] = Turn(self.clock, transfer)
+            return transfer, turn
 
 
 def _finish(transfer: Transfer, outcome: Outcome, seconds: float) -> None:

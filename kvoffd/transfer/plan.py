@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +26,17 @@ class Direction(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces]."""
+    """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order. Arrays are uint64, [pieces].
+
+    ``whole_after`` of a store, int64, [slots]: where copied in the plan's order, the slot of each chosen key is whole
+    once so many bytes are in place; ascending.
+    """
 
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
     nbytes: int
+    whole_after: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     @property
     def pieces(self) -> int:
@@ -87,7 +93,12 @@ def plan_copy(
         engine, pool, size = engine[back], pool[back], size[back]
     nbytes = int(ids.size) * int(layout.page_bytes.sum())
     size = np.ascontiguousarray(size)
-    return Plan(pool, engine, size, nbytes) if direction is Direction.STORE else Plan(engine, pool, size, nbytes)
+    if direction is Direction.LOAD:
+        return Plan(engine, pool, size, nbytes)
+    every = np.arange(slot_address.size) if chosen is None else np.flatnonzero(chosen)
+    # Pieces are ordered by the key they begin in, and may reach into keys that follow.
+    ends = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(size, dtype=np.int64)))
+    return Plan(pool, engine, size, nbytes, ends[np.searchsorted(key[row], every, side="right")])
 
 
 def concatenate(plans: Sequence[Plan]) -> Plan:
@@ -97,11 +108,14 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
     if not plans:
         empty = np.empty(0, dtype=np.uint64)
         return Plan(empty, empty, empty, 0)
+    nbytes = [plan.nbytes for plan in plans]
+    starts = [0, *accumulate(nbytes)][:-1]
     return Plan(
         np.concatenate([plan.destination for plan in plans]),
         np.concatenate([plan.source for plan in plans]),
         np.concatenate([plan.size for plan in plans]),
-        sum(plan.nbytes for plan in plans),
+        sum(nbytes),
+        np.concatenate([plan.whole_after + before for plan, before in zip(plans, starts, strict=True)]),
     )
 
 

@@ -27,6 +27,8 @@ class _Copy:
     fails_at: int = -1
     pause_s: float = 0.0
     started_at: float = 0.0
+    summed: int = 0
+    """Slots of a store whose checksums are taken."""
 
 
 @dataclass
@@ -35,6 +37,8 @@ class _Lane:
 
     queue: dict[Transfer, _Copy] = field(default_factory=dict)
     running: _Copy | None = None
+    behind: set[_Copy] = field(default_factory=set)
+    """Stores that are copied and wait for their checksums, as beside an engine's copy thread."""
     busy_s: float = 0.0
     nbytes: int = 0
 
@@ -89,7 +93,8 @@ class SimEngine(TransferEngine):
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         lane = self._lanes[direction]
-        return DirectionLoad(len(lane.queue), int(lane.running is not None), lane.busy_s, lane.nbytes)
+        running = int(lane.running is not None) + len(lane.behind)
+        return DirectionLoad(len(lane.queue), running, lane.busy_s, lane.nbytes)
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
@@ -97,14 +102,14 @@ class SimEngine(TransferEngine):
             waiting, lane.queue = list(lane.queue.values()), {}
             for copy in waiting:
                 self._end(copy, Outcome.CANCELLED)
-            if lane.running is not None:
-                lane.running.transfer.abandoned = True
-        return not any(lane.running for lane in self._lanes.values())
+            for copy in lane.behind | ({lane.running} if lane.running else set()):
+                copy.transfer.abandoned = True
+        return not any(lane.running or lane.behind for lane in self._lanes.values())
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not any(lane.queue or lane.running for lane in self._lanes.values())
+        return not any(lane.queue or lane.running or lane.behind for lane in self._lanes.values())
 
     # --- the copy --------------------------------------------------------------------------------
 
@@ -159,13 +164,10 @@ class SimEngine(TransferEngine):
 
     def _step(self, lane: _Lane, copy: _Copy) -> None:
         transfer = copy.transfer
-        outcome: Outcome | None = None
-        if transfer.abandoned:
-            outcome = Outcome.FAILED
-        elif self._clock.now >= transfer.deadline:
-            outcome = Outcome.DEADLINE
-        elif copy.step == 0 and transfer.direction is Direction.LOAD and transfer.inspection is not None:
-            outcome = transfer.inspection.run(lambda: None)
+        outcome = self._ending(copy)
+        inspection, storing = transfer.inspection, transfer.direction is Direction.STORE
+        if outcome is None and copy.step == 0 and not storing and inspection is not None:
+            outcome = inspection.run(lambda: None)
         if outcome is None:
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
@@ -179,15 +181,42 @@ class SimEngine(TransferEngine):
                 outcome = Outcome.FAILED
             if outcome is None and copy.step == copy.steps:
                 outcome = Outcome.DONE
-                if transfer.direction is Direction.STORE and transfer.inspection is not None:
-                    outcome = transfer.inspection.run(lambda: None) or outcome
         if outcome is None:
+            self._follow(copy)
             self._process.after(copy.pause_s, lambda: self._step(lane, copy))
             return
         lane.running = None
-        self._end(copy, outcome)
+        if outcome is Outcome.DONE and storing and inspection is not None:
+            lane.behind.add(copy)
+            if self._dice.random() < 0.5:
+                self._finish_sums(lane, copy)
+            else:
+                self._process.after(self._dice.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(lane, copy))
+        else:
+            self._end(copy, outcome)
         if lane.queue:
             self._process.after(self._dice.uniform(0, 0.0005), lambda: self._start(lane))
+
+    def _ending(self, copy: _Copy) -> Outcome | None:
+        if copy.transfer.abandoned:
+            return Outcome.FAILED
+        return Outcome.DEADLINE if self._clock.now >= copy.transfer.deadline else None
+
+    def _follow(self, copy: _Copy) -> None:
+        """Take the checksums of some of a store's slots that are whole by now, as threads beside the copy do."""
+        inspection = copy.transfer.inspection
+        if copy.transfer.direction is Direction.STORE and inspection is not None:
+            first, copy.summed = copy.summed, self._dice.randint(copy.summed, inspection.whole(copy.moved))
+            inspection.run(lambda: None, first, copy.summed)
+
+    def _finish_sums(self, lane: _Lane, copy: _Copy) -> None:
+        """Take the checksums that are left, and end the store."""
+        lane.behind.remove(copy)
+        outcome = self._ending(copy)
+        if outcome is None:
+            assert copy.transfer.inspection is not None
+            outcome = copy.transfer.inspection.run(lambda: None, copy.summed) or Outcome.DONE
+        self._end(copy, outcome)
 
     def _move(self, copy: _Copy, until: int) -> None:
         """Copy up to byte ``until`` of the plan."""

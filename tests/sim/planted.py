@@ -145,6 +145,13 @@ PLANTED = (
         "np.uint64(self._pool_address + 8 * (keys > 2))",
     ),
     Planted(
+        "a checksum too early",
+        "kvoffd.transfer.plan",
+        "plan_copy",
+        'side="right"',
+        'side="left"',
+    ),
+    Planted(
         "stale lease accepted",
         "kvoffd.cache.lease",
         "LeaseBook.remove",

@@ -15,11 +15,14 @@ from support.stub_cuda import fresh_stub
 from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host import HostEngine, copy_stroke
+from kvoffd.transfer.inspection import Inspection
+from kvoffd.transfer.lane import MOST_BEHIND
 from kvoffd.transfer.plan import Plan
 from kvoffd.transfer.strokes import Stroke
 
 FOREVER = float("inf")
 PIECE = 4096
+MIB = 1 << 20
 WAIT_S = 10.0
 
 
@@ -105,11 +108,40 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     assert rig.engine.close(WAIT_S)
 
 
+class Sums:
+    """Checksums that can be held up, and made to fail. A slot of so many bytes is said to be behind each piece."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.gate = threading.Event()
+        self.gate.set()
+        self.at_gate = threading.Event()
+        self.broken = False
+        self.threads: set[str] = set()
+
+    def inspection(self, whole_after: list[int]) -> Inspection:
+        slots = [(number * self.slot_bytes, self.slot_bytes) for number in range(len(whole_after))]
+        return Inspection(self._digest, slots, whole_after=whole_after)
+
+    def _digest(self, offset: int, length: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        self.at_gate.set()
+        assert self.gate.wait(WAIT_S)
+        if self.broken:
+            raise RuntimeError("the checksum is broken")
+        return offset + 1
+
+
 class Job:
     """A transfer between buffers of its own, and how it ended."""
 
     def __init__(
-        self, pieces: int = 8, direction: Direction = Direction.STORE, deadline: float = FOREVER, seed: int = 0
+        self,
+        pieces: int = 8,
+        direction: Direction = Direction.STORE,
+        deadline: float = FOREVER,
+        seed: int = 0,
+        sums: Sums | None = None,
     ) -> None:
         self.source = random_bytes(pieces * PIECE, seed)
         self.destination = np.zeros_like(self.source)
@@ -125,7 +157,8 @@ class Job:
         )
         self.ends: list[tuple[Outcome, float]] = []
         self.done = threading.Event()
-        self.transfer = Transfer(direction, plan, deadline, self._on_done)
+        self.inspection = sums.inspection(size.cumsum().tolist()) if sums else None
+        self.transfer = Transfer(direction, plan, deadline, self._on_done, None, self.inspection)
 
     def _on_done(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         assert transfer is self.transfer
@@ -142,6 +175,13 @@ class Job:
             if not np.array_equal(self.destination[part], self.source[part]):
                 return False
         return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("direction", list(Direction))
@@ -322,7 +362,15 @@ def test_closing_cancels_what_waits_and_abandons_what_runs(rig: Rig) -> None:
 
 def test_every_transfer_ends_once_whatever_is_done_to_it(rig: Rig) -> None:
     """Submits, cancels, abandons from several threads at once."""
-    jobs = [Job(pieces=20, direction=list(Direction)[i % 2], seed=i % 3) for i in range(200)]
+    jobs = [
+        Job(
+            pieces=20,
+            direction=list(Direction)[i % 2],
+            seed=i % 3,
+            sums=Sums((0, MIB, 1000)[i // 2 % 3]) if i % 2 == list(Direction).index(Direction.STORE) else None,
+        )
+        for i in range(200)
+    ]
 
     def meddle(remainder: int) -> None:
         for index in range(remainder, len(jobs), 4):
@@ -354,3 +402,110 @@ def test_closing_an_idle_engine_takes_no_time(rig: Rig) -> None:
     started = time.monotonic()
     assert rig.engine.close(WAIT_S)
     assert time.monotonic() - started < WAIT_S / 2
+
+
+@pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
+def test_a_store_has_all_its_checksums_when_it_ends(rig: Rig, slot_bytes: int) -> None:
+    job = Job(pieces=100, sums=Sums(slot_bytes))
+    assert job.inspection is not None
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DONE
+    assert job.is_copied()
+    assert job.inspection.sums == [number * slot_bytes + 1 for number in range(100)]
+    assert rig.engine.load_of(Direction.STORE).sum_bytes == 100 * slot_bytes
+
+
+def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
+    copied: list[int] = []
+    job = Job(pieces=100)
+    whole_after = job.transfer.plan.size.cumsum().tolist()
+
+    def digest(offset: int, length: int) -> int:
+        copied.append(np.count_nonzero(job.destination[offset : offset + PIECE - offset // PIECE % 3]))
+        return 1
+
+    # As long as 64 MiB each, so that threads follow the copy.
+    slots = [(number * PIECE, 64 * MIB) for number in range(100)]
+    inspection = Inspection(digest, slots, whole_after=whole_after)
+    done = threading.Event()
+    job.destination[:] = 0
+    job.source[:] = 1
+    rig.engine.submit(
+        Transfer(Direction.STORE, job.transfer.plan, FOREVER, lambda *_: done.set(), inspection=inspection)
+    )
+    assert done.wait(WAIT_S)
+    assert sorted(copied) == sorted(PIECE - number % 3 for number in range(100))
+
+
+def test_a_small_store_never_leaves_its_thread(rig: Rig) -> None:
+    sums = Sums(PIECE)
+    job = Job(pieces=20, sums=sums)
+    rig.engine.submit(job.transfer)
+    assert job.outcome() is Outcome.DONE
+    assert len(sums.threads) == 1
+    assert not any("sums" in name for name in sums.threads)
+
+
+def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(rig: Rig) -> None:
+    sums = Sums(64 * MIB)
+    sums.gate.clear()
+    slow, next_one = Job(pieces=20, sums=sums), Job(pieces=20)
+    rig.engine.submit(slow.transfer)
+    rig.engine.submit(next_one.transfer)
+    assert next_one.outcome() is Outcome.DONE
+    assert sums.at_gate.wait(WAIT_S)
+    assert not slow.ends
+    assert rig.engine.load_of(Direction.STORE)[:2] == (0, 1)
+    sums.gate.set()
+    assert slow.outcome() is Outcome.DONE
+
+
+def test_copies_do_not_run_far_ahead_of_checksums(rig: Rig) -> None:
+    sums = Sums(64 * MIB)
+    sums.gate.clear()
+    jobs = [Job(pieces=20, sums=sums) for _ in range(MOST_BEHIND)]
+    late = Job(pieces=20)
+    for job in (*jobs, late):
+        rig.engine.submit(job.transfer)
+    wait_until(lambda: all(job.is_copied() for job in jobs))
+    assert not late.done.wait(0.05)
+    assert not late.destination.any()
+    assert rig.engine.cancel(jobs[0].transfer) is False
+    sums.gate.set()
+    for job in (*jobs, late):
+        assert job.outcome() is Outcome.DONE
+
+
+@pytest.mark.parametrize("how", ["abandoned", "late", "broken"])
+def test_a_store_whose_checksums_do_not_come_fails_once(rig: Rig, how: str) -> None:
+    sums = Sums(64 * MIB)
+    sums.gate.clear()
+    job = Job(pieces=20, deadline=rig.now + 5, sums=sums)
+    rig.engine.submit(job.transfer)
+    assert sums.at_gate.wait(WAIT_S)
+    wait_until(job.is_copied)
+    if how == "abandoned":
+        rig.engine.abandon(job.transfer)
+    elif how == "late":
+        rig.now += 5
+    sums.broken = how == "broken"
+    assert not job.ends
+    sums.gate.set()
+    assert job.outcome() is (Outcome.DEADLINE if how == "late" else Outcome.FAILED)
+    good = Job(sums=Sums(64 * MIB))
+    rig.engine.submit(good.transfer)
+    assert good.outcome() is Outcome.DONE
+    assert len(job.ends) == 1
+
+
+def test_closing_waits_for_checksums_that_are_being_taken(rig: Rig) -> None:
+    sums = Sums(64 * MIB)
+    sums.gate.clear()
+    job = Job(pieces=20, sums=sums)
+    rig.engine.submit(job.transfer)
+    assert sums.at_gate.wait(WAIT_S)
+    assert not rig.engine.close(0.0), "a slot is still read, so the pool must stay"
+    sums.gate.set()
+    assert rig.engine.close(WAIT_S)
+    assert job.outcome() in (Outcome.FAILED, Outcome.DONE)
+    assert len(job.ends) == 1

@@ -98,6 +98,28 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, l
     assert run("strokes") == expected
 
 
+@settings(max_examples=300, deadline=None)
+@given(job=jobs())
+def test_a_store_says_when_each_slot_is_whole(job: Job) -> None:
+    ids, slots = np.array(job.block_ids, dtype=np.int32), np.array(job.slots, dtype=np.uint64)
+    chosen = None if job.chosen is None else np.array(job.chosen)
+    plan = plan_copy(layout_at(2**40, job), Direction.STORE, ids, job.first_block, slots, chosen)
+    slot_bytes = job.pool_bytes // len(job.slots)
+    copied = 0
+    pieces: list[tuple[int, int, int]] = []
+    for destination, size in zip(plan.destination.tolist(), plan.size.tolist(), strict=True):
+        copied += size
+        pieces.append((destination, destination + size, copied))
+    whole_after = 0
+    expected: list[int] = []
+    for key, slot in enumerate(job.slots):
+        if job.chosen is None or job.chosen[key]:
+            touching = [at for begin, end, at in pieces if begin < slot + slot_bytes and end > slot]
+            whole_after = max([whole_after, *touching])
+            expected.append(whole_after)
+    assert plan.whole_after.tolist() == expected
+
+
 def layout_at(address: int, job: Job) -> GroupLayout:
     (layout,) = build_layouts([(address, job.engine_bytes)], job.tensors, [job.pages], job.blocks_per_key)
     return layout
@@ -158,6 +180,7 @@ def test_plans_are_joined_end_to_end() -> None:
     both = concatenate([one, two])
     assert both.nbytes == one.nbytes + two.nbytes
     assert both.source.tolist() == one.source.tolist() + two.source.tolist()
+    assert both.whole_after.tolist() == [one.nbytes, both.nbytes]
     assert concatenate([]).pieces == 0
     assert concatenate([one]) is one
 
