@@ -164,8 +164,20 @@ METRICS: tuple[MetricSpec, ...] = (
     _copying(
         "kvoffd_copy_busy_seconds_total",
         "counter",
-        "Time that copy threads spent copying and taking checksums, in seconds.",
+        "Time that copy threads spent copying, and comparing the checksums of loads, in seconds.",
         lambda side: side.busy_seconds,
+    ),
+    _copying(
+        "kvoffd_checksum_cpu_seconds_total",
+        "counter",
+        "CPU time of all threads that went into the checksums of jobs, in seconds.",
+        lambda side: side.checksum_seconds,
+    ),
+    _copying(
+        "kvoffd_checksum_bytes_total",
+        "counter",
+        "Bytes of which a job had checksums taken or compared.",
+        lambda side: side.checksum_bytes,
     ),
     _copying(
         "kvoffd_copy_bytes_per_second",

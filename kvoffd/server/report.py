@@ -128,6 +128,8 @@ class Reporter:
             load.queued,
             load.running,
             counters.rate.per_second(),
+            load.sum_seconds,
+            load.sum_bytes,
         )
 
     def _namespace_stats(self, namespace: Namespace) -> m.NamespaceStats:

@@ -338,11 +338,16 @@ class DirectionStats(Wire, frozen=True):
     failed_jobs: Annotated[Count, Meta(description="Of these, jobs that failed or were cancelled.")]
     bytes: Annotated[ByteCount, Meta(description="Bytes copied.")]
     busy_seconds: Annotated[
-        Seconds, Meta(description="Time that copy threads spent copying and taking checksums, in seconds.")
+        Seconds,
+        Meta(description="Time that copy threads spent copying, and comparing the checksums of loads, in seconds."),
     ]
     queued_jobs: Annotated[Count, Meta(description="Jobs that wait now.")]
     running_jobs: Annotated[Count, Meta(description="Jobs that run now.")]
     bytes_per_second: Annotated[float, Meta(ge=0, description="Bytes copied per second over the last ten seconds.")]
+    checksum_seconds: Annotated[
+        Seconds, Meta(description="CPU time of all threads that went into the checksums of jobs, in seconds.")
+    ] = 0.0
+    checksum_bytes: Annotated[ByteCount, Meta(description="Bytes of which a job had checksums taken or compared.")] = 0
 
 
 class PoolStats(Wire, frozen=True):

@@ -51,6 +51,9 @@ def test_a_bench_reports_every_case_with_its_floor(
             assert 0 < result["cpu_seconds"] < 2
             assert result["cpu_per"] in ("lookup", "job", "GB")
     assert any("cpu_seconds" in result for result in found["results"])
+    if bench is small_copy:
+        for result in found["results"]:
+            assert (0 < result["checksum_cpu_seconds"] <= result["cpu_seconds"]) or result["case"].startswith("load")
 
 
 @pytest.mark.parametrize("bench", [small_lookup, small_copy, small_jobs])

@@ -61,7 +61,7 @@ class _Way:
     directions: int
     speeds: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)
-    costs: list[float] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
 
 
 class _Copies:
@@ -124,14 +124,14 @@ def _measure(copies: _Copies, memcpy: Memcpy, meter: CpuMeter, piece: str, round
             if round_number:  # the first one warms up
                 way.speeds.append(nbytes / seconds / 1e9)
                 way.floors.append(floor / 1e9)
-                way.costs.append(cost.seconds)
+                way.costs.append(cost)
     return [
         Result(
             f"{way.name}, pieces of {piece}",
             median(way.speeds),
             "GB/s",
             median(way.floors),
-            Cost(mean(way.costs), "GB"),
+            Cost(mean(cost.seconds for cost in way.costs), "GB", mean(cost.checksums or 0.0 for cost in way.costs)),
         )
         for way in ways
     ]

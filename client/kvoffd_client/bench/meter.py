@@ -14,21 +14,30 @@ class CpuMeter:
 
     def __init__(self, directory: Path) -> None:
         self._admin = AdminClient(directory)
-        self._began = 0.0
+        self._began = (0.0, 0.0)
         self._used = 0.0
+        self._checksums = 0.0
 
     def start(self) -> None:
         """A stretch begins."""
-        self._began = self._admin.stats().cpu_seconds
+        self._began = self._read()
 
     def stop(self) -> None:
         """The stretch has ended; it adds to those before."""
-        self._used += self._admin.stats().cpu_seconds - self._began
+        used, checksums = self._read()
+        self._used += used - self._began[0]
+        self._checksums += checksums - self._began[1]
 
     def cost(self, count: float, per: str) -> Cost:
         """The stretches since the last call, divided by ``count``."""
-        used, self._used = self._used, 0.0
-        return Cost(used / count, per)
+        cost = Cost(self._used / count, per, self._checksums / count)
+        self._used = self._checksums = 0.0
+        return cost
+
+    def _read(self) -> tuple[float, float]:
+        """CPU seconds of all that the daemon did, and of its checksums."""
+        stats = self._admin.stats()
+        return stats.cpu_seconds, stats.store.checksum_seconds + stats.load.checksum_seconds
 
     def __enter__(self) -> CpuMeter:
         return self

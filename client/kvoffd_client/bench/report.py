@@ -21,10 +21,14 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU time of the daemon, all its threads, in seconds per ``per``: a lookup, a job, a GB."""
+    """CPU time of the daemon, all its threads, in seconds per ``per``: a lookup, a job, a GB.
+
+    ``checksums`` is the part of it that went into checksums, where that is told.
+    """
 
     seconds: float
     per: str
+    checksums: float | None = None
 
 
 class BenchFailed(KvoffdClientError):
@@ -56,8 +60,18 @@ class Result:
 
     def to_object(self) -> dict[str, object]:
         """One object of ``results``."""
-        found = {"case": self.case, "value": self.value, "unit": self.unit, "floor": self.floor, "ratio": self.ratio}
-        return found if self.cpu is None else {**found, "cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
+        found: dict[str, object] = {
+            "case": self.case,
+            "value": self.value,
+            "unit": self.unit,
+            "floor": self.floor,
+            "ratio": self.ratio,
+        }
+        if self.cpu is not None:
+            found |= {"cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
+            if self.cpu.checksums is not None:
+                found["checksum_cpu_seconds"] = self.cpu.checksums
+        return found
 
 
 @dataclass(frozen=True)

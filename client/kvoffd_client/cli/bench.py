@@ -49,15 +49,18 @@ def report_table(report: Report) -> Table:
     """One line per case."""
     table = Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
     table.add_column(report.bench, no_wrap=True)
-    for title in ("value", "floor", "value/floor", "daemon CPU"):
+    of_checksums = any(result.cpu is not None and result.cpu.checksums for result in report.results)
+    for title in ("value", "floor", "value/floor", "daemon CPU", *["of it checksums"] * of_checksums):
         table.add_column(title, justify="right", no_wrap=True)
     for result in report.results:
+        checksums = None if result.cpu is None else result.cpu.checksums
         table.add_row(
             Text(result.case),
             _amount(result, result.value),
             _amount(result, result.floor),
             f"{result.ratio:.2f}",
             "" if result.cpu is None else f"{format_duration(result.cpu.seconds)}/{result.cpu.per}",
+            *["" if checksums is None else format_duration(checksums)] * of_checksums,
         )
     return table
 
