@@ -270,9 +270,7 @@ class DiskTier(Tier):
         self.workers.end_waiting(TierResult.CANCELLED)
         idle = self.workers.wait_idle(until)
         self._turn()
-        if idle:
-            self._write_last(until)
-        if not self.workers.stop(until):
+        if not idle or not self._write_last(until) or not self.workers.stop(until):
             return False
         self._turn()
         self._file.close()
@@ -411,8 +409,8 @@ class DiskTier(Tier):
         if hangs:
             self.workers.end_waiting(TierResult.DEADLINE)
 
-    def _write_last(self, until: float) -> None:
-        """Leaves a file that says all, and that it was closed in good order."""
+    def _write_last(self, until: float) -> bool:
+        """Leaves a file that says all, and that it was closed in good order; False where the device hangs."""
         while self._book.empty_slots(_LEAVING_PER_TURN):
             pass
         head = self._file.head
@@ -426,11 +424,12 @@ class DiskTier(Tier):
             failed_before = self._voice.errors.total()
             self._submit_update()
             if not self.workers.wait_idle(until):
-                return
+                return False
             self._turn()
             tries += self._voice.errors.total() > failed_before
         if self._records.is_urgent:
             self._give_up_file()
+        return True
 
     def _give_up_file(self) -> None:
         """What should be forgotten could not be written down: then all is forgotten."""

@@ -1,0 +1,397 @@
+"""What a disk may do to its tier: every call that fails, hangs or lies becomes a miss and a count."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from tiers.makers import DiskMaker, SteppedMaker, step
+from tiers.memory_disk import Killed, MemoryDisk
+from tiers.rig import ONE, OTHER, TierRig, block_of, content
+
+from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier
+from kvoffd.tiers.tier import TierResult
+
+DONE = TierResult.DONE
+Fault = Callable[[str, int], int | None]
+
+
+def failing(name: str, number: int, code: int) -> Fault:
+    def fault(called: str, count: int) -> int | None:
+        if called == name and count == number:
+            raise OSError(code, os.strerror(code))
+        return None
+
+    return fault
+
+
+def short(name: str, number: int, nbytes: int) -> Fault:
+    return lambda called, count: nbytes if (called, count) == (name, number) else None
+
+
+@pytest.fixture
+def disk() -> MemoryDisk:
+    return MemoryDisk()
+
+
+@pytest.fixture
+def rig(tmp_path: Path, disk: MemoryDisk) -> TierRig:
+    return TierRig(SteppedMaker(tmp_path, disk))
+
+
+def store(rig: TierRig, *numbers: int, fingerprint: bytes = ONE) -> None:
+    for number in numbers:
+        rig.write(block_of(number, fingerprint=fingerprint))
+    rig.settle()
+    rig.tier.tick()
+    rig.settle()
+    assert all(rig.has(block_of(number, fingerprint=fingerprint).id) for number in numbers)
+
+
+def load(rig: TierRig, number: int) -> TierResult | None:
+    ending = rig.read(block_of(number))
+    rig.settle()
+    return ending.result if ending is not None else None
+
+
+def die_and_return(rig: TierRig, disk: MemoryDisk) -> TierRig:
+    disk.fault = lambda name, number: None
+    disk.locked = False
+    return rig.after_death()
+
+
+FAULTS = {
+    "read EIO": lambda number: failing("read", number, errno.EIO),
+    "read nothing": lambda number: short("read", number, 0),
+    "read short": lambda number: short("read", number, 4096),
+    "write EIO": lambda number: failing("write", number, errno.EIO),
+    "write ENOSPC": lambda number: failing("write", number, errno.ENOSPC),
+    "write nothing": lambda number: short("write", number, 0),
+    "write short": lambda number: short("write", number, 4096),
+    "sync EIO": lambda number: failing("sync", number, errno.EIO),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_the_nth_call_that_fails_is_a_miss_at_most(tmp_path: Path, what: str) -> None:
+    """For every n until none is left: one day of a tier, in which the n-th call fails."""
+    name, harmless = what.split()[0], what.endswith("short")
+    noticed = 0
+    for number in range(1, 200):
+        disk = MemoryDisk()
+        rig = TierRig(SteppedMaker(tmp_path, disk))
+        opened = disk.counts[name]
+        disk.fault = FAULTS[what](opened + number)
+        one_day(rig)
+        hit = disk.counts[name] >= opened + number
+        disk.fault = lambda name, number: None
+        kinds = set(rig.fold.kinds)
+        assert not kinds or (hit and not harmless), (number, kinds)
+        # One of several that were done in one call may not even be noticed: they are done again one by one.
+        noticed += bool(kinds)
+        assert kinds <= {"read_failed", "write_failed", "record_failed", "no_space", "short_read"}
+        # It goes on: when the disk is well again, and the pause after the failure is over.
+        rig.now += 100
+        rig.tier.tick()
+        rig.settle()
+        store(rig, 50)
+        assert load(rig, 50) is DONE
+        known = rig.ids()
+        rig.restart()
+        assert rig.ids() == known
+        assert not {block_of(1).id, block_of(7, fingerprint=OTHER).id} & known
+        assert rig.close()
+        if not hit:
+            assert (noticed == 0) if harmless else (noticed > 0)
+            assert number > 1
+            return
+    raise AssertionError("the day has no end")
+
+
+def one_day(rig: TierRig) -> None:
+    for number in range(6):
+        rig.write(block_of(number))
+    rig.write(block_of(7, fingerprint=OTHER))
+    rig.settle()
+    rig.tier.tick()
+    reads = [rig.read(block_of(number)) for number in (3, 4, 5, 0)]
+    rig.settle()
+    assert all(ending is None or ending.result in (DONE, TierResult.FAILED) for ending in reads)
+    rig.tier.remove([block_of(1).id])
+    rig.settle()
+    rig.tier.remove_namespace(OTHER)
+    rig.settle()
+    rig.now += 5
+    rig.tier.tick()
+    rig.settle()
+
+
+@pytest.mark.parametrize("name", ["read", "write", "sync", "allocate", "open", "truncate"])
+def test_the_nth_call_that_fails_while_opening_stops_it_with_a_sentence_or_not_at_all(
+    tmp_path: Path, name: str
+) -> None:
+    for number in range(1, 50):
+        disk = MemoryDisk()
+        rig = TierRig(SteppedMaker(tmp_path, disk))
+        store(rig, 1, 2, 3)
+        assert rig.close()
+        if name in ("allocate", "truncate"):
+            disk.data[:] = b""  # else nothing is to be made
+        before = disk.counts[name]
+        disk.fault = failing(name, before + number, errno.EIO)
+        refusal = ""
+        try:
+            rig.open()
+        except DiskError as error:
+            refusal = error.message
+        if refusal:
+            assert "Input/output error" in refusal
+            assert not disk.locked
+            disk.fault = lambda name, number: None
+            rig.open()
+        if disk.counts[name] < before + number:
+            assert number > 1
+            return
+        disk.fault = lambda name, number: None
+        rig.settle()
+        rig.restart()
+        store(rig, 9)
+        assert load(rig, 9) is DONE
+        assert rig.close()
+    raise AssertionError("opening has no end")
+
+
+def test_a_flipped_bit_is_never_served(rig: TierRig, disk: MemoryDisk) -> None:
+    random = Random(3)
+    store(rig, *range(10))
+    for number in range(10):
+        data = bytes(disk.data)
+        at = data.index(rig_content(number))
+        disk.flip(at + random.randrange(10_000), random.randrange(8))
+    assert [load(rig, number) for number in range(10)] == [TierResult.CORRUPT] * 10
+    assert not rig.ids()
+    assert rig.fold.kinds == {"corrupt": 10}
+    rig.restart()
+    assert not rig.ids()
+
+
+def rig_content(number: int) -> bytes:
+    return content(block_of(number).id, 0, 10_000, 0)
+
+
+def test_one_bad_sector_costs_one_block_of_those_that_are_read_together(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, *range(6))
+    before = disk.counts["read"]
+    bad = bytes(disk.data).index(rig_content(2))
+    original = disk.read
+
+    def read(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset <= bad < offset + sum(map(len, buffers)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(fd, buffers, offset)
+
+    disk.read = read  # type: ignore[method-assign]
+    endings = [rig.read(block_of(number)) for number in range(6)]
+    assert disk.counts["read"] == before
+    rig.settle()
+    results = [ending.result for ending in endings if ending is not None]
+    assert results == [DONE, DONE, TierResult.FAILED, DONE, DONE, DONE]
+    assert rig.fold.kinds == {"read_failed": 1}
+
+
+def test_neighbours_are_read_and_written_in_one_call(rig: TierRig, disk: MemoryDisk) -> None:
+    writes = disk.counts["write"]
+    for number in range(6):
+        rig.write(block_of(number, (5000, 3000)))
+    rig.settle()
+    assert disk.counts["write"] == writes + 1
+    reads = disk.counts["read"]
+    endings = [rig.read(block_of(number, (5000, 3000))) for number in range(6)]
+    rig.settle()
+    assert disk.counts["read"] == reads + 1
+    assert all(ending is not None and ending.result is DONE for ending in endings)
+
+
+def test_reads_go_before_writes_and_a_write_has_its_turn_at_last(rig: TierRig) -> None:
+    store(rig, 1, 2, 3)
+    writing = rig.write(block_of(9))
+    reading = rig.read(block_of(1))
+    assert step(rig.tier)
+    run_posted(rig)
+    assert reading is not None
+    assert reading.result is DONE
+    assert writing is not None
+    assert writing.result is None
+    rig.now += 1
+    reading = rig.read(block_of(2))
+    assert step(rig.tier)
+    run_posted(rig)
+    assert writing.result is DONE
+    assert reading is not None
+    assert reading.result is None
+    rig.settle()
+
+
+def run_posted(rig: TierRig) -> None:
+    while not rig.posted.empty():
+        rig.posted.get()()
+
+
+def test_after_a_failed_write_there_is_a_pause_and_another_slot(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1)
+    disk.fault = failing("write", disk.counts["write"] + 1, errno.EIO)
+    ending = rig.write(block_of(2))
+    rig.settle()
+    assert ending is not None
+    assert ending.result is TierResult.FAILED
+    assert rig.write(block_of(3)) is None
+    assert load(rig, 1) is DONE
+    rig.now += 2
+    store(rig, 3)
+    assert rig.fold.kinds == {"write_failed": 1}
+
+
+def test_a_namespace_is_forgotten_when_the_head_is_written(rig: TierRig, disk: MemoryDisk) -> None:
+    """However many records it has, one page is enough."""
+    store(rig, 1, 2, 3)
+    store(rig, 4, fingerprint=OTHER)
+    rig.tier.remove_namespace(ONE)
+    written = disk.counts["write"]
+
+    def fault(name: str, number: int) -> int | None:
+        if name == "write" and number == written + 2:
+            raise Killed(0)
+        return None
+
+    disk.fault = fault
+    with pytest.raises(Killed):
+        rig.settle()
+    disk.lose_power(Random(1))
+    heir = die_and_return(rig, disk)
+    assert heir.ids() == {block_of(4, fingerprint=OTHER).id}
+    store(heir, 1)
+    heir.restart()
+    assert load(heir, 1) is DONE
+
+
+def test_what_could_not_be_forgotten_is_tried_again(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1, 2)
+    disk.fault = failing("sync", disk.counts["sync"] + 1, errno.EIO)
+    rig.tier.remove([block_of(1).id])
+    rig.settle()
+    assert isinstance(rig.tier, DiskTier)
+    assert not rig.tier.is_settled
+    rig.now += 5
+    rig.tier.tick()
+    rig.settle()
+    assert rig.tier.is_settled
+    disk.lose_power(Random(2))
+    assert die_and_return(rig, disk).ids() == {block_of(2).id}
+
+
+def test_a_file_that_cannot_forget_is_emptied(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1, 2)
+
+    def fault(name: str, number: int) -> int | None:
+        if name == "write":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return None
+
+    disk.fault = fault
+    rig.tier.remove([block_of(1).id])
+    rig.settle()
+    assert rig.close()
+    disk.fault = lambda name, number: None
+    rig.open()
+    assert not rig.ids()
+
+
+def test_a_block_has_no_record_before_its_bytes_are_written(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1)
+    assert rig.tier.remove([block_of(1).id]) == 1
+    rig.write(block_of(2))
+    # The update of the records goes first; then death.
+    assert step(rig.tier)
+    heir = die_and_return(rig, disk)
+    assert not heir.ids()
+
+
+def test_a_slot_that_is_torn_by_a_crash_is_told_from_a_bad_disk(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1)
+    heir = die_and_return(rig, disk)
+    disk.flip(bytes(disk.data).index(rig_content(1)), 0)
+    assert load(heir, 1) is TierResult.CORRUPT
+    assert heir.fold.kinds == {"torn": 1}
+
+
+class Hanging(DiskCalls):
+    """Reads do not come back until they are let go."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.let_go = threading.Event()
+        self.reading = threading.Event()
+
+    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.hangs:
+            self.reading.set()
+            assert self.let_go.wait(60)
+        return super().read(fd, buffers, offset)
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+    calls = Hanging()
+    maker = DiskMaker(tmp_path, calls)
+    maker.options = maker.options._replace(reads_in_flight=1, merge_bytes=1)
+    rig = TierRig(maker)
+    store(rig, 1, 2, 3)
+    calls.hangs = True
+    stuck = rig.read(block_of(1))
+    assert calls.reading.wait(60)
+    waiting, writing = rig.read(block_of(2)), rig.write(block_of(8))
+    rig.now += 11
+    rig.tier.tick()
+    run_posted(rig)
+    assert waiting is not None
+    assert writing is not None
+    assert waiting.result is writing.result is TierResult.DEADLINE
+    assert rig.fold.kinds == {"hung": 1}
+    assert rig.read(block_of(3)) is None
+    assert rig.write(block_of(9)) is None
+    # Its memory is in use for as long as it hangs: it has not ended, and nobody may unmap the pool.
+    assert stuck is not None
+    assert stuck.result is None
+    rig.tier.tick()
+    assert rig.fold.kinds == {"hung": 1}
+    calls.hangs = False
+    calls.let_go.set()
+    rig.settle()
+    assert stuck.result is DONE
+    rig.tier.tick()
+    assert load(rig, 3) is DONE
+    assert rig.close()
+
+
+def test_closing_a_disk_that_hangs_says_so_and_can_be_asked_again(tmp_path: Path) -> None:
+    calls = Hanging()
+    rig = TierRig(DiskMaker(tmp_path, calls))
+    store(rig, 1)
+    calls.hangs = True
+    stuck = rig.read(block_of(1))
+    assert calls.reading.wait(60)
+    assert not rig.tier.close(0.05)
+    assert stuck is not None
+    assert stuck.result is None
+    with pytest.raises(DiskError, match="in use"):
+        DiskMaker(tmp_path).open(rig)
+    calls.let_go.set()
+    assert rig.close()
+    assert stuck.result is DONE
+    rig.open()
+    assert load(rig, 1) is DONE
+    assert rig.close()
