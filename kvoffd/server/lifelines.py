@@ -11,9 +11,9 @@ import socket
 import struct
 from collections.abc import Callable
 
-from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.share import PoolShare
+from kvoffd.server.admission import may_connect
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
@@ -34,13 +34,6 @@ def peer_of(connection: socket.socket) -> Peer:
     """Credentials of the process that connected, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     return Peer(*_UCRED.unpack(raw))
-
-
-def may_connect(peer: Peer, config: Config) -> bool:
-    """Whether the peer's user or group is allowed. Root and the daemon's own user and group are by default."""
-    uids = config.allowed_uids or (0, os.geteuid())
-    gids = config.allowed_gids or (os.getegid(),)
-    return peer.uid in uids or peer.gid in gids
 
 
 class _Connection:

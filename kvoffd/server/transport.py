@@ -7,6 +7,7 @@ import logging
 
 import zmq
 
+from kvoffd.server.admission import guard
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd_proto.events import SEQUENCE_BYTES
@@ -42,6 +43,7 @@ class Transport:
         for socket in (self._jobs, self._events):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, max(10_000, buffer + 100))
+            guard(socket, self._service.config)
         # A peer that does not read must not make a reply vanish uncounted.
         self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Twice our own limit, so that frames a little too long get a reply and only absurd ones cost the connection.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import time
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd_client.memory import SharedMemory
+from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -293,6 +297,48 @@ def test_a_user_who_is_not_allowed_is_refused():
         assert client.greeting.code is ErrorCode.FORBIDDEN
         assert "allowed_uids" in client.greeting.message
         client.close()
+
+
+PEEP = """
+import os, sys
+import zmq
+from kvoffd_proto import codec, messages
+directory, uid = sys.argv[1], int(sys.argv[2])
+os.setgroups([])
+os.setgid(uid)
+os.setuid(uid)
+with zmq.Context() as context, context.socket(zmq.SUB) as tail, context.socket(zmq.DEALER) as jobs:
+    for peeping in (tail, jobs):
+        peeping.setsockopt(zmq.LINGER, 0)
+    tail.setsockopt(zmq.SUBSCRIBE, b"")
+    tail.connect(f"ipc://{directory}/events.sock")
+    jobs.connect(f"ipc://{directory}/jobs.sock")
+    jobs.send_multipart([b"", bytes(8)])  # a replay of all events, which takes no session
+    jobs.send(codec.encode(messages.Stats(1, bytes(16))))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(bool(tail.poll(500)), bool(jobs.poll(500)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.parametrize("uid", [4242, 4343])
+def test_every_socket_asks_the_kernel_who_is_there(uid: int):
+    """Where the file system lets somebody through: his completions and events are for allowed users too."""
+    with DaemonProcess(allowed_uids="0,4242") as daemon:
+        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+            path.chmod(0o777)
+        command = [sys.executable, "-c", PEEP, str(daemon.directory), str(uid)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peeping:
+            assert peeping.stdout is not None
+            assert peeping.stdout.readline() == "ready\n"
+            with FakeEngine(daemon.directory, layers=1, blocks=2) as engine:
+                assert engine.lookup([b"k" * 32]) == 0
+                for number in range(20):  # a subscription takes a while to arrive
+                    assert engine.store([bytes([number]) * 32], [0]).ok
+                    time.sleep(0.05)
+            out, _ = peeping.communicate("\n", timeout=30)
+        assert out.split() == [str(uid == 4242)] * 2
 
 
 def test_limits_of_keys_and_jobs_are_kept():
