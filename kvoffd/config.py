@@ -239,6 +239,7 @@ class Config:
     )
     allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
     allowed_gids: tuple[int, ...] = _ids("Groups whose users may connect; where nothing is given, the daemon's own.")
+    admin_uids: tuple[int, ...] = _ids("Of those, users that may administer; where nothing is given, all of them.")
     block_access: str = _choice(
         "off", BLOCK_ACCESS, "Whether operators may read single blocks, as export does, or write and pin them too."
     )

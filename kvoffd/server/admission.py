@@ -23,6 +23,11 @@ def may_connect(peer: Peer, config: Config) -> bool:
     return peer.uid in uids or peer.gid in gids
 
 
+def may_administer(peer: Peer, config: Config) -> bool:
+    """Whether a peer that may connect may be an administrator: root and the daemon's own user in any case."""
+    return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
+
+
 def guard(socket: zmq.Socket[bytes], config: Config) -> None:
     """Have ZeroMQ accept the same users, and the daemon's own, which asks itself whether it works.
 

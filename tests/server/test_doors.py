@@ -299,6 +299,40 @@ def test_a_user_who_is_not_allowed_is_refused():
         client.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_users_that_are_not_named_may_not_administer():
+    """Nor can an engine's user, who could clear what others stored."""
+    with DaemonProcess(allowed_uids="4242,4343", admin_uids="4343") as daemon:
+        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+            path.chmod(0o777)
+        assert cleared(daemon, 4343) == "0"
+        refusal = cleared(daemon, 4242)
+        assert "User 4242 may not administer" in refusal
+        assert "admin_uids" in refusal
+
+
+CLEAR = """
+import os, sys
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.errors import KvoffdClientError
+directory, uid = sys.argv[1], int(sys.argv[2])
+os.setgroups([])
+os.setgid(uid)
+os.setuid(uid)
+with AdminClient(directory) as admin:
+    try:
+        print(admin.clear())
+    except KvoffdClientError as error:
+        print(error)
+"""
+
+
+def cleared(daemon: DaemonProcess, uid: int) -> str:
+    """What a user's attempt to clear the cache came to."""
+    command = [sys.executable, "-c", CLEAR, str(daemon.directory), str(uid)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
 PEEP = """
 import os, sys
 import zmq

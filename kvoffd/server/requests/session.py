@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd import __version__
 from kvoffd.errors import KvoffdError
+from kvoffd.server.admission import may_administer
 from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -28,6 +29,10 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
         )
     if session.role is not None and session.role != message.role:
         raise KvoffdError(f"The session said Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
+    if message.role is m.Role.ADMIN and not session.internal and not may_administer(session.peer, service.config):
+        raise KvoffdError(
+            f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
+        )
     if session.role is None and not session.internal:
         logger.info(
             "Session %d: %s %s (%s), pid %d.",
