@@ -24,7 +24,7 @@ from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.puts import Put, PutRunner
 from kvoffd.server.registration import Registration
 from kvoffd.server.report import Reporter
-from kvoffd.server.requests.table import HANDLERS
+from kvoffd.server.requests.table import HANDLERS, OVER_TCP
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.transfer.engine import Outcome, TransferEngine
@@ -181,7 +181,7 @@ class Service:
         """The reply to a request frame of an administrator whose connection says who it is. Never raises."""
         assert session.role is m.Role.ADMIN
         reply = self._answer(frame, session)
-        assert reply is not None, "administrators have no jobs and no memory to wait for"
+        assert reply is not None, "what is offered over TCP is answered at once"
         return codec.encode(reply)
 
     def _answer(self, frame: bytes, session: Session | None) -> m.AnyReply | None:
@@ -325,6 +325,10 @@ class Service:
             raise KvoffdError(
                 f"{type(request).__name__} is for the role {' or '.join(sorted(roles))}, not {session.role}.",
                 ErrorCode.WRONG_ROLE,
+            )
+        if session.peer.key and type(request) not in OVER_TCP:
+            raise KvoffdError(
+                f"{type(request).__name__} is not for TCP; send it on the daemon's own machine.", ErrorCode.WRONG_ROLE
             )
         return handler(self, session, request)
 

@@ -24,11 +24,13 @@ from support.wire import NAMESPACE, WireClient, ids, keys, stats
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admin_door import AdminDoor, AdminKeys
+from kvoffd.server.requests.table import HANDLERS, OVER_TCP
 from kvoffd_client.cli import main
 from kvoffd_client.errors import DaemonUnavailable, RequestRefused
 from kvoffd_client.options import ClientOptions
 from kvoffd_client.remote_admin import RemoteAdminClient
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.curve import NO_TOKEN, read_public_keys, read_secret_key
@@ -72,6 +74,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     clients.write_text("# whoever may come\n\n" + (files / "admin.key.pub").read_text())
     flags = {
         "admin_address": "127.0.0.1:0", "admin_key_file": str(files / "server.key"), "admin_clients_file": str(clients),
+        "block_access": "write",
     }  # fmt: skip
     with DaemonProcess("16MiB", **flags) as daemon, FakeEngine(daemon.directory, "tiny") as engine:
         daemon.wait_log("Administration over")
@@ -160,7 +163,10 @@ def test_a_client_outlives_the_daemons_silence(door: Door) -> None:
 # --- with a known key, but not as an administrator ---------------------------------------------------
 
 
-def engine_requests(token: bytes) -> list[m.AnyRequest]:
+SHARD = b.ShardSpec(1, [b.PageSpec(4096)])
+
+
+def other_requests(token: bytes) -> list[m.AnyRequest]:
     part = m.GroupTransfer(0, keys(1), ids(0))
     tensors = ([MemfdHandle(1, 4096)], [TensorLayout(0, 0, 4096, 1)], [[PageRef(0, 4096)]])
     return [
@@ -175,14 +181,22 @@ def engine_requests(token: bytes) -> list[m.AnyRequest]:
         m.Load(9, token, b"r" * 16, 1, 2**32 + 1, [part]),
         m.Cancel(10, token, [1]),
         m.Replay(11, token, 0),
+        m.Heartbeat(12, token, 0, []),
+        b.DescribeNamespace(13, token, NAMESPACE),
+        b.RestoreNamespace(14, token, NAMESPACE, "l", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD]]),
+        b.ListBlocks(15, token, NAMESPACE, 0),
+        b.GetBlocks(16, token, NAMESPACE, 2**32 + 1, 0, keys(1)),
+        b.PutBlocks(17, token, NAMESPACE, 1, 4096, 0, keys(1), [[b.PutShard(0, bytes(8))]]),
+        b.PinBlocks(18, token, NAMESPACE, 0, keys(1), True),
     ]
 
 
 def test_it_can_do_nothing_else_whatever_token_it_shows(door: Door, raw: zmq.Socket[bytes]) -> None:
+    assert {type(request) for request in other_requests(NO_TOKEN)} == HANDLERS.keys() - OVER_TCP
     with WireClient(door.daemon.directory) as worker:
         worker.open_namespace()
         for token in (NO_TOKEN, worker.token):
-            for request in engine_requests(token):
+            for request in other_requests(token):
                 reply = ask(raw, codec.encode(request))
                 assert isinstance(reply, m.Error), request
                 assert reply.code is ErrorCode.WRONG_ROLE

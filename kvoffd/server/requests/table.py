@@ -45,3 +45,6 @@ HANDLERS: dict[type[m.AnyRequest], tuple[frozenset[m.Role], Handler]] = {
     b.PutBlocks: (ADMIN, blocks.put_blocks),
     b.PinBlocks: (ADMIN, blocks.pin_blocks),
 }
+
+OVER_TCP = frozenset({m.Hello, m.Stats, m.Health, m.Sessions, m.Namespaces, m.Clear, m.Scrub})
+"""All that is answered to administrators over TCP: nothing that needs a lifeline, and no block's bytes or keys."""
