@@ -103,6 +103,7 @@ class TierRig:
         self.in_call = False
         self._free = list(range(0, slots * SLOT_BYTES, SLOT_BYTES))
         self.tier = maker.open(self)
+        self.fold.blocks = self.ids()
 
     def clock(self) -> float:
         """The daemon's."""

@@ -67,8 +67,9 @@ class DiskFile:
         self._calls = calls
         self._on_progress = on_progress
         self._should_stop = should_stop
-        self.fd = self._claim(directory)
+        self.fd = -1
         try:
+            self.fd = self._claim(directory)
             self.head = self._read_head() or self._start_anew(region_bytes, wall_clock())
             self.was_open = self.head.is_open and self.head.regions > 0
             """Whether the last owner went without closing it: what it was writing may be torn."""

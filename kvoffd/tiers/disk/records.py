@@ -36,12 +36,8 @@ class Records:
         self._regions = regions
         self._head_differs = False
         self._sync = False
+        self._unsynced = False
         self._running: Update | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether an update is being written."""
-        return self._running is not None
 
     @property
     def is_urgent(self) -> bool:
@@ -57,8 +53,13 @@ class Records:
         """The head has changed."""
         self._head_differs = True
 
+    @property
+    def may_differ(self) -> bool:
+        """Whether the device may say otherwise than the tier, as far as a crash can show."""
+        return self.differs or self._running is not None or self._unsynced
+
     def forget(self) -> None:
-        """Something was removed: what is dirty now must reach the device."""
+        """Something was removed: what is dirty now, and what was written, must reach the device."""
         self._sync = True
 
     def forget_namespace(self, fingerprint: bytes) -> None:
@@ -95,12 +96,13 @@ class Records:
             self._head_differs = True
             return
         self.head.written_bytes += update.nbytes
+        self._unsynced = not update.sync
         if update.sync and not len(self._regions.dirty):
             self._sync = False
 
     def drop_floors(self) -> None:
         """No record is left of what was removed: to be called when nothing of it is in a slot."""
-        if self.head.floors and not self._sync and not self.differs and not self.is_running:
+        if self.head.floors and not self.may_differ:
             self.head.floors.clear()
             self._head_differs = True
 

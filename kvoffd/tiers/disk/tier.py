@@ -187,8 +187,8 @@ class DiskTier(Tier):
         entries = [entry for block_id in dict.fromkeys(block_ids) if (entry := self._book.get(block_id)) is not None]
         for entry in entries:
             self._book.drop(entry)
-        # Of a block that was evicted just now the file may have a record still.
-        if entries or len(self._book.regions.dirty):
+        # Of a block that was evicted a while ago the device may have a record still.
+        if entries or self._records.may_differ:
             self._records.forget()
         if entries:
             self._voice.removed([entry.block.id for entry in entries])

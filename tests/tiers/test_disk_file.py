@@ -1,0 +1,334 @@
+"""The disk tier's file: whose it is, how large it is, and what was done to it meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiers.makers import REGION_BYTES, SIZE_BYTES, DiskMaker, SteppedMaker
+from tiers.memory_disk import MemoryDisk
+from tiers.rig import TierRig, block_of
+
+from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier, OpeningStopped
+from kvoffd.tiers.disk.format import FILE_NAME, FORMAT_VERSION, SlotShape
+from kvoffd.tiers.disk.regions import Regions
+from kvoffd.tiers.tier import TierResult
+
+NUMBERS = range(12)
+
+
+def stored(directory: Path) -> Path:
+    """A file with blocks in it, closed."""
+    rig = TierRig(DiskMaker(directory))
+    for number in NUMBERS:
+        rig.write(block_of(number, (10_000 if number % 2 else 30_000,)))
+    rig.settle()
+    assert rig.close()
+    return directory / FILE_NAME
+
+
+def report(rig: TierRig) -> tuple[int, set[str]]:
+    """How many blocks can be read of those that are there, and the errors."""
+    ids = rig.ids()
+    for block_id in ids:
+        ending = rig.read(rig.tier.index(*block_id[:2])[block_id.key])
+        rig.settle()
+        assert ending is not None
+        assert ending.result is TierResult.DONE
+    return len(ids), set(rig.fold.kinds) - {"not_direct"}
+
+
+def test_the_file_is_allocated_and_takes_no_more_than_it_may(tmp_path: Path) -> None:
+    rig = TierRig(DiskMaker(tmp_path))
+    path = tmp_path / FILE_NAME
+    for number in range(60):
+        rig.write(block_of(number))
+        rig.settle()
+        taken = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+        assert path.stat().st_size <= taken + 4096
+        assert taken <= SIZE_BYTES
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert rig.tier.stats().evicted_blocks > 0
+    assert rig.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_it_says_whether_it_goes_past_the_page_cache(tmp_path: Path, direct: bool) -> None:
+    rig = TierRig(SteppedMaker(tmp_path, MemoryDisk(direct)))
+    rig.settle()
+    assert isinstance(rig.tier, DiskTier)
+    assert rig.tier.report().direct is direct
+    assert rig.fold.kinds == ({} if direct else {"not_direct": 1})
+    assert report(rig) == (0, set())
+
+
+def test_a_directory_has_one_owner(tmp_path: Path) -> None:
+    rig = TierRig(DiskMaker(tmp_path))
+    with pytest.raises(DiskError, match="in use"):
+        TierRig(DiskMaker(tmp_path))
+    assert rig.close()
+    TierRig(DiskMaker(tmp_path)).close()
+
+
+@pytest.mark.parametrize("content", [b"my thesis", b"\0" * 100_000, b"x" * 100_000])
+def test_a_foreign_file_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_bytes(content)
+    path.chmod(0o600)
+    with pytest.raises(DiskError, match="left as it is"):
+        TierRig(DiskMaker(tmp_path))
+    assert path.read_bytes() == content
+
+
+def test_links_and_others_files_are_refused(tmp_path: Path) -> None:
+    path = stored(tmp_path / "one")
+    other = tmp_path / "two"
+    other.mkdir()
+    (other / FILE_NAME).symlink_to(path)
+    with pytest.raises(DiskError):
+        TierRig(DiskMaker(other))
+    (other / FILE_NAME).unlink()
+    os.link(path, other / FILE_NAME)
+    with pytest.raises(DiskError, match="left as it is"):
+        TierRig(DiskMaker(other))
+    (other / FILE_NAME).unlink()
+    path.chmod(0o640)
+    with pytest.raises(DiskError, match="mode 0640"):
+        TierRig(DiskMaker(tmp_path / "one"))
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    maker = SteppedMaker(tmp_path)
+    rig = TierRig(maker)
+    maker.directory = tmp_path / "gone"
+    maker.directory.touch()
+    with pytest.raises((DiskError, FileExistsError)):
+        maker.open(rig)
+
+
+def corrupt_heads(path: Path, content: bytes, at: int) -> None:
+    with path.open("r+b") as file:
+        for page in (0, 4096):
+            file.seek(page + at)
+            file.write(content)
+
+
+@pytest.mark.parametrize("version", [0, FORMAT_VERSION + 1])
+def test_a_file_of_another_format_is_started_anew(tmp_path: Path, version: int) -> None:
+    corrupt_heads(stored(tmp_path), version.to_bytes(4, "little"), 8)
+    rig = TierRig(DiskMaker(tmp_path))
+    rig.settle()
+    assert report(rig) == (0, {"started_anew"})
+    assert f"format {version}" in rig.fold.errors[0][1]
+    assert rig.close()
+
+
+def test_one_damaged_head_costs_nothing_and_two_cost_all(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    for page in (0, 4096):
+        content = path.read_bytes()
+        path.write_bytes(content[: page + 60] + b"\xff" + content[page + 61 :])
+        rig = TierRig(DiskMaker(tmp_path))
+        rig.settle()
+        # The newer one may be the damaged one: then the older says that the file was open.
+        assert report(rig)[0] == len(NUMBERS)
+        assert rig.close()
+    corrupt_heads(path, b"\xff", 60)
+    rig = TierRig(DiskMaker(tmp_path))
+    rig.settle()
+    assert report(rig) == (0, {"started_anew"})
+    assert rig.close()
+
+
+def test_a_file_that_was_cut_off_loses_what_is_behind(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    os.truncate(path, (64 << 10) + REGION_BYTES + 1000)
+    rig = TierRig(DiskMaker(tmp_path))
+    rig.settle()
+    blocks, errors = report(rig)
+    assert 0 < blocks < len(NUMBERS)
+    assert "truncated" in errors
+    assert path.stat().st_blocks * 512 >= path.stat().st_size
+    assert rig.close()
+
+
+def test_the_file_grows_and_shrinks_with_what_is_given(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    rig = TierRig(DiskMaker(tmp_path, size_bytes=4 * SIZE_BYTES))
+    rig.settle()
+    assert report(rig) == (len(NUMBERS), set())
+    assert isinstance(rig.tier, DiskTier)
+    assert rig.tier.report().regions > 16
+    for number in range(100, 180):
+        rig.write(block_of(number))
+        rig.settle()
+    assert report(rig)[0] > 60
+    assert rig.close()
+    small = (64 << 10) + REGION_BYTES * 5 // 4
+    rig = TierRig(DiskMaker(tmp_path, size_bytes=small))
+    rig.settle()
+    assert path.stat().st_blocks * 512 <= small
+    blocks, errors = report(rig)
+    assert 0 < blocks < 15
+    assert not errors
+    assert rig.close()
+    with pytest.raises(DiskError, match="too few"):
+        TierRig(DiskMaker(tmp_path, size_bytes=REGION_BYTES))
+
+
+def test_no_room_on_the_device_is_said_when_it_is_opened(tmp_path: Path) -> None:
+    disk = MemoryDisk()
+    disk.room = SIZE_BYTES // 2
+    with pytest.raises(DiskError, match="No space left") as refusal:
+        TierRig(SteppedMaker(tmp_path, disk))
+    assert refusal.value.message.endswith("give the tier less.")
+    assert len(disk.data) < SIZE_BYTES // 4, "what could not be had in full is let go"
+    disk.room = SIZE_BYTES
+    rig = TierRig(SteppedMaker(tmp_path, disk))
+    rig.settle()
+    assert rig.fold.kinds == {}
+
+
+def test_opening_shows_progress_and_can_be_stopped(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    steps: list[tuple[str, int, int]] = []
+
+    def open_with(stop: Callable[[], bool]) -> DiskTier:
+        return DiskTier.open(
+            tmp_path,
+            4 * SIZE_BYTES,
+            pool=memoryview(bytearray(8192)),
+            digest=len,
+            clock=lambda: 0.0,
+            post=lambda call: None,
+            listener=rig.fold,
+            on_progress=lambda *step: steps.append(step),
+            should_stop=stop,
+        )
+
+    rig = TierRig(SteppedMaker(tmp_path / "memory"))
+    size = path.stat().st_size
+    with pytest.raises(OpeningStopped):
+        open_with(lambda: True)
+    assert path.stat().st_size == size
+    tier = open_with(lambda: False)
+    assert tier.stats().blocks == len(NUMBERS)
+    assert {what for what, _, _ in steps} == {"allocating", "reading the index"}
+    assert all(0 < done <= total for _, done, total in steps)
+    assert steps[-1][1] == steps[-1][2]
+    assert tier.close(60)
+
+
+def test_wear_and_age_outlive_the_daemon(tmp_path: Path) -> None:
+    rig = TierRig(SteppedMaker(tmp_path))
+    born = rig.wall
+    for number in range(6):
+        rig.write(block_of(number))
+        rig.settle()
+        rig.wall += 5 * 3600
+    rig.restart()
+    rig.wall += 7 * 86400
+    assert isinstance(rig.tier, DiskTier)
+    found = rig.tier.report()
+    assert found.created_at == born
+    assert found.lifetime_written_blocks == 6
+    assert 6 * 12_288 <= found.lifetime_written_bytes < 6 * 12_288 + 20 * 32_768
+    assert found.found_blocks == 6
+    assert abs(found.oldest_age_s - (7 * 86400 + 30 * 3600)) <= 3600
+    assert sum(found.ages) == 6
+    assert found.ages[5] == 6
+    assert [shape.slot_bytes for shape in found.shapes] == [12_288]
+    rig.tier.remove([block_of(0).id])
+    rig.settle()
+    assert abs(rig.tier.report().oldest_age_s - (7 * 86400 + 25 * 3600)) <= 3600
+    assert sum(rig.tier.report().ages) == 5
+
+
+def test_a_block_that_no_region_holds_is_refused_and_said_once(tmp_path: Path) -> None:
+    rig = TierRig(SteppedMaker(tmp_path))
+    for _ in range(2):
+        assert rig.write(block_of(1, (30_000,) * 5)) is None
+    rig.settle()
+    assert rig.fold.kinds == {"too_large": 1}
+    assert rig.tier.stats().refused_writes == 2
+
+
+def test_memory_that_is_no_slot_is_a_bug_of_the_caller(tmp_path: Path) -> None:
+    rig = TierRig(SteppedMaker(tmp_path))
+    block = block_of(1)
+    for offsets in ([-4096], [100], [len(rig.pool) - 4096], [0, 8192], []):
+        with pytest.raises(ValueError, match=r"slot|zip"):
+            rig.tier.write(block, offsets, lambda result: None)
+    unsummed = block._replace(shards=(block.shards[0]._replace(checksum=0),))
+    with pytest.raises(ValueError, match="checksum"):
+        rig.tier.write(unsummed, [0], lambda result: None)
+
+
+def test_the_youngest_of_two_records_of_a_block_counts(tmp_path: Path) -> None:
+    """A block that left a slot and came into another, and the first record could not be cleared before a crash."""
+    disk = MemoryDisk()
+    rig = TierRig(SteppedMaker(tmp_path, disk))
+    old, new = block_of(1, seed=1), block_of(1, seed=2)
+    for filler in (block_of(0), block_of(2)):
+        rig.write(filler)
+        rig.settle()
+    rig.write(old, seed=1)
+    rig.settle()
+    rig.tier.tick()
+    rig.settle()
+    before = bytes(disk.data[(64 << 10) + 4096 : (64 << 10) + 8192])
+    rig.tier.remove([block_of(0).id, old.id])
+    rig.settle()
+    rig.write(new, seed=2)
+    rig.write(block_of(3))
+    rig.settle()
+    rig.tier.tick()
+    rig.settle()
+    # As if the old record were there still.
+    at = (64 << 10) + 4096
+    after = bytes(disk.data[at : at + 4096])
+    (place,) = (slot for slot in range(16) if old.id.key in after[slot * 256 : slot * 256 + 256])
+    (former,) = (slot for slot in range(16) if old.id.key in before[slot * 256 : slot * 256 + 256])
+    assert place != former
+    disk.data[at + former * 256 : at + former * 256 + 256] = before[former * 256 : former * 256 + 256]
+    disk.locked = False
+    heir = rig.after_death()
+    assert heir.tier.index(*new.id[:2])[new.id.key] == new
+
+
+def test_a_region_is_not_cut_anew_while_its_records_are_being_written() -> None:
+    regions = Regions(64 << 10, 1)
+    small, large = SlotShape(4096, 256), SlotShape(16384, 256)
+    place = regions.take(small)
+    assert place is not None
+    region, slot = place
+    region.entries[slot] = None
+    regions.hold([region.number])
+    regions.give_back(region, slot)
+    assert regions.take(large) is None
+    regions.let_go()
+    assert regions.take(large) is not None
+
+
+def test_slots_never_overlap_records_or_the_region_s_end() -> None:
+    for slot_bytes in (4096, 8192, 12_288, 2 << 20):
+        for record_bytes in (256, 1024, 4096, 12_288):
+            shape = SlotShape(slot_bytes, record_bytes)
+            for region_bytes in (8192, 128 << 10, 4 << 20, (4 << 20) + 4096):
+                slots = shape.slots(region_bytes)
+                assert shape.slots_at(slots) >= 4096 + slots * record_bytes
+                assert slots == 0 or shape.slots_at(slots) + slots * slot_bytes <= region_bytes
+                room_for_one_more = shape.slots_at(slots + 1) + (slots + 1) * slot_bytes <= region_bytes
+                assert not room_for_one_more
+
+
+def test_errors_of_the_lock_are_not_taken_for_another_owner(tmp_path: Path) -> None:
+    class NoLocks(DiskCalls):
+        def lock(self, fd: int) -> bool:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with pytest.raises(DiskError, match="No locks available"):
+        TierRig(DiskMaker(tmp_path, NoLocks()))
