@@ -6,6 +6,7 @@ from functools import cache
 
 from kvoffd.config import SETTINGS, Config
 from kvoffd.pool.facts import FactsLog, NamespaceFacts
+from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -16,6 +17,7 @@ PART = m.GroupTransfer(0, b"k" * 64, b"\0\0\0\0\1\0\0\0")
 KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
 BATCH = m.Completions(1, 1, 1, 0, [RESULT])
+SHARD = b.ShardSpec(1, [b.PageSpec(4096)])
 FACTS = NamespaceFacts(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
 
 
@@ -30,6 +32,7 @@ def seeds(name: str) -> list[bytes]:
         "event_batch": _events,
         "facts": _facts,
         "config_file": _config,
+        "curve_keys": lambda: [b"# of whom\n\n" + b"x" * 40 + b" name\n"],
     }.get(name, lambda: [bytes(range(64)), b"\0\1\2\3" * 40])()
 
 
@@ -56,6 +59,12 @@ def _requests() -> list[bytes]:
         m.Namespaces(17, TOKEN),
         m.Clear(18, TOKEN, SPACE),
         m.Scrub(19, TOKEN, True),
+        b.DescribeNamespace(20, TOKEN, SPACE),
+        b.RestoreNamespace(21, TOKEN, SPACE, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD]]),
+        b.ListBlocks(22, TOKEN, SPACE, 0, 0, 10, "6b6", True),
+        b.GetBlocks(23, TOKEN, SPACE, 2**32 + 1, 0, b"k" * 64),
+        b.PutBlocks(24, TOKEN, SPACE, 1, 4096, 0, b"k" * 32, [[b.PutShard(0, bytes(8))]]),
+        b.PinBlocks(25, TOKEN, SPACE, 0, b"k" * 32, True),
     ]
     return [codec.encode(request) for request in requests]
 
@@ -72,6 +81,10 @@ def _replies() -> list[bytes]:
         m.LookupReply(1, 1, 2**32, [b"\2\0"], 1, 30_000),
         m.CancelReply(1, 1, [1], [2]),
         m.HealthReply(1, 1, True, True, ["a sentence"]),
+        b.NamespaceDescribed(1, 1, "label", 1, 32, [m.GroupSpec("full", 16)], "{}", [[SHARD], None]),
+        b.BlocksListed(1, 1, [b.BlockInfo(b"k" * 32, 2, 4096, 1, True)], 0, 1),
+        b.BlocksGot(1, 1, [[b.HeldShard(0, 4096, bytes(8), 0)], None], 1000),
+        b.BlocksPut(1, 1, b"\0\1\2"),
         m.ScrubReply(1, 1, True, 5, 4, 3, 4096, 0, 0.5),
     ]
     return [codec.encode(reply) for reply in replies]
@@ -82,6 +95,9 @@ def _frames() -> list[bytes]:
         lifeline.Greeting(1, 1, 1, TOKEN),
         lifeline.Refused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attach(1),
+        lifeline.OpenPool(),
+        lifeline.PoolOpened(4096, 1 << 20),
+        lifeline.PoolRefused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attached(1),
         lifeline.AttachRefused(1, ErrorCode.TOO_MANY, "a sentence"),
     ]

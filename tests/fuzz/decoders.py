@@ -7,6 +7,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import msgspec
 
@@ -15,9 +16,11 @@ from kvoffd.config import SETTINGS, ConfigError, load_config
 from kvoffd.pool.facts import FactsLog, read_facts
 from kvoffd_client.event_stream import EventStream
 from kvoffd_proto import codec, events, lifeline
+from kvoffd_proto.curve import CurveKeyError, is_key, read_public_keys, read_secret_key
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz import corpus
 from tests.fuzz.choices import Choices
+from tests.fuzz.disk import disk_pages
 from tests.fuzz.tables import adoption, slot_table
 from tests.fuzz.trees import bend
 
@@ -170,15 +173,33 @@ def config_values(data: bytes) -> None:
     _load("\n".join(lines).encode(), environ, flags)
 
 
+def curve_keys(data: bytes) -> None:
+    """A file of keys for administration over TCP: read or refused with a sentence."""
+    path = Path(_file_of(data))
+    for read in (read_public_keys, read_secret_key):
+        try:
+            found = read(path)
+        except CurveKeyError:
+            continue
+        assert all(is_key(key) for key in ([found] if isinstance(found, str) else found))
+
+
 def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
-    fd = _scratch()
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, file, 0)
+    path = _file_of(file)
     try:
-        loaded = load_config(flags, environ, f"/proc/self/fd/{fd}")
+        loaded = load_config(flags, environ, path)
     except ConfigError:
         return
     assert loaded.config.pool_bytes > 0
+
+
+def _file_of(data: bytes) -> str:
+    """The path of a file that holds this, until the next call."""
+    fd = _scratch()
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, data, 0)
+    os.fchmod(fd, 0o600)
+    return f"/proc/self/fd/{fd}"
 
 
 @cache
@@ -203,8 +224,10 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         bent_facts,
         slot_table,
         adoption,
+        disk_pages,
         config_file,
         config_values,
+        curve_keys,
     )
 }
 """By name: what takes one input and raises where something does not hold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvoffd.server.service import Service
 from kvoffd.server.session import Session
+from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.version import PROTOCOL_VERSION
@@ -15,6 +16,7 @@ WORLD = {NAMESPACES[0]: 1, NAMESPACES[1]: 2}
 NAMES = [bytes([number]) * 16 for number in range(3)]
 """Of registrations."""
 MOSTLY_RIGHT_GROUPS = (0,) * 9 + (1,) * 6 + (2,)
+BLOCK_REQUESTS = ("describe", "restore", "list", "get", "get", "put", "put", "pin", "pin")
 RARELY_ONE = (0,) * 15 + (1,)
 
 
@@ -99,7 +101,7 @@ class Requests:
         kinds: dict[m.Role | None, tuple[str, ...]] = {
             m.Role.WORKER: ("store", "store", "store", "load", "load", "register", "register", "replay", "cancel"),
             m.Role.SCHEDULER: (*("lookup",) * 9, "release", "release", "heartbeat", "invalidate", "reset"),
-            m.Role.ADMIN: ("stats", "health", "sessions", "namespaces", "clear", "scrub"),
+            m.Role.ADMIN: ("stats", "health", "sessions", "namespaces", "clear", "scrub", *BLOCK_REQUESTS),
             None: ("hello",),
         }
         every = sorted(
@@ -138,6 +140,27 @@ class Requests:
                 return m.Namespaces(i, token)
             case "clear":
                 return m.Clear(i, token, choices.of((None, *NAMESPACES)))
+            case "describe":
+                return b.DescribeNamespace(i, token, self.fingerprint(session))
+            case "restore":
+                world = choices.of((1, 2, 2, 3))
+                shards = [[b.ShardSpec(1, [b.PageSpec(choices.of((PAGE, PAGE, PAGE // 2)))])] * 2] * world
+                specs = [m.GroupSpec("full", 16)] * choices.of((2, 2, 2, 1))
+                space = self.fingerprint(session)
+                return b.RestoreNamespace(i, token, space, "l", world, KEY_BYTES, specs, "{}", shards)
+            case "list":
+                position, limit = choices.of((0, 0, 1, 9)), choices.of((1, 2, 100))
+                return b.ListBlocks(i, token, self.fingerprint(session), choices.byte() % 3, position, limit)
+            case "get":
+                return b.GetBlocks(i, token, self.fingerprint(session), self.lease(session), 0, self.keys())
+            case "put":
+                keys = self.keys()
+                shards_of = [b.PutShard(choices.of((0, PAGE, 2**62)), bytes(8))] * choices.of((1, 1, 2))
+                space, segment = self.fingerprint(session), choices.byte() % 6
+                size = choices.of((BLOCKS * PAGE, BLOCKS * PAGE, 2**62))
+                return b.PutBlocks(i, token, space, segment, size, 0, keys, [shards_of] * (len(keys) // KEY_BYTES))
+            case "pin":
+                return b.PinBlocks(i, token, self.fingerprint(session), 0, self.keys(), bool(choices.byte() % 2))
             case "scrub":
                 return m.Scrub(i, token, bool(choices.byte() % 2))
             case "health":
