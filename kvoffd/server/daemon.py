@@ -48,6 +48,7 @@ SCRUB_REST = 3.0
 LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 GPUS_CLOSE_S = 5.0
+EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
 SWITCH_INTERVAL_S = 0.0001
@@ -249,6 +250,8 @@ class Daemon:
         try:
             while not self._stop.is_set():
                 service.tick()
+                if service.memory.stuck:
+                    _give_up()
                 lifelines.tick()
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub(service, transport, pool))
@@ -319,6 +322,16 @@ async def _until(condition: Callable[[], bool], deadline: float) -> None:
     """Wait for ``condition``, which other callbacks of the loop bring about, until ``deadline`` at most."""
     while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - the deadline must hold without an event
         await asyncio.sleep(0.01)
+
+
+def _give_up() -> None:
+    """End the process on the spot: its EOF fails what no thread will ever finish, and lets engines go on."""
+    logger.critical(
+        "A copy in host memory does not come back, and engines wait for it. The daemon ends; when it is started again "
+        "they connect by themselves. The kernel's log (dmesg) may say what hangs."
+    )
+    logging.shutdown()
+    os._exit(EXIT_STUCK)
 
 
 def _raise_descriptor_limit() -> None:

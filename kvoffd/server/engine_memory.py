@@ -14,6 +14,8 @@ from kvoffd.transfer.segments import MappedSegment
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
 
+STUCK_AFTER_S = 3.0
+
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 """Has the service's thread call something soon; from any thread."""
 
@@ -113,6 +115,14 @@ class MemoryMapper:
     def kinds(self) -> list[str]:
         """Kinds of handles that can be mapped, as Welcome names them."""
         return ["memfd"] if self._gpu_mapper is None else ["memfd", "cuda_ipc", "cuda_vmm"]
+
+    @property
+    def stuck(self) -> bool:
+        """A copy in host memory hangs: engines wait for it, and for all behind it, until this process ends.
+
+        Not said at once: a process that was stopped for long finds its copies overdue too when it goes on.
+        """
+        return any(self._host.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
 
     @property
     def problems(self) -> list[str]:

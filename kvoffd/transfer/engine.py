@@ -84,6 +84,10 @@ class TransferEngine(ABC):
         """Every transfer fails from now on, until all memory of the engine's device was let go and mapped anew."""
         return False
 
+    def hangs_s(self, direction: Direction) -> float:
+        """For how long a copy has been known to be overdue whose thread does not come back; 0 when none is."""
+        return 0.0
+
     @abstractmethod
     def submit(self, transfer: Transfer) -> None:
         """Queues the transfer, first in first out per direction. After ``close`` it is CANCELLED at once.

@@ -78,6 +78,9 @@ class HostEngine(TransferEngine):
         for lane in self._lanes.values():
             lane.expire()
 
+    def hangs_s(self, direction: Direction) -> float:
+        return self._lanes[direction].hangs_s
+
     def load_of(self, direction: Direction) -> DirectionLoad:
         return self._lanes[direction].load()
 

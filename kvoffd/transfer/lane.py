@@ -102,7 +102,8 @@ class Lane:
         self._wake = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
         self._running: dict[Transfer, Turn] = {}
-        self._overdue: set[Transfer] = set()
+        self._overdue: dict[Transfer, float] = {}
+        """Those whose thread does not look at the clock, and since when that is known."""
         self._behind = 0
         """Transfers that run though their copy is done."""
         self._stopped = False
@@ -122,6 +123,12 @@ class Lane:
     def hangs(self) -> bool:
         """A transfer is overdue and its thread has not come back to say so."""
         return bool(self._overdue)
+
+    @property
+    def hangs_s(self) -> float:
+        """For how long that has been known; 0 when nothing hangs."""
+        with self._wake:
+            return max((self.clock() - since for since in self._overdue.values()), default=0.0)
 
     def wait_open(self) -> None:
         """Waits until every copier is open; raises what one of them raised."""
@@ -158,10 +165,10 @@ class Lane:
                 del self._queue[transfer]
             late = [
                 transfer
-                for transfer in self._running.keys() - self._overdue
-                if now >= transfer.deadline + OVERDUE_GRACE_S
+                for transfer in self._running
+                if transfer not in self._overdue and now >= transfer.deadline + OVERDUE_GRACE_S
             ]
-            self._overdue.update(late)
+            self._overdue.update(dict.fromkeys(late, now))
         for transfer in waiting:
             _finish(transfer, Outcome.DEADLINE, 0.0)
         for transfer in late:
@@ -272,7 +279,7 @@ class Lane:
     def _end(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         with self._wake:
             self._bytes += self._running.pop(transfer).in_place
-            self._overdue.discard(transfer)
+            self._overdue.pop(transfer, None)
             self._behind -= 1
             self._wake.notify()
         _finish(transfer, outcome, seconds)

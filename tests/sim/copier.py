@@ -1,4 +1,4 @@
-"""A transfer engine in virtual time: copies in steps, may be slow, fail, stall, and is watched at every byte."""
+"""A transfer engine in virtual time: copies in steps, may be slow, fail, stall, hang, and is watched at every byte."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field
 
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from tests.sim.clock import Broken, Clock, Injected, Process
 from tests.sim.memory import AddressSpace
 from tests.sim.pool import Slot, WatchedPool
@@ -25,6 +26,8 @@ class _Copy:
     step: int = 0
     steps: int = 1
     fails_at: int = -1
+    hangs_at: int = -1
+    overdue_since: float | None = None
     pause_s: float = 0.0
     started_at: float = 0.0
     summed: int = 0
@@ -90,6 +93,27 @@ class SimEngine(TransferEngine):
 
     def abandon(self, transfer: Transfer) -> None:
         transfer.abandoned = True
+
+    def expire(self) -> None:
+        now = self._clock.now
+        for lane in self._lanes.values():
+            for transfer, copy in list(lane.queue.items()):
+                if now >= transfer.deadline:
+                    del lane.queue[transfer]
+                    self._end(copy, Outcome.DEADLINE)
+            running = lane.running
+            if running is None or running.overdue_since is not None:
+                continue
+            if now >= running.transfer.deadline + OVERDUE_GRACE_S:
+                running.overdue_since = now
+                self._clock.note(f"overdue {running.transfer.direction.value}")
+                if running.transfer.on_overdue is not None:
+                    running.transfer.on_overdue(running.transfer)
+
+    def hangs_s(self, direction: Direction) -> float:
+        running = self._lanes[direction].running
+        since = None if running is None else running.overdue_since
+        return 0.0 if since is None else self._clock.now - since
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         lane = self._lanes[direction]
@@ -160,10 +184,14 @@ class SimEngine(TransferEngine):
             copy.pause_s = self._deadline_s * self._dice.uniform(0.3, 1.5)
         if self._faults.hit("copy_fail"):
             copy.fails_at = self._dice.randrange(copy.steps)
+        if self._faults.hit("copy_hang"):
+            copy.hangs_at = self._dice.randrange(copy.steps)
         self._step(lane, copy)
 
     def _step(self, lane: _Lane, copy: _Copy) -> None:
         transfer = copy.transfer
+        if copy.step == copy.hangs_at:
+            return  # its thread never comes back
         outcome = self._ending(copy)
         inspection, storing = transfer.inspection, transfer.direction is Direction.STORE
         if outcome is None and copy.step == 0 and not storing and inspection is not None:

@@ -270,6 +270,11 @@ class SimDaemon:
 
     def _tick(self) -> None:
         self.service.tick()
+        if self.service.memory.stuck:
+            self.clock.note("daemon ends itself: a copy hangs")
+            self._world.faults.counts["gave_up"] += 1
+            self.die()
+            return
         for stream in list(self.lifelines):
             session = stream.session
             if session is not None and session.role is None and session.opened_at < self.clock.now - HELLO_DEADLINE_S:

@@ -36,6 +36,7 @@ class Engine:
         self.waiting = 0
         """Prompts that found no room yet."""
         self._active: list[Request] = []
+        self._asked: list[tuple[LookupTicket, float]] = []
         self._poking = False
         self._poke_again = False
         self._leaving = False
@@ -69,6 +70,7 @@ class Engine:
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
         session = self.scheduler.session
         ticket = session.lookup(groups, [len(keys)] * len(groups), self.clock.now)
+        self._asked.append((ticket, self.clock.now))
         self.scheduler.arm()
         return ticket
 
@@ -132,6 +134,10 @@ class Engine:
             self._active.append(Request(self, keys, blocks))
 
     def _scheduler_changed(self) -> None:
+        for ticket, asked_at in self._asked:
+            if ticket.done:
+                self.world.longest_lookup_s = max(self.world.longest_lookup_s, self.clock.now - asked_at)
+        self._asked = [item for item in self._asked if not item[0].done]
         events = self.scheduler.session.events
         if events is not None:
             fold(events.take(), self.readable, strict=False)

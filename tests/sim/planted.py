@@ -187,6 +187,13 @@ PLANTED = (
         "self._by_token.get(request.token) or next(iter(self.sessions.values()), None)",
     ),
     Planted(
+        "a copy that hangs is not noticed",
+        "kvoffd.server.engine_memory",
+        "MemoryMapper.expire",
+        "self._host.expire()",
+        "pass",
+    ),
+    Planted(
         "renew a foreign lease",
         "kvoffd.cache.lease",
         "LeaseBook.owned",

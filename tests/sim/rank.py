@@ -35,6 +35,7 @@ class Rank:
         self.process = Process(world.clock, name)
         self.results: dict[int, JobResult] = {}
         self._loads: dict[int, list[Place]] = {}
+        self._sent_at: dict[int, float] = {}
         self._issued = 0
         self._on_change = on_change
         self.client: SimClient[WorkerSession] = SimClient(
@@ -56,6 +57,7 @@ class Rank:
         """Send a store; its number."""
         self._issued += 1
         job_id = self._issued
+        self._sent_at[job_id] = self._clock.now
         self._clock.note(f"{self.process.name} stores, job {job_id}")
         self.process.run(lambda: self.client.act(lambda now: self.session.store(job_id, groups, now)))
         return job_id
@@ -65,6 +67,7 @@ class Rank:
         self._issued += 1
         job_id = self._issued
         self._loads[job_id] = places
+        self._sent_at[job_id] = self._clock.now
         self._clock.note(f"{self.process.name} loads, job {job_id}")
         for group, _, _, block in places:
             self.memory.allow(group, block, True)
@@ -93,6 +96,8 @@ class Rank:
             if result.job_id in self.results or not 0 < result.job_id <= self._issued:
                 raise Broken(f"{self.process.name}: job {result.job_id} has a second result")
             self.results[result.job_id] = result
+            took_s = self._clock.now - self._sent_at.pop(result.job_id)
+            self._world.longest_job_s = max(self._world.longest_job_s, took_s)
             self._clock.note(f"{self.process.name} job {result.job_id} ok={result.ok} {result.error}")
             places = self._loads.pop(result.job_id, [])
             kind = "load" if places else "store"

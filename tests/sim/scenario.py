@@ -17,6 +17,7 @@ CHANCES = {
     "copy_fail": 0.08,
     "copy_slow": 0.15,
     "copy_stall": 0.04,
+    "copy_hang": 0.01,
     "slow_post": 0.1,
     "torn": 0.003,
     "late_answer": 0.15,

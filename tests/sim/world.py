@@ -34,6 +34,10 @@ class Outcome:
     digest: str
     steps: int
     counts: Counter[str]
+    longest_lookup_s: float
+    """From asking to the answer, or to knowing that there is none."""
+    longest_job_s: float
+    """From sending to the result."""
     problem: str | None = None
     trace: tuple[str, ...] = ()
 
@@ -59,6 +63,8 @@ class World:
         self.pool_bytes = dice.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
         self.log = FailureLog()
         self.descriptors = Descriptors()
+        self.longest_lookup_s = 0.0
+        self.longest_job_s = 0.0
         self.network = Network(self.clock, self.faults, scenario.dice("network"))
         self._lives = 0
         self._engines_made = 0
@@ -321,7 +327,16 @@ def run(scenario: Scenario) -> Outcome:
         problem = f"{left} descriptors are left open"
     clock = world.clock
     trace = tuple(clock.trace) if problem else ()
-    return Outcome(scenario, clock.digest(), clock.steps, world.faults.counts, problem, trace)
+    return Outcome(
+        scenario,
+        clock.digest(),
+        clock.steps,
+        world.faults.counts,
+        world.longest_lookup_s,
+        world.longest_job_s,
+        problem,
+        trace,
+    )
 
 
 __all__ = ["Outcome", "World", "run"]

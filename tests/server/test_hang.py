@@ -1,0 +1,65 @@
+"""Copies in host memory that never come back: no engine waits for them for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.faulty_daemon import FaultyDaemon
+
+from kvoffd.server.daemon import EXIT_STUCK
+from kvoffd.server.engine_memory import STUCK_AFTER_S
+from kvoffd.transfer.lane import OVERDUE_GRACE_S
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.errors import ErrorCode
+
+FOR_EVER = "slow 100000"
+DEADLINE_S = 0.5
+KEYS = [number.to_bytes(32, "big") for number in range(8)]
+SHM = Path("/dev/shm")
+
+pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is not there")
+
+
+@pytest.fixture
+def daemon() -> Iterator[FaultyDaemon]:
+    path = SHM / f"kvoffd-hang-{os.getpid()}.pool"
+    try:
+        with FaultyDaemon("16MiB", pool_file=str(path), job_deadline=f"{DEADLINE_S}s") as running:
+            yield running
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(daemon: FaultyDaemon) -> None:
+    with FakeEngine(daemon.directory, blocks=16) as engine:
+        engine.fill(range(8), seed=1)
+        assert engine.store(KEYS, range(8)).ok
+        with daemon.fault(f"load {FOR_EVER}"):
+            assert engine.lookup(KEYS) == 8
+            started = time.monotonic()
+            result = engine.load(KEYS, range(8, 16), timeout_s=30)
+            waited_s = time.monotonic() - started
+        assert result.error is ErrorCode.SESSION_ENDED
+        assert waited_s > DEADLINE_S + OVERDUE_GRACE_S + STUCK_AFTER_S
+        assert daemon.process.wait(10) == EXIT_STUCK
+        assert "A copy in host memory does not come back" in daemon.log
+        daemon.start()
+        assert engine.wait_ready(20)
+        assert engine.lookup(KEYS) == 8
+        assert engine.load(KEYS, range(8, 16)).ok
+        assert engine.checksums(range(8)) == engine.checksums(range(8, 16))
+
+
+def test_a_store_that_hangs_is_answered_before_the_daemon_ends_for_it(daemon: FaultyDaemon) -> None:
+    with FakeEngine(daemon.directory, blocks=16) as engine:
+        engine.fill(range(8), seed=1)
+        assert engine.store(KEYS[:4], range(4)).ok
+        with daemon.fault(f"store {FOR_EVER}"):
+            assert engine.store(KEYS[4:], range(4, 8), timeout_s=30).error is ErrorCode.DEADLINE
+            assert engine.lookup(KEYS) == 4
+            assert engine.load(KEYS[:4], range(8, 12)).ok
+            assert daemon.process.wait(30) == EXIT_STUCK
