@@ -194,6 +194,7 @@ class JobRunner:
             for ticket in job.store_tickets:
                 self._cache.abort_store(ticket)
             self._release(job)
+            job.session.copy_came_back(job)
             return
         done = outcome is Outcome.DONE
         # The client may have given its blocks to another request the moment it closed its lifeline, so what was
@@ -227,7 +228,7 @@ class JobRunner:
                 # So that others may store these keys, elsewhere in the pool.
                 self._cache.invalidate(ticket.namespace, [(ticket.group, keys)])
         self._answer(job, ErrorCode.SESSION_ENDED if job.session.ended else ErrorCode.DEADLINE, 0)
-        job.session.job_ended(job.id)
+        job.session.job_hangs(job)
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -129,12 +129,14 @@ class Session:
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
+    hanging: set[Job] = field(default_factory=set)
+    """Jobs that have their completion but whose copy may still touch the client's memory."""
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
     _on_drained: Callable[[], None] | None = None
 
     def end(self, on_drained: Callable[[], None]) -> None:
-        """Mark the session as ended; call ``on_drained`` once its last job has ended, at once when there is none."""
+        """Mark the session as ended; call ``on_drained`` once its last copy has ended, at once when there is none."""
         self.ended = True
         self._on_drained = on_drained
         self._drain()
@@ -144,8 +146,18 @@ class Session:
         del self.jobs[job_id]
         self._drain()
 
+    def job_hangs(self, job: Job) -> None:
+        """A job got its completion, but its copy has not come back."""
+        self.hanging.add(job)
+        del self.jobs[job.id]
+
+    def copy_came_back(self, job: Job) -> None:
+        """The copy of a job that hung touches nothing any more."""
+        self.hanging.discard(job)
+        self._drain()
+
     def _drain(self) -> None:
-        if self._on_drained is not None and not self.jobs:
+        if self._on_drained is not None and not self.jobs and not self.hanging:
             on_drained, self._on_drained = self._on_drained, None
             on_drained()
 

@@ -63,3 +63,15 @@ def test_a_store_that_hangs_is_answered_before_the_daemon_ends_for_it(daemon: Fa
             assert engine.lookup(KEYS) == 4
             assert engine.load(KEYS[:4], range(8, 12)).ok
             assert daemon.process.wait(30) == EXIT_STUCK
+
+
+def test_memory_is_not_said_to_be_let_go_of_while_a_copy_of_it_hangs(daemon: FaultyDaemon) -> None:
+    with FakeEngine(daemon.directory, blocks=16) as engine:
+        with daemon.fault(f"store {FOR_EVER}"):
+            assert engine.store(KEYS, range(8), timeout_s=0.2).error is ErrorCode.DEADLINE
+            # The store was given up; that the daemon has answered it for itself by now must make no difference.
+            time.sleep(DEADLINE_S + OVERDUE_GRACE_S + 0.75)
+            assert engine.workers[0].wait_ready(10)
+            confirmed = engine.workers[0].unregister(1.0)
+        assert not (confirmed and daemon.running)
+        assert daemon.process.wait(30) == EXIT_STUCK
