@@ -168,7 +168,7 @@ class Rounds:
         self._dice = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._began_at = time.monotonic()
-        self._supervisor = Supervisor(POOL, pool_file, **FLAGS)
+        self._supervisor = Supervisor(POOL, pool_file, **FLAGS).start()
         self._daemon_stopped: list[tuple[float, float]] = []
         self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._engines: list[EngineProcess] = []

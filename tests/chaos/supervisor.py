@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 from support.daemon import START_DEADLINE_S
 from support.manager import ManagedDaemon, Manager
@@ -42,9 +43,13 @@ class Supervisor:
         self.ended_at: list[float] = []
         self.failure = ""
         self._closing = False
-        self._start()
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> Self:
+        """Start the first daemon."""
+        self._start()
         self._thread.start()
+        return self
 
     @property
     def directory(self) -> Path:
@@ -68,7 +73,8 @@ class Supervisor:
     def close(self) -> None:
         """End the daemon for good and remove what it left."""
         self._closing = True
-        self._thread.join()
+        if self.lives:
+            self._thread.join()
         self.daemon.close()
         self._manager.close()
 

@@ -60,7 +60,7 @@ def test_a_daemon_that_lies_is_found_out_so_these_tests_can_fail(monkeypatch: py
 
 
 def test_a_daemon_that_stops_is_ended_by_the_watchdog_and_started_again() -> None:
-    supervisor = Supervisor("4MiB", None)
+    supervisor = Supervisor("4MiB", None).start()
     try:
         supervisor.wait_serving(1)
         first = supervisor.daemon.pid
