@@ -182,7 +182,7 @@ PLANTED = (
     Planted(
         "any token will do",
         "kvoffd.server.service",
-        "Service._dispatch",
+        "Service._answer",
         "self._by_token.get(request.token)",
         "self._by_token.get(request.token) or next(iter(self.sessions.values()), None)",
     ),
