@@ -383,6 +383,19 @@ def test_limits_of_keys_and_jobs_are_kept():
         assert scheduler.refused(lookup).code is ErrorCode.TOO_MANY
 
 
+def test_every_limit_is_told_in_welcome():
+    flags = {
+        "max_frame_size": "64KiB",
+        "max_keys_per_request": "4",
+        "max_jobs_in_flight": "2",
+        "max_leases": "3",
+        "max_registrations": "5",
+        "max_segments": "6",
+    }
+    with DaemonProcess(**flags) as daemon, WireClient(daemon.directory) as client:
+        assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 2, 3, 5, 6)
+
+
 def test_an_idle_lifeline_that_says_no_hello_does_not_harm_others(daemon, worker):
     streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(20)]
     try:

@@ -373,6 +373,18 @@ def test_sessions_are_limited_and_free_again_when_they_end(attack: Victim) -> No
     assert refused >= 6
 
 
+def test_a_flood_of_requests_for_all_events(attack: Victim) -> None:
+    """They take no session, and each is answered with every event that is kept."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as greedy:
+        greedy.setsockopt(zmq.LINGER, 0)
+        greedy.setsockopt(zmq.RCVHWM, 1)
+        greedy.connect(f"ipc://{SocketPaths(attack.daemon.directory).jobs}")
+        for _ in range(2_000):
+            with contextlib.suppress(zmq.Again):
+                greedy.send_multipart([b"", bytes(8)], zmq.NOBLOCK)
+        attack.is_served()
+
+
 def test_strangers_at_the_jobs_socket_get_nothing(attack: Victim) -> None:
     streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
     for number, stream in enumerate(streams):
