@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from kvoffd.disks import DiskSize, parse_disks, show_disks
 from kvoffd_proto.sockets import SocketPaths, default_directory
 from kvoffd_proto.units import UnitError, exact_duration, exact_size, parse_duration, parse_size, quoted
 
@@ -30,7 +31,9 @@ EVICTION_POLICIES = ("lru", "arc")
 BLOCK_ACCESS = ("off", "read", "write")
 MIN_POOL_BYTES = 1024 * 1024
 
-Value: TypeAlias = int | float | str | Path | tuple[int, ...]
+DISK_WRITES = ("always", "reuse", "evict", "never")
+
+Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[DiskSize, ...]
 
 
 class ConfigError(Exception):
@@ -42,12 +45,13 @@ class Kind:
     """How values of one kind are read and shown.
 
     ``parse`` takes a text or a TOML value and raises ValueError with half a sentence; ``show`` gives the text that
-    ``parse`` reads back; ``metavar`` stands for the value in a help text.
+    ``parse`` reads back; ``metavar`` stands for the value in a help text; ``repeated`` lets a flag be given again.
     """
 
     metavar: str
     parse: Callable[[object], Value]
     show: Callable[[Value], str]
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,11 @@ def _ids(description: str) -> tuple[int, ...]:
     return field(default=(), metadata={"kind": Kind("IDS", parse, show), "description": description})
 
 
+def _disks(description: str) -> tuple[DiskSize, ...]:
+    kind = Kind("DIRECTORY=SIZE", parse_disks, show_disks, repeated=True)
+    return field(default=(), metadata={"kind": kind, "description": description})
+
+
 def _directory(description: str) -> dict[str, object]:
     def parse(value: object) -> Path:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
@@ -231,6 +240,20 @@ class Config:
         "auto",
         ("auto", "off"),
         "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own.",
+    )
+    disk: tuple[DiskSize, ...] = _disks(
+        "Directory of a local SSD that keeps blocks which leave the pool, and how much of it; may be given again."
+    )
+    disk_write: str = _choice(
+        "reuse",
+        DISK_WRITES,
+        "What is written to disk: every block, those used twice or next to be evicted while the disk is idle, all that "
+        "are next to be evicted, or none.",
+    )
+    disk_write_per_day: int = _size(0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound.")
+    disk_write_rate: int = _size(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
+    disk_deadline_s: float = _duration(
+        5.0, 0.1, "A block that was asked for and has not come from disk by then is a miss."
     )
     touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
     copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
@@ -318,12 +341,13 @@ class LoadedConfig:
 
 
 def load_config(
-    flags: Mapping[str, str | None], environ: Mapping[str, str], config_path: str | Path | None = None
+    flags: Mapping[str, str | list[str] | None], environ: Mapping[str, str], config_path: str | Path | None = None
 ) -> LoadedConfig:
     """Put the configuration together.
 
     Args:
-        flags: By setting name (``pool_size``), the text given on the command line; None where it was not given.
+        flags: By setting name (``pool_size``), the text given on the command line, or the texts where a flag may be
+            given again; None where it was not given.
         environ: The environment; ``KVOFFD_CONFIG`` in it names the file when ``config_path`` is None.
         config_path: The TOML file; None for none.
 
@@ -376,7 +400,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
     return layer
 
 
-def _from_flags(flags: Mapping[str, str | None]) -> _Layer:
+def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
     by_name = {setting.name: setting for setting in SETTINGS}
     layer: _Layer = {}
     for name, text in flags.items():

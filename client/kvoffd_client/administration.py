@@ -9,8 +9,11 @@ from typing import Self, TypeVar
 from kvoffd_proto.messages import (
     AnyReply,
     AnyRequest,
+    AttachDisk,
     Clear,
+    DetachDisk,
     Done,
+    DrainDisk,
     Health,
     HealthReply,
     Namespaces,
@@ -62,6 +65,18 @@ class Administration(ABC):
             start: begin, unless it is being done already. False only asks.
         """
         return self._ask(ScrubReply, lambda request_id, token: Scrub(request_id, token, start))
+
+    def attach_disk(self, directory: str, size_bytes: int) -> None:
+        """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
+        self._ask(Done, lambda request_id, token: AttachDisk(request_id, token, directory, size_bytes))
+
+    def drain_disk(self, directory: str) -> None:
+        """Have nothing more written to a directory."""
+        self._ask(Done, lambda request_id, token: DrainDisk(request_id, token, directory))
+
+    def detach_disk(self, directory: str) -> None:
+        """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
+        self._ask(Done, lambda request_id, token: DetachDisk(request_id, token, directory))
 
     @abstractmethod
     def close(self) -> None:

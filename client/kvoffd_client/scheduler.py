@@ -76,8 +76,12 @@ class SchedulerClient:
         """KV event messages that could not be had any more, and events dropped since nobody took them."""
         return 0 if self._session.events is None else self._session.events.lost
 
-    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
         """Ask which keys are ready and pin those under a new lease. When not connected the ticket has failed already.
+
+        Args:
+            groups: keys, root of the prefix first.
+            again: the same was asked before, and some of it was pending: the daemon does not count it a second time.
 
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
@@ -86,7 +90,7 @@ class SchedulerClient:
         connection = self._connection
         connection.check_process()
         with connection.lock:
-            ticket = self._session.lookup(groups, counts, time.monotonic())
+            ticket = self._session.lookup(groups, counts, time.monotonic(), again)
             connection.flush()
         ticket.waiter = connection.wait
         return ticket

@@ -52,8 +52,10 @@ class SchedulerSession(Session):
 
     # --- requests --------------------------------------------------------------------------------
 
-    def lookup(self, groups: Sequence[GroupKeys], key_counts: Sequence[int], now: float) -> LookupTicket:
-        """Send a lookup; ``key_counts`` is the number of keys per group."""
+    def lookup(
+        self, groups: Sequence[GroupKeys], key_counts: Sequence[int], now: float, again: bool = False
+    ) -> LookupTicket:
+        """Send a lookup; ``key_counts`` is the number of keys per group. ``again``: something of it was pending."""
         if not self.usable:
             ticket = LookupTicket(0)
             ticket.fail()
@@ -62,7 +64,7 @@ class SchedulerSession(Session):
         self._next_lease += 1
         ticket = LookupTicket(lease_id)
         self._unanswered.add(lease_id)
-        message = Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups))
+        message = Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
         self.request(message, lambda reply, then_now: self._looked_up(ticket, key_counts, now, reply, then_now), now)
         return ticket
 
@@ -111,7 +113,7 @@ class SchedulerSession(Session):
             elif reply.pinned:
                 # The lease's life began at the daemon between sending and now: count from the earlier.
                 self._leases[ticket.lease_id] = (ticket, sent_at + reply.ttl_ms / 1000)
-            ticket.answer(reply.states, 0 if unwanted else reply.pinned, now)
+            ticket.answer(reply.states, 0 if unwanted else reply.pinned, now, reply.wait_ms / 1000)
             self.on_change()
             return
         ticket.fail()

@@ -27,6 +27,8 @@ from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 DEFAULT_OPTIONS = ClientOptions()
 KEY_BYTES = 32
+PENDING_PAUSE_S = 0.002
+"""Between two lookups of keys that come up from disk."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +174,26 @@ class FakeEngine:
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
         """Number of leading keys that are ready. They are pinned until load() or release(); older pins go.
 
-        0 when the daemon is away or does not answer within ``timeout_s`` seconds. Raises as store().
+        Keys that come up from disk are waited for, within ``timeout_s`` seconds. 0 when the daemon is away or does not
+        answer by then. Raises as store().
         """
         self._check_keys(keys)
         self.release()
         if not keys:
             return 0
-        ticket = self.scheduler.lookup([GroupKeys(0, b"".join(keys))])
-        self._ticket = ticket
+        deadline = time.monotonic() + timeout_s
+        ticket = self._look_up(keys, timeout_s)
+        while ticket.pending and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(PENDING_PAUSE_S, left))
+            before, ticket = ticket, self._look_up(keys, left, again=True)
+            self.scheduler.release(before.lease_id)
+        return ticket.leading_ready()
+
+    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupTicket:
+        ticket = self._ticket = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
         if not ticket.wait(timeout_s) or ticket.failed:
             self.release()
-        return ticket.leading_ready()
+        return ticket
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().

@@ -97,7 +97,13 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         shown = setting.kind.show(getattr(_DEFAULTS, setting.field_name))
         text = f"{setting.description} [{setting.variable}, default {shown or 'nothing'}]"
         # argparse takes a % in a help text, such as one in the default directory, for a placeholder.
-        parser.add_argument(setting.flag, dest=setting.name, metavar=setting.kind.metavar, help=text.replace("%", "%%"))
+        parser.add_argument(
+            setting.flag,
+            dest=setting.name,
+            metavar=setting.kind.metavar,
+            help=text.replace("%", "%%"),
+            action="append" if setting.kind.repeated else "store",
+        )
         if setting.name == "pool_size":
             text = f"TOML file with settings. [{CONFIG_VARIABLE}, default none]"
             parser.add_argument("--config", metavar="FILE", help=text)

@@ -7,27 +7,15 @@ METRICS.md beside this file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvoffd.observe.disk_metrics import DISK_METRICS
+from kvoffd.observe.metric import MetricSpec, Sample
 from kvoffd_proto.messages import DirectionStats, NamespaceStats, StatsReply
-
-Sample = tuple[tuple[str, ...], float]
-
-
-@dataclass(frozen=True)
-class MetricSpec:
-    """One metric: what it is called, what it means, and how its samples (label values, value) are read."""
-
-    name: str
-    kind: Literal["counter", "gauge"]
-    description: str
-    labels: tuple[str, ...]
-    read: Callable[[StatsReply], Iterable[Sample]]
 
 
 def _gauge(name: str, description: str, read: Callable[[StatsReply], float]) -> MetricSpec:
@@ -128,6 +116,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "Slots of an earlier daemon that nobody has looked at yet; a load of one does first.",
         lambda stats: stats.integrity.unverified_slots,
     ),
+    *DISK_METRICS,
     _gauge(
         "kvoffd_pinned_blocks", "Blocks under a lease, a copy or an operator's pin.", lambda stats: stats.pinned_blocks
     ),
@@ -234,6 +223,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "counter",
         "Keys in the unbroken run of ready keys at each group's start.",
         lambda space: space.prefix_keys_ready,
+    ),
+    _spaced(
+        "kvoffd_namespace_keys_pending_total",
+        "counter",
+        "Keys in lookups that were on disk, and on their way up; when asked first.",
+        lambda space: space.keys_pending,
     ),
     _spaced(
         "kvoffd_namespace_stored_blocks_total",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -111,6 +112,11 @@ class Pool:
     def address(self) -> int:
         """Address of offset 0."""
         return self._memory.address
+
+    @property
+    def buffer(self) -> memoryview:
+        """All its bytes, to be read and written, until ``close``: for who checks what slots it has."""
+        return memoryview((ctypes.c_uint8 * self.pool_bytes).from_address(self.address)).cast("B")
 
     @property
     def memory_fds(self) -> tuple[int, int]:

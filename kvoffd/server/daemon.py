@@ -24,6 +24,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_door import AdminDoor, AdminKeys
 from kvoffd.server.directory import DaemonDirectory
+from kvoffd.server.disks import Disks, opener
 from kvoffd.server.engine_memory import GpuMapper
 from kvoffd.server.http import HttpServer
 from kvoffd.server.inheritance import adopt_blocks, open_pool
@@ -47,6 +48,7 @@ TICK_S = 0.25
 SCRUB_REST = 3.0
 LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
+DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
@@ -193,6 +195,7 @@ class Daemon:
             # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
             max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         )
+        disks = service.disks = Disks(config, cache, publisher, time.monotonic, opener(pool, inbox.post), inbox.post)
         transport = Transport(service, directory)
         lifelines = LifelineServer(service, directory, transport.schedule_turn, pool.share)
         probe = SelfProbe(service, directory)
@@ -211,6 +214,8 @@ class Daemon:
                 await self._start_http(http)
             self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
             logger.info("Serving %s.", config.directory)
+            for size in config.disk:
+                disks.attach(size)
             if pool.resident:
                 self._page_mapper = loop.run_in_executor(None, pool.map_pages, self._stop.is_set)
             await self._run(service, transport, lifelines, probe, pool)
@@ -221,6 +226,8 @@ class Daemon:
             if door is not None:
                 door.close(LINGER_MS)
             probe.close()
+            if not disks.close(DISKS_CLOSE_S):
+                self._copy_stuck = True
             if not host.close(ENGINE_CLOSE_S) or not gpus.stop(ENGINE_CLOSE_S):
                 self._copy_stuck = True
                 logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

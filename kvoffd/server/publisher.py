@@ -10,6 +10,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     MEDIUM_CPU,
+    MEDIUM_STORAGE,
     SEQUENCE_BYTES,
     AllBlocksCleared,
     BlockRemoved,
@@ -45,6 +46,15 @@ class EventPublisher:
     def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         """Blocks left the index."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
+
+    def stored_below(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
+        """Blocks are on disk."""
+        size = namespace.groups[group].tokens_per_block
+        self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
+
+    def removed_below(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
+        """Blocks are not on disk any more."""
+        self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
 
     def cleared(self, namespace: Namespace) -> None:
         """The namespace holds no block any more."""

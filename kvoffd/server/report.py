@@ -52,6 +52,8 @@ class Reporter:
             [self._namespace_stats(namespace) for namespace in cache.namespaces],
             self._integrity(),
             self._blocks(),
+            self._below(),
+            service.disks.report() if service.disks is not None else [],
         )
 
     def health(self, request_id: int) -> m.HealthReply:
@@ -63,6 +65,8 @@ class Reporter:
                 f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
                 "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
             )
+        if service.disks is not None:
+            problems += service.disks.problems
         if service.stopping:
             problems.append("The daemon is stopping.")
         return m.HealthReply(request_id, service.epoch, not problems, not service.stopping, problems)
@@ -117,6 +121,25 @@ class Reporter:
             len(pins.blocks), pins.pinned_bytes, service.desk.got_blocks, puts.put_blocks, puts.put_bytes
         )
 
+    def _below(self) -> m.BelowStats | None:
+        below = self._service.below
+        if below is None:
+            return None
+        promoter, writer = below.promoter, below.writer
+        return m.BelowStats(
+            promoter.promoted_blocks,
+            promoter.promoted_bytes,
+            promoter.waiting_blocks,
+            dict(promoter.failures),
+            promoter.bytes_per_second,
+            writer.written_blocks,
+            writer.written_bytes,
+            writer.waiting_blocks,
+            writer.over_budget,
+            writer.mode.value,
+            writer.budget.left_bytes,
+        )
+
     def _direction(self, direction: Direction) -> m.DirectionStats:
         counters = self._service.jobs.counters[direction]
         load = self._service.memory.load_of(direction)
@@ -150,6 +173,7 @@ class Reporter:
             counters.evicted_blocks,
             counters.invalidated_blocks,
             counters.dropped_keys,
+            counters.keys_pending,
         )
 
     def _session(self, session: Session) -> m.SessionInfo:

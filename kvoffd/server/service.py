@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvoffd.cache.below.below import Below
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace
 from kvoffd.observe.latency import LatencyRecorder
 from kvoffd.observe.rates import RateMeter
+from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import GpuMapper, MemoryMapper
 from kvoffd.server.jobs import Job, JobRunner
 from kvoffd.server.operators import BlockDesk
@@ -93,6 +95,8 @@ class Service:
         """Who sent the request that is being handled."""
         self.reporter = Reporter(self)
         self.scrubber = Scrubber(cache, clock)
+        self.disks: Disks | None = None
+        """The tiers below the pool, where there may be any."""
         self._random_bytes = random_bytes
         self._by_token: dict[bytes, Session] = {}
         self._last_session_id = 0
@@ -253,11 +257,20 @@ class Service:
         for lease_id in self._to_touch:
             self.cache.touch(lease_id)
         self._to_touch.clear()
+        if self.below is not None:
+            self.below.pump()
+
+    @property
+    def below(self) -> Below | None:
+        """What looks after the tiers below the pool; None while there is no tier."""
+        return self.disks.below if self.disks is not None else None
 
     def tick(self) -> None:
         """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""
         self.cache.expire()
         self.memory.expire()
+        if self.disks is not None:
+            self.disks.tick()
         for session in list(self.sessions.values()):
             if any(registration.memory.engine.lost for registration in session.registrations.values()):
                 logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)

@@ -18,6 +18,7 @@ SESSION_TOPIC_PREFIX = b"session@"
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
 
 
 def kv_topic(fingerprint: bytes) -> bytes:
@@ -31,28 +32,28 @@ def session_topic(epoch: int, session_id: int) -> bytes:
 
 
 class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks of one group became readable."""
+    """Blocks of one group are in a tier from now on. What is in the pool can be read, what is on disk brought up."""
 
     block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks, oldest first.")]
     parent_block_hash: Annotated[bytes | None, Meta(description="Always nil: the daemon knows no chains.")]
     token_ids: Annotated[list[int], Meta(description="Always empty: the daemon sees no tokens.")]
     block_size: Annotated[int, Meta(ge=0, description="Tokens of one block of the group.")]
     lora_id: Annotated[int | None, Meta(description="Always nil: it is part of the hash.")]
-    medium: Annotated[str | None, Meta(description="The tier: CPU.")]
+    medium: Annotated[str | None, Meta(description="The tier: CPU for the pool, STORAGE for disks.")]
     lora_name: Annotated[str | None, Meta(description="Always nil: it is part of the hash.")]
     group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
 
 
 class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks of one group are not readable any more."""
+    """Blocks of one group are not in that tier any more."""
 
     block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks.")]
-    medium: Annotated[str | None, Meta(description="The tier: CPU.")]
+    medium: Annotated[str | None, Meta(description="The tier: CPU for the pool, STORAGE for disks.")]
     group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
 
 
 class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, tag=True):
-    """No block of the topic's namespace is readable any more."""
+    """No block of the topic's namespace is in any tier any more."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

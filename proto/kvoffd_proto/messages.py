@@ -329,6 +329,9 @@ class NamespaceStats(Wire, frozen=True):
         Count, Meta(description="Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.")
     ]
     dropped_keys: Annotated[Count, Meta(description="Keys of stores that found no room.")]
+    keys_pending: Annotated[
+        Count, Meta(description="Keys in lookups that were on their way up from disk; when asked first.")
+    ] = 0
 
 
 class DirectionStats(Wire, frozen=True):
@@ -383,6 +386,59 @@ class IntegrityStats(Wire, frozen=True):
     ]
 
 
+class DiskStats(Wire, frozen=True):
+    """One directory of the disk tier. Counters count since it was opened."""
+
+    directory: Annotated[str, Meta(description="Where its file is.")]
+    state: Annotated[
+        str,
+        Meta(description="``opening``, ``serving``, ``draining``, ``hanging``, ``closing`` or ``failed``."),
+    ]
+    problem: Annotated[str, Meta(description="Why it failed, a sentence; empty otherwise.")]
+    size_bytes: Annotated[ByteCount, Meta(description="The most it may take of its device.")]
+    physical_bytes: Annotated[ByteCount, Meta(description="What its file takes of the device.")]
+    used_bytes: Annotated[ByteCount, Meta(description="Bytes of the slots that hold blocks.")]
+    blocks: Annotated[Count, Meta(description="Blocks that can be brought up.")]
+    oldest_seconds: Annotated[Seconds, Meta(description="Since the oldest block was written, in seconds, to the hour.")]
+    read_blocks: Annotated[Count, Meta(description="Blocks read.")]
+    read_bytes: Annotated[ByteCount, Meta(description="Bytes of these.")]
+    written_blocks: Annotated[Count, Meta(description="Blocks written.")]
+    written_bytes: Annotated[ByteCount, Meta(description="Bytes of these.")]
+    lifetime_written_bytes: Annotated[
+        ByteCount, Meta(description="Bytes written since the file was made, by all daemons: the drive's wear.")
+    ]
+    evicted_blocks: Annotated[Count, Meta(description="Blocks that made room for others.")]
+    refused_writes: Annotated[Count, Meta(description="Writes not taken, for want of room or too many under way.")]
+    queued_reads: Annotated[Count, Meta(description="Reads that wait now.")]
+    queued_writes: Annotated[Count, Meta(description="Writes that wait now.")]
+    running_reads: Annotated[Count, Meta(description="Reads that run now.")]
+    running_writes: Annotated[Count, Meta(description="Writes that run now.")]
+    busy_seconds: Annotated[Seconds, Meta(description="Time that threads spent reading and writing, in seconds.")]
+    direct: Annotated[bool, Meta(description="Whether it goes past the page cache (O_DIRECT).")]
+    errors: Annotated[dict[str, Count], Meta(description="What was wrong, by kind; the log has the sentences.")]
+
+
+class BelowStats(Wire, frozen=True):
+    """What moved between the pool and the disks below it since the daemon's start."""
+
+    promoted_blocks: Annotated[Count, Meta(description="Blocks that came up.")]
+    promoted_bytes: Annotated[ByteCount, Meta(description="Bytes of these.")]
+    pending_blocks: Annotated[Count, Meta(description="Blocks that are on their way up, or wait for it.")]
+    failed_promotions: Annotated[
+        dict[str, Count],
+        Meta(description="Blocks that were asked for and did not come, by reason; ``overdue``: not in time."),
+    ]
+    read_bytes_per_second: Annotated[float, Meta(ge=0, description="Speed at which blocks came up lately.")]
+    written_blocks: Annotated[Count, Meta(description="Blocks written to disk.")]
+    written_bytes: Annotated[ByteCount, Meta(description="Bytes of these.")]
+    waiting_writes: Annotated[Count, Meta(description="Blocks that wait for being written.")]
+    over_budget: Annotated[Count, Meta(description="Times that a write had to wait, or to be left, for the budget.")]
+    write_mode: Annotated[str, Meta(description="What is written: the setting ``disk_write``.")]
+    budget_left_bytes: Annotated[
+        ByteCount | None, Meta(description="What ``disk_write_per_day`` allows to write now; nil without a bound.")
+    ]
+
+
 class LatencyStats(Wire, frozen=True):
     """Distribution of a duration, in seconds, over the last minutes."""
 
@@ -415,6 +471,8 @@ class StatsReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceStats], Meta(description="Open namespaces.")]
     integrity: Annotated[IntegrityStats, Meta(description="Checksums of the slots.")]
     blocks: Annotated[BlockAccessStats, Meta(description="What operators did with single blocks.")]
+    below: Annotated[BelowStats | None, Meta(description="Traffic with the disks; nil while there is none.")] = None
+    disks: Annotated[list[DiskStats], Meta(description="Directories of the disk tier.")] = field(default_factory=list)
 
 
 class Health(Request, frozen=True):
@@ -493,6 +551,25 @@ class Clear(Request, frozen=True):
     namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None
 
 
+class AttachDisk(Request, frozen=True):
+    """Begins to use a directory as a disk tier; ``Stats`` tells how that goes. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="An absolute path.")]
+    size_bytes: Annotated[ByteCount, Meta(description="The most that may be taken of its device.")]
+
+
+class DrainDisk(Request, frozen=True):
+    """Writes nothing to a directory any more; what is there is still read. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
+
+
+class DetachDisk(Request, frozen=True):
+    """Gives a directory up; its blocks stay in its file. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
+
+
 class Scrub(Request, frozen=True):
     """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
 
@@ -530,6 +607,9 @@ AnyRequest = (
     | Sessions
     | Namespaces
     | Clear
+    | AttachDisk
+    | DrainDisk
+    | DetachDisk
     | Scrub
     | BlockRequest
 )

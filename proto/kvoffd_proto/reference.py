@@ -82,6 +82,9 @@ SECTIONS: tuple[tuple[str, tuple[Exchange, ...]], ...] = (
             Exchange(m.Namespaces, m.NamespacesReply, _ADMIN),
             Exchange(m.Clear, m.Done, _ADMIN),
             Exchange(m.Scrub, m.ScrubReply, _ADMIN),
+            Exchange(m.AttachDisk, m.Done, _ADMIN),
+            Exchange(m.DrainDisk, m.Done, _ADMIN),
+            Exchange(m.DetachDisk, m.Done, _ADMIN),
         ),
     ),
     (
@@ -115,6 +118,8 @@ PARTS = (
     m.IntegrityStats,
     blocks.BlockAccessStats,
     m.DirectionStats,
+    m.BelowStats,
+    m.DiskStats,
     m.LatencyStats,
     m.NamespaceStats,
     m.SessionInfo,

@@ -9,7 +9,16 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvoffd_proto.blocks import BlockAccessStats
-from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import (
+    BelowStats,
+    DirectionStats,
+    DiskStats,
+    IntegrityStats,
+    LatencyStats,
+    NamespaceStats,
+    PoolStats,
+    StatsReply,
+)
 
 GIB = 2**30
 FINGERPRINT = bytes.fromhex("ab12cd34" + "00" * 28)
@@ -47,6 +56,33 @@ def namespace(fingerprint: bytes, label: str, asked: int = 0, ready: int = 0, pr
         evicted_blocks=7_655,
         invalidated_blocks=0,
         dropped_keys=12,
+    )
+
+
+def disk(directory: str, state: str, problem: str = "") -> DiskStats:
+    return DiskStats(
+        directory=directory,
+        state=state,
+        problem=problem,
+        size_bytes=500 * GIB,
+        physical_bytes=500 * GIB,
+        used_bytes=125 * GIB,
+        blocks=64_000,
+        oldest_seconds=7_200.0,
+        read_blocks=1_024,
+        read_bytes=2 * GIB,
+        written_blocks=4_096,
+        written_bytes=8 * GIB,
+        lifetime_written_bytes=9_000 * GIB,
+        evicted_blocks=0,
+        refused_writes=0,
+        queued_reads=0,
+        queued_writes=0,
+        running_reads=0,
+        running_writes=0,
+        busy_seconds=1.5,
+        direct=True,
+        errors={"corrupt": 1},
     )
 
 
@@ -129,6 +165,8 @@ def busy() -> StatsReply:
             namespace(OTHER, "tiny"),
         ],
         integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
+        below=BelowStats(2_048, 2 * GIB, 12, {"corrupt": 1}, 3.1e9, 4_096, 4 * GIB, 3, 0, "reuse", 40 * GIB),
+        disks=[disk("/mnt/nvme0/kvoffd", "serving"), disk("/mnt/nvme1/kvoffd", "failed", "It cannot be opened.")],
         blocks=BlockAccessStats(3, 6 * 2**20, 40, 12, 24 * 2**20),
     )
 

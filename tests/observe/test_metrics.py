@@ -13,7 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
 from kvoffd_proto.blocks import BlockAccessStats
-from kvoffd_proto.messages import DirectionStats, IntegrityStats, LatencyStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import (
+    BelowStats,
+    DirectionStats,
+    DiskStats,
+    IntegrityStats,
+    LatencyStats,
+    NamespaceStats,
+    PoolStats,
+    StatsReply,
+)
 
 PAGE = Path(kvoffd.observe.__file__).parent / "METRICS.md"
 
@@ -42,6 +51,11 @@ def some_stats() -> StatsReply:
         namespaces=spaces,
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
+        below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
+        disks=[
+            numbers(DiskStats, 1200, directory="/a", state="serving", problem="", direct=True, errors={"torn": 1301}),
+            numbers(DiskStats, 1400, directory="/b", state="failed", problem="No.", direct=False, errors={}),
+        ],
     )
     assert isinstance(stats, StatsReply)
     return stats
@@ -82,6 +96,15 @@ def test_samples_carry_their_labels_and_values() -> None:
     assert found["kvoffd_lookup_seconds", frozenset({"0.99"})] == stats.lookup_latency.p99
     odd = frozenset({"bb" * 32, 'odd "label"\n\\'})
     assert found["kvoffd_namespace_keys_ready_total", odd] == stats.namespaces[1].keys_ready
+
+
+def test_disks_have_samples_of_their_own() -> None:
+    found = samples(some_stats())
+    assert found["kvoffd_disk_serving", frozenset({"/a"})] == 1
+    assert found["kvoffd_disk_serving", frozenset({"/b"})] == 0
+    assert found["kvoffd_disk_errors_total", frozenset({"/a", "torn"})] == 1301
+    page = render_metrics(msgspec.structs.replace(some_stats(), below=None, disks=[]))
+    assert b"kvoffd_promoted_blocks_total " not in page
 
 
 def test_a_daemon_without_namespaces_or_errors_has_a_page() -> None:

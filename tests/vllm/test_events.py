@@ -9,12 +9,12 @@ from kvoffd_client.vllm.events import EventFold
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
-def stored(*numbers: int, group: int = 0) -> BlockStored:
-    return BlockStored([block_hash(number) for number in numbers], None, [], 32, None, "CPU", None, group)
+def stored(*numbers: int, group: int = 0, medium: str = "CPU") -> BlockStored:
+    return BlockStored([block_hash(number) for number in numbers], None, [], 32, None, medium, None, group)
 
 
-def removed(*numbers: int, group: int = 0) -> BlockRemoved:
-    return BlockRemoved([block_hash(number) for number in numbers], "CPU", group)
+def removed(*numbers: int, group: int = 0, medium: str = "CPU") -> BlockRemoved:
+    return BlockRemoved([block_hash(number) for number in numbers], medium, group)
 
 
 def test_groups_get_vllms_ids_back() -> None:
@@ -40,4 +40,17 @@ def test_what_is_known_already_is_not_said_again() -> None:
         ([key(1)], False),
         ([key(2)], False),
         ([key(1)], True),
+    ]
+
+
+def test_the_pool_and_the_disks_are_told_apart() -> None:
+    fold = EventFold((0,))
+    events = fold.translate([stored(1), stored(1, medium="STORAGE"), removed(1), stored(2), AllBlocksCleared()])
+    assert [(event.keys, event.medium, event.removed) for event in events] == [
+        ([key(1)], Medium.CPU, False),
+        ([key(1)], Medium.STORAGE, False),
+        ([key(1)], Medium.CPU, True),
+        ([key(2)], Medium.CPU, False),
+        ([key(2)], Medium.CPU, True),
+        ([key(1)], Medium.STORAGE, True),
     ]

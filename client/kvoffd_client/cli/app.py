@@ -49,6 +49,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
+disk_app = typer.Typer(help="Show and change the disk tier.", rich_markup_mode=None)
+app.add_typer(disk_app, name="disk")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -219,6 +221,60 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
     from kvoffd_client.cli.scrub import run_scrub
 
     return partial(run_scrub, _where(context, directory), as_json=json)
+
+
+@disk_app.callback(invoke_without_command=True)
+def disk(context: typer.Context, directory: Directory = None, json: Json = False) -> Action | None:
+    """Show the disk tier's directories: use, age, what was written, errors.
+
+    Exit status: 0 all serve, 1 one has failed or hangs, 2 an error.
+    """
+    from kvoffd_client.cli.disk import disks
+
+    if context.invoked_subcommand is not None:
+        return None
+    return partial(disks, _where(context, directory), as_json=json)
+
+
+@disk_app.command("attach")
+def disk_attach(
+    context: typer.Context,
+    disk: Annotated[str, typer.Argument(metavar="DIRECTORY=SIZE", help="Such as /mnt/nvme0/kvoffd=500GiB.")],
+    directory: Directory = None,
+) -> Action:
+    """Use one more directory, until the daemon ends.
+
+    Name it in the daemon's configuration to have it used after that. Blocks that are there already are found.
+
+    Exit status: 0 it serves, 1 it cannot be used, 2 an error.
+    """
+    from kvoffd_client.cli.disk import attach
+
+    return partial(attach, _where(context, directory), disk)
+
+
+@disk_app.command("drain")
+def disk_drain(
+    context: typer.Context,
+    disk: Annotated[str, typer.Argument(metavar="DISK", help="The directory.")],
+    directory: Directory = None,
+) -> Action:
+    """Write nothing more to a directory. What is there is still read."""
+    from kvoffd_client.cli.disk import drain
+
+    return partial(drain, _where(context, directory), disk)
+
+
+@disk_app.command("detach")
+def disk_detach(
+    context: typer.Context,
+    disk: Annotated[str, typer.Argument(metavar="DISK", help="The directory.")],
+    directory: Directory = None,
+) -> Action:
+    """Give a directory up. Its blocks stay in its file, for when it is attached again."""
+    from kvoffd_client.cli.disk import detach
+
+    return partial(detach, _where(context, directory), disk)
 
 
 @app.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import UnionType
 from typing import get_type_hints
 
 import msgspec
@@ -56,10 +57,12 @@ def _description(hint: object) -> str:
 
 
 def _struct_in(hint: object) -> tuple[type[Struct] | None, bool]:
-    """The struct that ``hint`` is, or that a list of it holds, and whether it is a list."""
+    """The struct that ``hint`` is, or is unless it is None, or that a list of it holds, and whether it is a list."""
     bare = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
     if isinstance(bare, type) and issubclass(bare, Struct):
         return bare, False
     if getattr(bare, "__origin__", None) is list:
         return _struct_in(bare.__args__[0])[0], True  # type: ignore[attr-defined]
+    if isinstance(bare, UnionType):
+        return next((found for one in bare.__args__ if (found := _struct_in(one))[0] is not None), (None, False))
     return None, False

@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from kvoffd_client.cli.disk import disk_section
 from kvoffd_client.cli.rates import Rates, rates_between, totals_of
 from kvoffd_client.cli.text import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
 from kvoffd_proto.blocks import BlockAccessStats
@@ -26,6 +27,7 @@ AIRY_LINES = 34
 FIXED_LINES = 20
 """Lines of a page without its namespaces, with one error and a notice of two lines."""
 FIXED_LINES_AIRY = FIXED_LINES + 8
+DISK_LINES = 2
 MIN_BAR_CELLS = 10
 MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
@@ -60,6 +62,7 @@ class StatsPage:
             _pool(self.now.pool, self.now.blocks, options),
             (_copies(self.now, rates),),
             (_lookups(self.now, rates),),
+            (disk_section(self.now, TITLE_CELLS - 2),) if self.now.disks else (),
             (_activity(self.now, rates),),
             _namespaces(self.now.namespaces, self._most_namespaces, wide=options.max_width >= WIDE_CELLS),
             (_errors(self.now.errors, whole=self.lines is None),),
@@ -80,7 +83,9 @@ class StatsPage:
         if self.lines is None:
             return MAX_NAMESPACES
         rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(self.now.errors) - 1)
-        return min(MAX_NAMESPACES, max(MIN_NAMESPACES, self.lines - rest))
+        rest += (DISK_LINES + self._airy) if self.now.disks else 0
+        least = MIN_NAMESPACES - bool(self.now.disks)
+        return min(MAX_NAMESPACES, max(least, self.lines - rest))
 
 
 def _pairs(title: str, *rows: tuple[Pair, ...]) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, make_offload_key
 
 from kvoffd_client.vllm.inquiry import Key
-from kvoffd_proto.events import AllBlocksCleared, BlockStored, KvEvent
+from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 
 
 class EventFold:
@@ -22,26 +22,34 @@ class EventFold:
 
     def __init__(self, group_ids: Sequence[int]) -> None:
         self._group_ids = group_ids
-        self._announced: dict[Key, None] = {}
+        self._announced: dict[Medium, dict[Key, None]] = {Medium.CPU: {}, Medium.STORAGE: {}}
 
     def translate(self, events: Iterable[KvEvent]) -> list[OffloadingEvent]:
         """Return vLLM's events for the daemon's, in order. Blocks stored twice or removed unknown are passed over."""
         translated: list[OffloadingEvent] = []
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                keys, removed = list(self._announced), True
-            else:
-                removed = not isinstance(event, BlockStored)
-                named = [self._key(block_hash, event.group_idx) for block_hash in event.block_hashes]
-                keys = [key for key in named if (key in self._announced) == removed]
+                for medium, announced in self._announced.items():
+                    translated += _removal(list(announced), medium)
+                    announced.clear()
+                continue
+            medium = Medium.STORAGE if event.medium == MEDIUM_STORAGE else Medium.CPU
+            announced = self._announced[medium]
+            named = [self._key(block_hash, event.group_idx) for block_hash in event.block_hashes]
+            removed = not isinstance(event, BlockStored)
+            keys = [key for key in named if (key in announced) == removed]
             if removed:
                 for key in keys:
-                    del self._announced[key]
-            else:
-                self._announced.update(dict.fromkeys(keys))
-            if keys:
-                translated.append(OffloadingEvent(keys=keys, medium=Medium.CPU, removed=removed))
+                    del announced[key]
+                translated += _removal(keys, medium)
+            elif keys:
+                announced.update(dict.fromkeys(keys))
+                translated.append(OffloadingEvent(keys=keys, medium=medium, removed=False))
         return translated
 
     def _key(self, block_hash: bytes, index: int | None) -> Key:
         return bytes(make_offload_key(block_hash, self._group_ids[index or 0]))
+
+
+def _removal(keys: list[Key], medium: Medium) -> list[OffloadingEvent]:
+    return [OffloadingEvent(keys=keys, medium=medium, removed=True)] if keys else []

@@ -87,8 +87,8 @@ class Below:
         """What the events so far fold to."""
         self._untold: dict[tuple[Namespace, int], dict[bytes, None]] = {}
         """Blocks that were there before their namespace was opened, and that no event has told of yet."""
-        for namespace in cache.namespaces:
-            self.opened(namespace)
+        self._stopped = False
+        self.joined()
 
     # --- what the cache calls --------------------------------------------------------------------
 
@@ -160,8 +160,15 @@ class Below:
 
     def pump(self) -> None:
         """Begin what was asked for, and go on writing. For when the replies are out."""
-        self.promoter.pump()
-        self.writer.pump()
+        if not self._stopped:
+            self.promoter.pump()
+            self.writer.pump()
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._stopped = True
+        self.promoter.stop()
+        self.writer.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool, events."""
@@ -171,12 +178,25 @@ class Below:
         self.tell()
 
     def opened(self, namespace: Namespace) -> None:
-        """A namespace was opened, or blocks came to the tier with a directory: they are told of by and by."""
+        """A namespace was opened: what is there of it already is told of by and by."""
         for group in range(len(namespace.groups)):
             told = self._told.get((namespace, group), set())
             index = self.tier.index(namespace.fingerprint, group)
             if untold := {key: None for key in index if key not in told}:
                 self._untold[namespace, group] = untold
+
+    def joined(self) -> None:
+        """The tier has blocks that it was not told to write, as those of a directory that was attached."""
+        for namespace in self._cache.namespaces:
+            self.opened(namespace)
+
+    def left(self, tier: Tier) -> None:
+        """Part of the tier, such as a directory, is not there any more, nor are its blocks."""
+        for fingerprint, group in tier.groups():
+            namespace = self._cache.find_namespace(fingerprint)
+            if namespace is not None and group < len(namespace.groups):
+                keys = tier.index(fingerprint, group)
+                self._tell_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
 
     def tell(self) -> None:
         """Tell of some of what was there already."""

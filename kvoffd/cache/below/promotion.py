@@ -65,6 +65,7 @@ class Promoter:
         self.promoted_bytes = 0
         self.failures: Counter[str] = Counter()
         """Blocks that were wanted and did not come up, by reason: a result of the tier, ``no_room``, ``overdue``."""
+        self._stopped = False
         self._speed = 0.0
         self._sample_began = 0.0
         self._sample_bytes = 0
@@ -127,7 +128,7 @@ class Promoter:
 
     def pump(self) -> None:
         """Begin what may begin now."""
-        while self._queue:
+        while self._queue and not self._stopped:
             batch, namespace, group = self._next_batch()
             if not batch:
                 return
@@ -149,6 +150,10 @@ class Promoter:
                     self._put_back(wanted, promotion)
             if full:
                 return
+
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self._stopped = True
 
     def tick(self) -> None:
         """Give up what is overdue, in the queue or under way."""

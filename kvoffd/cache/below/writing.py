@@ -94,6 +94,12 @@ class Writer:
         index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
         self._due.update(dict.fromkeys([block for block in blocks if block.key not in index]))
 
+    def stop(self) -> None:
+        """Begin nothing any more."""
+        self.mode = WriteMode.NEVER
+        self._due.clear()
+        self._cold.clear()
+
     def tick(self) -> None:
         """Look at the cold end, and go on."""
         self._cold.clear()

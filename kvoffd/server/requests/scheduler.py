@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError, UnknownLease
@@ -11,6 +12,8 @@ from kvoffd_proto.errors import ErrorCode
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
+
+_PENDING = bytes([m.PENDING])
 
 
 def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
@@ -30,7 +33,12 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     ttl_ms = round(service.config.lease_ttl_s * 1000) if answer.pinned else 0
     service.lookup_latency.observe(service.clock() - started)
     service.lookup_rate.add(1)
-    return m.LookupReply(message.request_id, service.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms)
+    wait_ms = 0
+    if service.below is not None and any(_PENDING in states for states in answer.states):
+        wait_ms = math.ceil(service.below.promoter.wait_s * 1000)
+    return m.LookupReply(
+        message.request_id, service.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
+    )
 
 
 def release(service: Service, session: Session, message: m.Release) -> m.Done:

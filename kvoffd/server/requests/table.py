@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvoffd.server.requests import admin, blocks, memory, scheduler, session, worker
+from kvoffd.server.requests import admin, blocks, disks, memory, scheduler, session, worker
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 
@@ -44,6 +44,9 @@ HANDLERS: dict[type[m.AnyRequest], tuple[frozenset[m.Role], Handler]] = {
     b.GetBlocks: (ADMIN, blocks.get_blocks),
     b.PutBlocks: (ADMIN, blocks.put_blocks),
     b.PinBlocks: (ADMIN, blocks.pin_blocks),
+    m.AttachDisk: (ADMIN, disks.attach),
+    m.DrainDisk: (ADMIN, disks.drain),
+    m.DetachDisk: (ADMIN, disks.detach),
 }
 
 OVER_TCP = frozenset({m.Hello, m.Stats, m.Health, m.Sessions, m.Namespaces, m.Clear, m.Scrub})

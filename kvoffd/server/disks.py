@@ -1,0 +1,298 @@
+"""The directories of the disk tier: opened in threads, used, drained and given up while the daemon serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from kvoffd.cache.below.below import Below, BelowSettings
+from kvoffd.cache.below.writing import WriteMode
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.listener import TierEvents
+from kvoffd.config import Config
+from kvoffd.disks import DiskSize
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.checksum import digest
+from kvoffd.pool.pool import Pool
+from kvoffd.tiers.disk.errors import OpeningStopped
+from kvoffd.tiers.disk.tier import DiskTier
+from kvoffd.tiers.tier import TierListener, TierStats
+from kvoffd.tiers.tiers import Tiers
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import format_count, format_duration, format_size
+
+logger = logging.getLogger(__name__)
+
+CLOSE_STEP_S = 0.02
+"""How long the loop may wait at a time for a directory that is given up; it asks again with the next tick."""
+STOP_OPENING_S = 1.0
+MAX_DISKS = 64
+
+OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
+"""Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
+
+
+class State(StrEnum):
+    """Where a directory is in its life."""
+
+    OPENING = "opening"
+    SERVING = "serving"
+    DRAINING = "draining"
+    CLOSING = "closing"
+    FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Disk:
+    """One directory."""
+
+    size: DiskSize
+    state: State = State.OPENING
+    problem: str = ""
+    tier: DiskTier | None = None
+    opener: threading.Thread | None = None
+    unwanted: bool = False
+    """It is to be given up as soon as it is open, or stopped being opened."""
+
+
+class Disks:
+    """All directories. For the service's thread, but for what ``open_disk`` does.
+
+    Args:
+        open_disk: opens a directory.
+        post: has something called in the service's thread; for any thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cache: BlockCache,
+        events: TierEvents,
+        clock: Callable[[], float],
+        open_disk: OpenDisk,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._events = events
+        self._clock = clock
+        self._open_disk = open_disk
+        self._post = post
+        self._disks: dict[str, Disk] = {}
+        self._tiers = Tiers()
+        self._stopping = False
+        self.below: Below | None = None
+        """None until the first directory is there: until then nothing knows of tiers."""
+
+    def attach(self, size: DiskSize) -> None:
+        """Begin to open a directory. Raises KvoffdError where it is there already."""
+        known = self._disks.get(size.directory)
+        if known is not None and known.state is not State.FAILED:
+            raise KvoffdError(
+                f"{size.directory} is {known.state} already; detach it first to give it another size.",
+                ErrorCode.BAD_GEOMETRY,
+            )
+        if len(self._disks) >= MAX_DISKS and known is None:
+            raise KvoffdError(f"{MAX_DISKS} directories are attached, the limit.", ErrorCode.TOO_MANY)
+        if self.below is None:
+            self.below = self._make_below()
+        disk = self._disks[size.directory] = Disk(size)
+        # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
+        disk.opener = threading.Thread(
+            target=self._open, args=(disk, self.below), name=f"kvoffd-open-{Path(size.directory).name}", daemon=True
+        )
+        disk.opener.start()
+
+    def drain(self, directory: str) -> None:
+        """Write nothing there any more. Raises KvoffdError where it does not serve."""
+        disk = self._known(directory)
+        if disk.tier is None:
+            raise KvoffdError(f"{directory} is {disk.state}; only one that serves can be drained.", ErrorCode.NOT_READY)
+        if disk.state is State.SERVING:
+            disk.state = State.DRAINING
+            disk.tier.drain()
+            logger.info("%s is drained: what is there is read, nothing more is written.", directory)
+
+    def detach(self, directory: str) -> None:
+        """Give a directory up, or what failed to be opened. Raises KvoffdError where it is not known."""
+        disk = self._known(directory)
+        if disk.state is State.FAILED:
+            del self._disks[directory]
+        elif disk.tier is None:
+            disk.unwanted = True
+        elif disk.state is not State.CLOSING:
+            disk.state = State.CLOSING
+            disk.tier.drain()
+            self._tiers.detach(disk.tier)
+            assert self.below is not None
+            self.below.left(disk.tier)
+
+    def tick(self) -> None:
+        """A few times a second."""
+        if self.below is not None:
+            self.below.tick()
+        for disk in [one for one in self._disks.values() if one.state is State.CLOSING]:
+            assert disk.tier is not None
+            disk.tier.tick()
+            figures = disk.tier.stats()
+            busy = figures.queued_reads + figures.queued_writes + figures.running_reads + figures.running_writes
+            if not busy and disk.tier.close(CLOSE_STEP_S):
+                del self._disks[disk.size.directory]
+                logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
+
+    @property
+    def problems(self) -> list[str]:
+        """A sentence for each directory that does not work."""
+        hanging = [disk.size.directory for disk in self._disks.values() if disk.tier is not None and disk.tier.hangs]
+        return [
+            *[disk.problem for disk in self._disks.values() if disk.problem],
+            *[f"A call to the disk at {name} does not come back; look at it (dmesg)." for name in hanging],
+        ]
+
+    def report(self) -> list[m.DiskStats]:
+        """Every directory."""
+        return [_stats_of(disk) for disk in self._disks.values()]
+
+    def close(self, deadline_s: float) -> bool:
+        """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
+        until = time.monotonic() + deadline_s
+        self._stopping = True
+        if self.below is not None:
+            self.below.stop()
+        for disk in self._disks.values():
+            if disk.opener is not None:
+                disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
+        closed = True
+        for disk in self._disks.values():
+            if disk.tier is None:
+                continue
+            patience_s = 0.0 if disk.tier.hangs else max(0.0, until - time.monotonic())
+            if not disk.tier.close(patience_s):
+                logger.warning("The disk at %s does not come back; it is left as it is.", disk.size.directory)
+                closed = False
+        return closed
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _make_below(self) -> Below:
+        config = self._config
+        settings = BelowSettings(
+            WriteMode(config.disk_write), config.disk_write_per_day, config.disk_write_rate, config.disk_deadline_s
+        )
+        below = Below(self._cache, self._tiers, self._events, self._clock, settings)
+        self._cache.attach(below)
+        return below
+
+    def _known(self, directory: str) -> Disk:
+        disk = self._disks.get(directory)
+        if disk is None:
+            names = ", ".join(self._disks) or "none"
+            raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.UNSUPPORTED)
+        return disk
+
+    def _open(self, disk: Disk, below: Below) -> None:
+        """In a thread of its own."""
+        try:
+            tier = self._open_disk(disk.size, below, lambda: self._stopping or disk.unwanted)
+        except OpeningStopped:
+            self._post(lambda: self._opening_stopped(disk))
+        except Exception as error:
+            problem = error.message if isinstance(error, KvoffdError) else f"It failed inside the daemon: {error!r}."
+            if not isinstance(error, KvoffdError):
+                logger.exception("The disk at %s could not be opened.", disk.size.directory)
+            self._post(lambda: self._failed(disk, problem))
+        else:
+            self._post(lambda: self._opened(disk, tier))
+
+    def _opening_stopped(self, disk: Disk) -> None:
+        self._disks.pop(disk.size.directory, None)
+
+    def _failed(self, disk: Disk, problem: str) -> None:
+        disk.state, disk.problem = State.FAILED, problem
+        logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
+        if disk.unwanted:
+            self._disks.pop(disk.size.directory, None)
+
+    def _opened(self, disk: Disk, tier: DiskTier) -> None:
+        disk.tier = tier
+        disk.state = State.SERVING
+        if self._stopping:
+            tier.close(0.0)
+            return
+        report = tier.report()
+        logger.info(
+            "The disk at %s serves after %s: %s blocks are there, %s may be taken%s.",
+            disk.size.directory,
+            format_duration(report.open_seconds),
+            format_count(report.found_blocks),
+            format_size(disk.size.size_bytes),
+            "" if report.direct else ", through the page cache, since it refuses O_DIRECT",
+        )
+        self._tiers.attach(tier)
+        assert self.below is not None
+        self.below.joined()
+        if disk.unwanted:
+            self.detach(disk.size.directory)
+
+
+def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
+    """Opens directories for this pool."""
+
+    def open_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:
+        return DiskTier.open(
+            Path(size.directory),
+            size.size_bytes,
+            pool=pool.buffer,
+            digest=digest,
+            clock=time.monotonic,
+            post=post,
+            listener=listener,
+            should_stop=should_stop,
+        )
+
+    return open_disk
+
+
+def _stats_of(disk: Disk) -> m.DiskStats:
+    tier = disk.tier
+    if tier is None:
+        none = TierStats._make((disk.size.size_bytes, *[0] * 13, 0.0, {}))
+        return _stats(disk, disk.state, none, direct=False, lifetime_bytes=0, oldest_s=0.0)
+    report = tier.report()
+    state = "hanging" if report.hangs else str(disk.state)
+    return _stats(disk, state, tier.stats(), report.direct, report.lifetime_written_bytes, report.oldest_age_s)
+
+
+def _stats(
+    disk: Disk, state: str, figures: TierStats, direct: bool, lifetime_bytes: int, oldest_s: float
+) -> m.DiskStats:
+    return m.DiskStats(
+        directory=disk.size.directory,
+        state=state,
+        problem=disk.problem,
+        size_bytes=disk.size.size_bytes,
+        physical_bytes=figures.physical_bytes,
+        used_bytes=figures.used_bytes,
+        blocks=figures.blocks,
+        oldest_seconds=oldest_s,
+        read_blocks=figures.read_blocks,
+        read_bytes=figures.read_bytes,
+        written_blocks=figures.written_blocks,
+        written_bytes=figures.written_bytes,
+        lifetime_written_bytes=lifetime_bytes,
+        evicted_blocks=figures.evicted_blocks,
+        refused_writes=figures.refused_writes,
+        queued_reads=figures.queued_reads,
+        queued_writes=figures.queued_writes,
+        running_reads=figures.running_reads,
+        running_writes=figures.running_writes,
+        busy_seconds=figures.busy_seconds,
+        direct=direct,
+        errors=dict(figures.errors),
+    )

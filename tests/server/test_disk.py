@@ -1,0 +1,263 @@
+"""The disk tier in a real daemon: blocks that left the pool come back, and what is dropped does not."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from server.test_kv_events import replay
+from support.daemon import DaemonProcess
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.cli import main
+from kvoffd_client.errors import RequestRefused
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import events
+from kvoffd_proto import messages as m
+
+DEADLINE_S = 30.0
+PAGE = 65536
+BATCH = 8
+BLOCK_BYTES = 4 * PAGE
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in numbers]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait, as for threads of the daemon."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def daemon_on(place: Path, size: str = "64MiB", directory: Path | None = None, **flags: str) -> DaemonProcess:
+    """A pool of 8 MiB, 32 blocks, over a disk that takes every block."""
+    return DaemonProcess("8MiB", directory, disk=f"{place}={size}", **{"disk_write": "always", **flags})
+
+
+def engine_on(daemon: DaemonProcess, world_size: int = 1) -> FakeEngine:
+    return FakeEngine(daemon.directory, page_bytes=PAGE // world_size, blocks=64, world_size=world_size)
+
+
+def serving(admin: AdminClient) -> None:
+    until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"])
+
+
+def below(admin: AdminClient) -> m.BelowStats:
+    found = admin.stats().below
+    assert found is not None
+    return found
+
+
+def fill(engine: FakeEngine, admin: AdminClient, blocks: int) -> dict[int, int]:
+    """Store blocks 0 to ``blocks`` and wait until they are on disk; returns their checksums."""
+    sums: dict[int, int] = {}
+    for first in range(0, blocks, BATCH):
+        numbers = range(first, first + BATCH)
+        engine.fill(range(BATCH), seed=first)
+        sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
+        assert engine.store(keys_of(*numbers), range(BATCH)).ok
+        until(lambda: below(admin).written_blocks >= len(sums))
+    return sums
+
+
+def loaded(engine: FakeEngine, numbers: range) -> list[int]:
+    """Look up, load, and return the checksums of what came."""
+    assert engine.lookup(keys_of(*numbers)) == len(numbers)
+    blocks = range(32, 32 + len(numbers))
+    assert engine.load(keys_of(*numbers), blocks).ok
+    return engine.checksums(blocks)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with daemon_on(tmp_path) as running:
+        yield running
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_blocks_that_left_the_pool_come_back_with_equal_bytes(daemon: DaemonProcess, world_size: int) -> None:
+    with engine_on(daemon, world_size) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        sums = fill(engine, admin, 96)
+        for first in (0, 8, 40):
+            numbers = range(first, first + BATCH)
+            assert loaded(engine, numbers) == [sums[number] for number in numbers]
+        stats = admin.stats()
+        assert stats.namespaces[0].keys_pending >= BATCH
+        assert stats.namespaces[0].keys_asked == 3 * BATCH
+        assert below(admin).promoted_blocks >= BATCH
+        assert stats.disks[0].used_bytes == 96 * BLOCK_BYTES
+        assert stats.disks[0].physical_bytes <= stats.disks[0].size_bytes
+        assert admin.health().healthy
+
+
+def test_blocks_outlive_the_daemon_and_its_pool(tmp_path: Path) -> None:
+    daemon = daemon_on(tmp_path)
+    try:
+        daemon.start()
+        with AdminClient(daemon.directory) as admin:
+            with engine_on(daemon) as engine:
+                serving(admin)
+                sums = fill(engine, admin, 48)
+        for end in (daemon.stop, daemon.kill):
+            end()
+            daemon.start()
+            with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+                serving(admin)
+                assert admin.stats().pool.ready_bytes == 0
+                assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
+    finally:
+        daemon.close()
+
+
+def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: DaemonProcess) -> None:
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        fill(engine, admin, 48)
+        engine.scheduler.invalidate([m.GroupKeys(0, keys_of(1)[0])])
+        assert engine.lookup(keys_of(0, 1, 2)) == 1
+        assert engine.lookup(keys_of(2)) == 1
+        assert engine.scheduler.reset()
+        assert engine.lookup(keys_of(2)) == 0
+        fill(engine, admin, 48)
+        assert admin.clear() >= 48
+        assert engine.lookup(keys_of(40)) == 0
+        until(lambda: admin.stats().disks[0].blocks == 0)
+
+
+def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Path) -> None:
+    with daemon_on(tmp_path) as daemon:
+        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+            serving(admin)
+            fill(engine, admin, 16)
+        daemon.stop()
+        daemon.start()
+        with AdminClient(daemon.directory) as admin:
+            serving(admin)
+            assert admin.stats().disks[0].blocks == 16
+            assert admin.clear() == 16
+            with engine_on(daemon) as engine:
+                assert engine.lookup(keys_of(0)) == 0
+
+
+def test_events_give_the_index_of_each_medium(daemon: DaemonProcess) -> None:
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        fill(engine, admin, 48)
+        engine.scheduler.invalidate([m.GroupKeys(0, b"".join(keys_of(3, 47)))])
+        engine.lookup(keys_of(0, 1))
+        engine.release()
+        index: dict[str | None, set[bytes]] = {events.MEDIUM_CPU: set(), events.MEDIUM_STORAGE: set()}
+        for _, _, payload in replay(daemon, 0):
+            for event in events.decode_event_batch(payload).events:
+                if isinstance(event, events.AllBlocksCleared):
+                    index = {medium: set() for medium in index}
+                elif isinstance(event, events.BlockStored):
+                    assert not index[event.medium] & set(event.block_hashes)
+                    index[event.medium] |= set(event.block_hashes)
+                else:
+                    assert index[event.medium] >= set(event.block_hashes)
+                    index[event.medium] -= set(event.block_hashes)
+        assert index[events.MEDIUM_STORAGE] == set(keys_of(*range(48))) - set(keys_of(3, 47))
+        assert len(index[events.MEDIUM_CPU]) == admin.stats().namespaces[0].ready_blocks
+        assert set(keys_of(0, 1)) <= index[events.MEDIUM_CPU]
+
+
+def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Path) -> None:
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        sums = fill(engine, admin, 48)
+        (file,) = tmp_path.iterdir()
+        with file.open("r+b") as bytes_of:
+            content = bytes_of.read()
+            engine.fill([0], seed=0)
+            # The first page of block 0 of the first batch, wherever it lies.
+            at = content.index(engine._pages[0][0, 0].tobytes())
+            bytes_of.seek(at)
+            bytes_of.write(b"\0" * 100)
+        assert engine.lookup(keys_of(0)) == 0
+        assert below(admin).failed_promotions == {"corrupt": 1}
+        assert admin.stats().disks[0].errors == {"corrupt": 1}
+        assert loaded(engine, range(1, 5)) == [sums[number] for number in range(1, 5)]
+        assert admin.health().healthy, "a block that is lost costs its recomputation"
+
+
+def test_a_directory_that_cannot_be_used_does_not_stop_the_daemon(tmp_path: Path) -> None:
+    with daemon_on(tmp_path / "missing") as daemon:
+        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+            until(lambda: [disk.state for disk in admin.stats().disks] == ["failed"])
+            engine.fill([0], seed=0)
+            assert engine.store(keys_of(0), [0]).ok
+            assert engine.lookup(keys_of(0)) == 1
+            health = admin.health()
+            assert not health.healthy
+            assert "missing" in health.problems[0]
+            assert main(["disk", "--directory", str(daemon.directory)]) == 1
+
+
+def test_disks_come_and_go_while_the_daemon_serves(
+    daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    where = ["--directory", str(daemon.directory)]
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        sums = fill(engine, admin, 16)
+        assert main(["disk", "attach", f"{other}=32MiB", *where]) == 0
+        assert main(["disk", "drain", str(tmp_path), *where]) == 0
+        engine.fill(range(BATCH), seed=99)
+        assert engine.store(keys_of(*range(100, 108)), range(BATCH)).ok
+        until(lambda: admin.stats().disks[1].blocks == BATCH)
+        assert main(["disk", *where]) == 0
+        page = capsys.readouterr().out
+        for expected in (str(tmp_path), "draining", str(other), "serving", "16", "8"):
+            assert expected in page
+        assert main(["disk", "detach", str(tmp_path), *where]) == 0
+        assert [disk.directory for disk in admin.stats().disks] == [str(other)]
+        admin.clear()
+        assert main(["disk", "attach", f"{tmp_path}=64MiB", *where]) == 0
+        assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
+        with pytest.raises(RequestRefused, match="serving already"):
+            admin.attach_disk(str(other), 2**26)
+        with pytest.raises(RequestRefused, match="is not attached"):
+            admin.detach_disk("/nowhere")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to be two users")
+def test_only_root_and_the_daemons_user_change_the_disks(tmp_path: Path) -> None:
+    with daemon_on(tmp_path, allowed_uids="0,65534") as daemon:
+        os.chmod(daemon.directory, 0o755)
+        for socket in daemon.directory.glob("*.sock"):
+            os.chmod(socket, 0o666)
+        child = os.fork()
+        if child == 0:
+            os.setgroups([])
+            os.setresuid(65534, 65534, 65534)
+            with AdminClient(daemon.directory) as admin:
+                try:
+                    admin.detach_disk(str(tmp_path))
+                except RequestRefused as refusal:
+                    os._exit(7 if "root" in str(refusal) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_an_engine_that_dies_while_its_blocks_come_up_leaves_nothing(daemon: DaemonProcess) -> None:
+    with AdminClient(daemon.directory) as admin:
+        with engine_on(daemon) as engine:
+            serving(admin)
+            fill(engine, admin, 48)
+            for _ in range(5):
+                engine.scheduler.lookup([m.GroupKeys(0, b"".join(keys_of(*range(8))))])
+        until(lambda: below(admin).pending_blocks == 0)
+        until(lambda: admin.stats().pool.pinned_bytes == 0)
+        assert admin.stats().pool.writing_bytes == 0
+        assert daemon.stop() == 0
