@@ -104,7 +104,7 @@ def test_disks_have_samples_of_their_own() -> None:
     assert found["kvoffd_disk_serving", frozenset({"/b"})] == 0
     assert found["kvoffd_disk_errors_total", frozenset({"/a", "torn"})] == 1301
     page = render_metrics(msgspec.structs.replace(some_stats(), below=None, disks=[]))
-    assert b"kvoffd_promoted_blocks_total " not in page
+    assert b"\nkvoffd_promoted_blocks_total " not in page
 
 
 def test_a_daemon_without_namespaces_or_errors_has_a_page() -> None:
