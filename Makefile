@@ -9,11 +9,11 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-peers soak fuzz chaos exposure clean
+.PHONY: help venv demo test lint bench bench-overhead bench-peers soak fuzz chaos exposure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for CPU (3.5 GB, minutes)
 
@@ -30,6 +30,9 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 
 bench: $(VENV)/.tools ## measure lookups, copies and jobs against their floors; BENCH_ARGS=--json
 	@tests/tools/bench.sh $(BIN) $(BENCH_ARGS)
+
+bench-overhead: $(VENV)/.engine ## measure what an engine feels of kvoffd: scheduler steps, tokens/s (10 minutes, quiet machine)
+	@$(BIN)/python -m tests.bench.overhead $(OVERHEAD_ARGS)
 
 bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, which gets its own .venv-lmcache (1.6 GB)
 	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)

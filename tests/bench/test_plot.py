@@ -19,7 +19,6 @@ REPORT = Report(
 
 
 def test_a_png_is_written(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "speeds.png"
     check_plot(path)
     draw(REPORT, path)
@@ -37,6 +36,5 @@ def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path, monk
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
     name: str, reason: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(BenchFailed, match=reason):
         check_plot(tmp_path / name)

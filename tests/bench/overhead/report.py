@@ -1,0 +1,87 @@
+"""Tables of what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps
+from tests.bench.overhead.throughput import Throughput, Turn
+from tests.bench.peers.table import number
+
+NAMES = {IDLE: "does nothing", NATIVE: "vLLM's OffloadingConnector", KVOFFD: "KvoffdConnector"}
+STEPS_TARGET = 1.2
+THROUGHPUT_TARGET = 0.98
+
+
+def steps_table(steps: Steps, others: float) -> str:
+    """Of the scheduler's part."""
+    rows = [["prompt", "connector", "in the connector, ms", "all steps, ms", "longest step, ms", "steps"]]
+    rows += [[case, NAMES[name], *_ride_cells(steps, case, name)] for case in CASES for name in NAMES]
+    ratios = [
+        f"* {case}: KvoffdConnector adds {_spread(steps.ratios(case))} times what vLLM's adds "
+        f"(whole steps: {number(steps.growth(case))}); {_met(median(steps.ratios(case)) <= STEPS_TARGET)}"
+        f" (target at most {STEPS_TARGET})."
+        for case in CASES
+    ]
+    rounds = len(steps.rides[CASES[0]][KVOFFD])
+    title = f"## Scheduler, one request of {steps.blocks:,} blocks, {rounds} rounds, median (quartiles)"
+    calls = [_calls(steps, case) for case in CASES]
+    foot = f"Other processes used {others:.0%} of the cores meanwhile."
+    return "\n\n".join([title, _table(rows), "\n".join(ratios), *calls, foot])
+
+
+def _ride_cells(steps: Steps, case: str, name: str) -> list[str]:
+    measured = (steps.added_ms(case, name), steps.scheduler_ms(case, name), steps.step_ms(case, name))
+    return [*map(_spread, measured), f"{median(ride.steps for ride in steps.rides[case][name]):g}"]
+
+
+def _calls(steps: Steps, case: str) -> str:
+    own, other = (steps.calls_us(case, name) for name in (KVOFFD, NATIVE))
+    rows = [[f"{case}: call, µs of a request", NAMES[KVOFFD], NAMES[NATIVE]]]
+    rows += [[f"`{call}`", f"{own[call]:,.0f}", f"{other[call]:,.0f}"] for call in own]
+    return _table(rows)
+
+
+def throughput_table(found: Throughput, model: str) -> str:
+    """Of the engine's part."""
+    load = found.load
+    rows = [["connector", "tokens/s", "CPU s of the engine", "CPU s of the daemon"]]
+    rows += [[name, *_cells(turns)] for name, turns in ((NAMES[IDLE], found.idle), (NAMES[KVOFFD], found.kvoffd))]
+    ratio = median(found.ratios)
+    title = (
+        f"## vLLM on CPU at 0 % hits, model {model}, float32, blocks of 32; a round: {load.prompts} prompts of "
+        f"{load.prompt_tokens} tokens, {load.answer_tokens} answered; {len(found.ratios)} rounds, median (quartiles)"
+    )
+    verdict = (
+        f"* Ratio, round by round: {_spread(found.ratios)}; {_met(ratio >= THROUGHPUT_TARGET)} "
+        f"(target at least {THROUGHPUT_TARGET}). The daemon stored {found.stored_bytes / 2**20:,.0f} MiB."
+    )
+    others = f"{median(found.others):.0%} of the cores in the median round, {max(found.others):.0%} at most"
+    return "\n\n".join([title, _table(rows), verdict, f"Other processes used {others}."])
+
+
+def _cells(turns: Sequence[Turn]) -> list[str]:
+    return [
+        _spread([turn.tokens_per_s for turn in turns]),
+        _spread([turn.engine_cpu_s for turn in turns]),
+        _spread([turn.daemon_cpu_s for turn in turns]),
+    ]
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Median and quartiles: a round that something disturbed says nothing about the rest."""
+    ordered = sorted(values)
+    quarter = len(ordered) // 4
+    return f"{number(median(ordered))} ({number(ordered[quarter])} to {number(ordered[-1 - quarter])})"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])

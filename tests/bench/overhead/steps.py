@@ -1,0 +1,165 @@
+"""What a connector adds to vLLM's scheduler for long prompts: kvoffd's against vLLM's own in-process CPU manager."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from vllm.v1.request import Request
+
+from kvoffd_client.bench.engine import BenchEngine
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.vllm.specs import KvoffdWorkerMetadata
+from tests.bench.overhead.rig import BLOCK_TOKENS, Ride, SchedulerRig
+
+PAGE_BYTES = 8192
+"""One block of one layer; the bytes are the daemon's business and not the scheduler's."""
+CREDIT_BYTES = 1 << 30
+IDLE, NATIVE, KVOFFD = "idle", "native", "kvoffd"
+CASES = ("miss", "hit")
+Say = Callable[[str], None]
+
+
+@dataclass
+class Steps:
+    """Rides of all rounds: by case, by connector.
+
+    Attributes:
+        blocks: of each prompt.
+        rides: ``rides[case][connector]``, one a round; rounds correspond.
+    """
+
+    blocks: int
+    rides: dict[str, dict[str, list[Ride]]] = field(
+        default_factory=lambda: {case: {name: [] for name in (IDLE, NATIVE, KVOFFD)} for case in CASES}
+    )
+
+    def added_ms(self, case: str, name: str) -> list[float]:
+        """Milliseconds in the connector for one request, all steps together."""
+        return [ride.connector_s * 1e3 for ride in self.rides[case][name]]
+
+    def scheduler_ms(self, case: str, name: str) -> list[float]:
+        """Milliseconds of scheduler steps for one request, connector included."""
+        return [ride.scheduler_s * 1e3 for ride in self.rides[case][name]]
+
+    def step_ms(self, case: str, name: str) -> list[float]:
+        """Milliseconds of the longest step."""
+        return [ride.step_s * 1e3 for ride in self.rides[case][name]]
+
+    def ratios(self, case: str) -> list[float]:
+        """What kvoffd's connector adds over what the in-process manager's adds, round by round."""
+        pairs = zip(self.added_ms(case, KVOFFD), self.added_ms(case, NATIVE), strict=True)
+        return [own / other for own, other in pairs]
+
+    def growth(self, case: str) -> float:
+        """As the ratio, from whole steps: their medians less those with a connector that does nothing."""
+        own, other, bare = (median(self.scheduler_ms(case, name)) for name in (KVOFFD, NATIVE, IDLE))
+        return (own - bare) / (other - bare)
+
+    def calls_us(self, case: str, name: str) -> dict[str, float]:
+        """Median microseconds of a request by call of the connector."""
+        rides = self.rides[case][name]
+        return {call: median(ride.calls_s[call] for ride in rides) * 1e6 for call in rides[0].calls_s}
+
+    def to_object(self) -> dict[str, object]:
+        """For JSON."""
+        return {
+            case: {
+                "ratio": median(self.ratios(case)),
+                "ratios": self.ratios(case),
+                "growth": self.growth(case),
+                "connectors": {
+                    name: {
+                        "connector_ms": self.added_ms(case, name),
+                        "scheduler_ms": self.scheduler_ms(case, name),
+                        "longest_step_ms": self.step_ms(case, name),
+                        "steps": [ride.steps for ride in self.rides[case][name]],
+                        "calls_us": self.calls_us(case, name),
+                    }
+                    for name in self.rides[case]
+                },
+            }
+            for case in CASES
+        }
+
+
+class StepsBench:
+    """Three schedulers over the same prompts. Needs a daemon with room for a prompt's blocks."""
+
+    def __init__(self, directory: Path, model: Path, blocks: int, rounds: int) -> None:
+        self._blocks = blocks
+        # Room for everything, so that neither side evicts within a step. (The daemon evicts in its own process.)
+        room = (rounds + 2) * blocks * PAGE_BYTES
+        self._rigs = {
+            IDLE: SchedulerRig(model, "IdleConnector", blocks, module="tests.bench.overhead.idle"),
+            NATIVE: SchedulerRig(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
+            KVOFFD: SchedulerRig(
+                model,
+                "KvoffdConnector",
+                blocks,
+                module="kvoffd_client.vllm.connector",
+                extra_config={"directory": str(directory)},
+                report=partial(KvoffdWorkerMetadata, credit_bytes=CREDIT_BYTES),
+            ),
+        }
+        label = f"steps {blocks}"
+        self._workers = BenchEngine(directory, label, 1, blocks, PAGE_BYTES)
+        namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
+        client = self._rigs[KVOFFD].connector.connector_scheduler.manager
+        client.join(namespace)
+        assert client._client._client.wait_connected(10.0), "the connector did not reach the daemon"
+
+    def measure(self, rounds: int, say: Say) -> Steps:
+        """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""
+        steps = Steps(self._blocks)
+        order = list(self._rigs)
+        for number in range(rounds + 1):
+            if number % 10 == 0:
+                say(f"scheduler steps, round {number} of {rounds}")
+            tokens = random.choices(range(3, 1000), k=self._blocks * BLOCK_TOKENS + 1)
+            random.shuffle(order)
+            for name in order:
+                miss, hit = self._turn(name, number, tokens)
+                if number > 0:
+                    steps.rides["miss"][name].append(miss)
+                    steps.rides["hit"][name].append(hit)
+        return steps
+
+    def _turn(self, name: str, number: int, tokens: list[int]) -> tuple[Ride, Ride]:
+        rig = self._rigs[name]
+        first, second = (rig.request(f"{name} {number} {case}", tokens) for case in CASES)
+        rig.forget()
+        miss = rig.ride(first)
+        rig.forget()
+        if name == KVOFFD:
+            self._store(second)
+        hit = rig.ride(second)
+        found = 0 if name == IDLE else self._blocks
+        assert (miss.loaded_tokens, miss.stored_blocks) == (0, found), (name, miss)
+        assert (hit.loaded_tokens, hit.stored_blocks) == (found * BLOCK_TOKENS, 0), (name, hit)
+        return miss, hit
+
+    def _store(self, request: Request) -> None:
+        """Bring the prompt's blocks into the daemon, as the engine's workers would have done."""
+        keys: Sequence[bytes] = request.block_hashes
+        self._workers.store(b"".join(keys), np.arange(self._blocks, dtype=np.int32))
+
+    def close(self) -> None:
+        self._workers.close()
+        for rig in self._rigs.values():
+            rig.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

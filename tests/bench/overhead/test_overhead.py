@@ -1,0 +1,67 @@
+"""The comparison in miniature: schedulers without a model, and the reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bench.overhead.__main__ import main
+from tests.bench.overhead.report import steps_table, throughput_table
+from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps, StepsBench
+from tests.bench.overhead.throughput import Load, Throughput, Turn
+from tests.support.daemon import DaemonProcess
+from tests.support.models import make_tiny_llama
+
+BLOCKS, ROUNDS = 12, 2
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    model = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+    with DaemonProcess() as daemon, StepsBench(daemon.directory, model, BLOCKS, ROUNDS) as bench:
+        yield bench.measure(ROUNDS, lambda _: None)
+
+
+def test_every_connector_rides_every_round_of_every_case(steps: Steps) -> None:
+    for case in CASES:
+        for name in (IDLE, NATIVE, KVOFFD):
+            assert len(steps.rides[case][name]) == ROUNDS
+            for ride in steps.rides[case][name]:
+                assert 0 < ride.connector_s < ride.scheduler_s
+                assert ride.step_s <= ride.scheduler_s
+                assert ride.steps >= 2
+
+
+def test_misses_are_stored_and_hits_are_loaded_by_kvoffd_as_by_vllms_own(steps: Steps) -> None:
+    for name in (NATIVE, KVOFFD):
+        assert {ride.stored_blocks for ride in steps.rides["miss"][name]} == {BLOCKS}
+        assert {ride.loaded_tokens for ride in steps.rides["hit"][name]} == {BLOCKS * 32}
+    assert all(ride.loaded_tokens == ride.stored_blocks == 0 for ride in steps.rides["hit"][IDLE])
+
+
+def test_the_table_has_both_ratios_and_whether_the_target_was_met(steps: Steps) -> None:
+    text = steps_table(steps, 0.25)
+    assert text.count(" met (target") + text.count(" MISSED (target") == len(CASES)
+    assert "25%" in text
+    assert set(steps.to_object()) == set(CASES)
+
+
+def test_a_connector_that_costs_a_twentieth_misses_the_target_of_throughput() -> None:
+    found = Throughput(Load(), [Turn(100.0, 1.0, 0.0)] * 4, [Turn(95.0, 1.0, 0.1)] * 4, [0.0] * 4, 2**20)
+    assert found.ratios == [0.95] * 4
+    assert "MISSED" in throughput_table(found, "tiny")
+    found.kvoffd = [Turn(99.0, 1.0, 0.1)] * 4
+    assert "MISSED" not in throughput_table(found, "tiny")
+
+
+def test_the_program_prints_and_saves_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "results" / "overhead.md"
+    assert main(["--part", "steps", "--blocks", "4", "--step-rounds", "1", "--json", "--save", str(saved)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["command"] == "python -m tests.bench.overhead --part steps --blocks 4 --step-rounds 1"
+    assert printed["steps"]["miss"]["ratio"] > 0
+    assert "engine" not in printed
+    assert "one request of 4 blocks" in saved.read_text()
