@@ -10,7 +10,7 @@ from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.room import choose_victims
-from kvoffd.cache.slots import SlotOwner, SlotRecord, SlotStore
+from kvoffd.cache.slots import SlotRecord, SlotStore
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 MAX_KEYS_TOLD = 1000
@@ -64,28 +64,39 @@ class Blocks:
         """Return a slot that was taken and not used."""
         self._slots.free(offset)
 
-    def start_shard(
-        self, namespace: Namespace, group: int, key: bytes, rank: int, offset: int, slot_bytes: int, first_block: int
-    ) -> Block:
-        """Begin to write a shard in the slot at ``offset``; its block is made where there is none."""
+    def start_shards(
+        self,
+        namespace: Namespace,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        offsets: Sequence[int],
+        slot_bytes: int,
+        first_blocks: Sequence[int],
+    ) -> list[Block]:
+        """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
         index = namespace.index[group]
-        block = index.get(key)
-        if block is None:
-            block = index[key] = Block(namespace, group, key)
-            namespace.move(block, WRITING)
-        else:
-            self.half_stored.pop(block, None)
-        shard = block.shards.get(rank)
-        if shard is None:
-            shard = block.shards[rank] = Shard(offset, slot_bytes)
-            block.slot_bytes += slot_bytes
-            namespace.bytes_in[WRITING] += slot_bytes
-            self.tenants[offset] = block
-        shard.first_block = first_block
-        shard.checksum = 0
-        self.believe(shard)
-        self._slots.mark_writing(offset, SlotOwner(namespace.fingerprint, group, key, rank, namespace.world_size))
-        return block
+        blocks: list[Block] = []
+        for key, offset, first_block in zip(keys, offsets, first_blocks, strict=True):
+            block = index.get(key)
+            if block is None:
+                block = index[key] = Block(namespace, group, key)
+                namespace.move(block, WRITING)
+            else:
+                self.half_stored.pop(block, None)
+            shard = block.shards.get(rank)
+            if shard is None:
+                shard = block.shards[rank] = Shard(offset, slot_bytes)
+                block.slot_bytes += slot_bytes
+                namespace.bytes_in[WRITING] += slot_bytes
+                self.tenants[offset] = block
+            else:
+                shard.checksum = 0
+                self.believe(shard)
+            shard.first_block = first_block
+            blocks.append(block)
+        self._slots.mark_all_writing(offsets, namespace.fingerprint, group, keys, rank, namespace.world_size)
+        return blocks
 
     def reopen_shard(self, block: Block, rank: int) -> None:
         """Take a written shard back to where it is to be written again. Nothing may pin the block."""
@@ -104,6 +115,7 @@ class Blocks:
         """
         ready: list[Block] = []
         sums = checksums or [0] * len(blocks)
+        written: list[tuple[int, int, int]] = []
         # As in a touch, the tail is the older one, for a successor too.
         for block, checksum in zip(reversed(blocks), reversed(sums), strict=True):
             shard = block.shards[rank]
@@ -113,11 +125,14 @@ class Blocks:
             shard.written = True
             shard.checksum = checksum
             block.missing -= 1
-            self._slots.mark_ready(shard.offset, shard.first_block, shard_bytes, checksum)
+            written.append((shard.offset, shard.first_block, checksum))
             if not block.missing:
                 ready.append(block)
             elif not block.writers:
                 self.half_stored[block] = self._clock()
+        if written:
+            offsets, first_blocks, told = zip(*written, strict=True)
+            self._slots.mark_all_ready(offsets, first_blocks, shard_bytes, told)
         if ready:
             self._make_ready(ready)
         return len(ready)

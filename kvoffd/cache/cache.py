@@ -310,12 +310,15 @@ class BlockCache:
         namespace.counters.dropped_keys += len(ticket.dropped)
         ticket.copy = sorted(slot_for)
         ticket.offsets = [slot_for[number] for number in ticket.copy]
-        ticket.blocks = [
-            self._blocks.start_shard(
-                namespace, group, split[number], rank, offset, slot_bytes, 0 if number else first_block
-            )
-            for number, offset in zip(ticket.copy, ticket.offsets, strict=True)
-        ]
+        ticket.blocks = self._blocks.start_shards(
+            namespace,
+            group,
+            [split[number] for number in ticket.copy],
+            rank,
+            ticket.offsets,
+            slot_bytes,
+            [0 if number else first_block for number in ticket.copy],
+        )
         self._stores.add(ticket)
         return ticket
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -80,13 +81,26 @@ class SlotStore(Protocol):
     def neighbours(self, offset: int) -> list[int]:
         """Offsets of all slots in use in the region of this one, which is among them."""
 
-    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
-        """Record that a shard will be written there now; what was there is not to be trusted from here on."""
+    def mark_all_writing(
+        self,
+        offsets: Sequence[int],
+        fingerprint: bytes,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """Record that a shard of each key of a group will be written in its slot now.
 
-    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
-        """Record that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks.
+        What was there is not to be trusted from here on.
+        """
 
-        ``checksum`` is the slot's ``digest``, 0 where none was taken.
+    def mark_all_ready(
+        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> None:
+        """Record that shards of ``length`` bytes are written, but for their first so many engine blocks, in this order.
+
+        The checksums are the slots' ``digest``, 0 where none was taken.
         """
 
     def digest(self, offset: int, length: int) -> int:

@@ -190,6 +190,24 @@ class Pool:
         """Notes that a shard will be written there now; what was there is not to be trusted from here on."""
         self._table.mark_writing(offset, *owner)
 
+    def mark_all_writing(
+        self,
+        offsets: Sequence[int],
+        fingerprint: bytes,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """As ``mark_writing``, for a slot of each key of a group."""
+        self._table.mark_all_writing(offsets, fingerprint, group, keys, rank, world_size)
+
+    def mark_all_ready(
+        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> None:
+        """As ``mark_ready``, for slots of shards that are all as long."""
+        self._table.mark_all_ready(offsets, first_blocks, length, checksums)
+
     def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
         """Notes that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvoffd.cache.slots import NamespaceFacts, SlotRecord
@@ -32,6 +32,8 @@ from kvoffd.pool.scan import Entry, scan, scan_table
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
 _GENERATION_WORD = FINGERPRINT_BYTES // 8
+# Plain numbers: stores write the state of each slot twice, and an enum's member costs as much as the rest of it.
+_FREE, _WRITING, _READY = (int(state) for state in SlotState)
 
 
 class Inheritance(NamedTuple):
@@ -76,7 +78,7 @@ class SlotTable:
         table._open(geometry, memory)
         known = read_facts(bytes(table._namespaces))
         for number in found.doubtful:
-            table._words[(table._records_at + number * RECORD_BYTES) // 8] = SlotState.FREE
+            table._words[(table._records_at + number * RECORD_BYTES) // 8] = _FREE
         generations = [record.generation for record in found.records]
         table._generation = max(generations, default=0)
         table._fingerprints.restore(
@@ -119,18 +121,37 @@ class SlotTable:
 
         A slot that was ready is written over; one that is being written has a writer already: ValueError.
         """
-        record = self._record(offset)
-        if self._words[record // 8] == SlotState.WRITING:
+        self.mark_all_writing([offset], fingerprint, group, [key], rank, world_size)
+
+    def mark_all_writing(
+        self,
+        offsets: Sequence[int],
+        fingerprint: bytes,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """As ``mark_writing``, for a slot of each key, one after the other; after a ValueError none has changed."""
+        words, pack_into, buffer = self._words, OWNER.pack_into, self._bytes
+        records = [self._record(offset) for offset in offsets]
+        states = [words[record // 8] for record in records]
+        if _WRITING in states:
+            offset = offsets[states.index(_WRITING)]
             raise ValueError(f"The slot at offset {offset} is being written; free it before it is written again.")
-        if len(fingerprint) != FINGERPRINT_BYTES or len(key) > MAX_KEY_BYTES:
+        if len(fingerprint) != FINGERPRINT_BYTES or max(map(len, keys), default=0) > MAX_KEY_BYTES:
             raise ValueError(f"Fingerprints have {FINGERPRINT_BYTES} bytes and keys at most {MAX_KEY_BYTES}.")
-        self.free(offset)
-        entry = self._fingerprints.hold(fingerprint)
-        self._words[record // 8] = SlotState.WRITING
-        self._generation += 1
-        half = offset % MIN_SLOT_BYTES // PAGE_BYTES
-        owner = (self._generation, entry.generation, entry.place, half, group, rank, world_size, len(key), key)
-        OWNER.pack_into(self._bytes, record + OWNER_AT, *owner)
+        generation = self._generation
+        self._generation += len(records)
+        for offset, record, state, key in zip(offsets, records, states, keys, strict=True):
+            if state != _FREE:
+                self.free(offset)
+            place, entry_generation = self._fingerprints.hold(fingerprint)
+            words[record // 8] = _WRITING
+            generation += 1
+            half = offset % MIN_SLOT_BYTES // PAGE_BYTES
+            owner = (generation, entry_generation, place, half, group, rank, world_size, len(key), key)
+            pack_into(buffer, record + OWNER_AT, *owner)
 
     def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
         """Notes that the bytes are whole, from engine block ``first_block`` of the key on; length in bytes.
@@ -139,21 +160,31 @@ class SlotTable:
 
         The slot's generation is the highest from now on, so that generations tell in which order slots became ready.
         """
-        record = self._record(offset)
-        if self._words[record // 8] != SlotState.WRITING:
-            raise ValueError(f"The slot at offset {offset} is not being written.")
-        self._generation += 1
-        self._words[(record + OWNER_AT) // 8] = self._generation
-        CONTENT.pack_into(self._bytes, record + CONTENT_AT, length, checksum, first_block)
-        crc = zlib.crc32(self._bytes[record + OWNER_AT : record + CRC_AT])
-        CRC.pack_into(self._bytes, record + CRC_AT, crc)
-        self._words[record // 8] = SlotState.READY
+        self.mark_all_ready([offset], [first_block], length, [checksum])
+
+    def mark_all_ready(
+        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> None:
+        """As ``mark_ready``, for slots of one ``length``, in this order; after a ValueError none has changed."""
+        words, pack_into, buffer, crc32 = self._words, CONTENT.pack_into, self._bytes, zlib.crc32
+        records = [self._record(offset) for offset in offsets]
+        for offset, record in zip(offsets, records, strict=True):
+            if words[record // 8] != _WRITING:
+                raise ValueError(f"The slot at offset {offset} is not being written.")
+        generation = self._generation
+        self._generation += len(records)
+        for record, first_block, checksum in zip(records, first_blocks, checksums, strict=True):
+            generation += 1
+            words[(record + OWNER_AT) // 8] = generation
+            pack_into(buffer, record + CONTENT_AT, length, checksum, first_block)
+            CRC.pack_into(buffer, record + CRC_AT, crc32(buffer[record + OWNER_AT : record + CRC_AT]))
+            words[record // 8] = _READY
 
     def free(self, offset: int) -> None:
         """Notes that the slot holds nothing, whatever it held."""
         record = self._record(offset)
-        if self._words[record // 8] != SlotState.FREE:
-            self._words[record // 8] = SlotState.FREE
+        if self._words[record // 8] != _FREE:
+            self._words[record // 8] = _FREE
             _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
             self._fingerprints.let_go(Entry(place, generation))
 

@@ -169,6 +169,16 @@ def test_misuse_is_refused(table: SlotTable) -> None:
     assert found(table) == [0]
 
 
+def test_a_batch_with_a_wrong_slot_in_it_changes_nothing(table: SlotTable) -> None:
+    store(table, 0)
+    table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
+    with pytest.raises(ValueError, match="65536 is being written"):
+        table.mark_all_writing([0, 65536], b"a" * 32, 0, [b"x", b"y"], 0, 1)
+    with pytest.raises(ValueError, match="offset 0 is not being written"):
+        table.mark_all_ready([65536, 0], [0, 0], 10, [1, 2])
+    assert found(table) == [0]
+
+
 def test_a_ready_slot_that_is_written_again_is_not_ready_until_it_is_whole(table: SlotTable) -> None:
     store(table, 0)
     table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)

@@ -77,9 +77,9 @@ PLANTED = (
     Planted(
         "serve before commit",
         "kvoffd.cache.blocks",
-        "Blocks.start_shard",
-        "    return block",
-        "    self.finish_shards([block], rank, namespace.shard_bytes(rank)[group])\n    return block",
+        "Blocks.start_shards",
+        "    return blocks",
+        "    self.finish_shards(blocks, rank, namespace.shard_bytes(rank)[group])\n    return blocks",
     ),
     Planted(
         "pin nothing for a load",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,25 @@ class WatchedPool:
         self._inner.disown(offset)
         self.slots[offset].disowned = True
 
-    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
+    def mark_all_writing(
+        self,
+        offsets: Sequence[int],
+        fingerprint: bytes,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        for offset, key in zip(offsets, keys, strict=True):
+            self._mark_writing(offset, SlotOwner(fingerprint, group, key, rank, world_size))
+
+    def mark_all_ready(
+        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> None:
+        for offset, first_block, checksum in zip(offsets, first_blocks, checksums, strict=True):
+            self._mark_ready(offset, first_block, length, checksum)
+
+    def _mark_writing(self, offset: int, owner: SlotOwner) -> None:
         slot = self.slots[offset]
         if slot.transfers:
             raise Broken("a slot is written anew while a transfer uses it")
@@ -89,7 +107,7 @@ class WatchedPool:
         self._inner.mark_writing(offset, owner)
         slot.state, slot.owner, slot.disowned = "writing", SlotOwner(*owner), False
 
-    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
+    def _mark_ready(self, offset: int, first_block: int, length: int, checksum: int) -> None:
         slot = self.slots[offset]
         if slot.state != "writing" or slot.owner is None:
             raise Broken("a slot became ready that nobody wrote")

@@ -62,22 +62,34 @@ class FakeSlots:
         assert offset in used
         return sorted(used)
 
-    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
-        assert offset in self.records
-        assert offset not in self.disowned
-        self.records[offset] = ("writing", owner, 0, 0)
+    def mark_all_writing(
+        self,
+        offsets: Sequence[int],
+        fingerprint: bytes,
+        group: int,
+        keys: Sequence[bytes],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        for offset, key in zip(offsets, keys, strict=True):
+            assert offset in self.records
+            assert offset not in self.disowned
+            self.records[offset] = ("writing", SlotOwner(fingerprint, group, key, rank, world_size), 0, 0)
 
     def digest(self, offset: int, length: int) -> int:
         """There are no bytes: what matters is where they would be."""
         return 1 + offset + length
 
-    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
-        state, owner, _, _ = self.records[offset]
-        assert state == "writing"
-        self.records[offset] = ("ready", owner, first_block, length)
-        self.checksums[offset] = checksum or self.digest(offset, length)
-        self.writes += 1
-        self.generation[offset] = self.writes
+    def mark_all_ready(
+        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
+    ) -> None:
+        for offset, first_block, checksum in zip(offsets, first_blocks, checksums, strict=True):
+            state, owner, _, _ = self.records[offset]
+            assert state == "writing"
+            self.records[offset] = ("ready", owner, first_block, length)
+            self.checksums[offset] = checksum or self.digest(offset, length)
+            self.writes += 1
+            self.generation[offset] = self.writes
 
     def note_namespace(self, facts: NamespaceFacts) -> None:
         self.facts[facts.fingerprint] = facts

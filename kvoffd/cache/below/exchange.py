@@ -90,8 +90,8 @@ class Exchange:
         tickets: list[StoreTicket] = []
         for rank, (offset, shard) in enumerate(zip(offsets, source.shards, strict=True)):
             slot_bytes = namespace.slot_bytes(rank, group)
-            block = self._blocks.start_shard(
-                namespace, group, source.id.key, rank, offset, slot_bytes, shard.first_block
+            (block,) = self._blocks.start_shards(
+                namespace, group, [source.id.key], rank, [offset], slot_bytes, [shard.first_block]
             )
             tickets.append(StoreTicket(namespace, rank, group, [0], [offset], [], [block]))
         self._stores.update(tickets)
