@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from tests.sim.planted import PLANTED, Planted
@@ -25,7 +27,9 @@ def test_a_planted_fault_is_found_within_the_ordinary_seeds(planted: Planted) ->
 def test_a_failure_is_shrunk_to_a_smaller_one_that_still_fails() -> None:
     planted = next(planted for planted in PLANTED if planted.name == "commit after EOF")
     with planted.plant():
-        failing = next(outcome for seed in range(SEEDS) if (outcome := run(Scenario(seed))).problem is not None)
+        found = (outcome for seed in range(SEEDS) if (outcome := run(Scenario(seed))).problem is not None)
+        # The first one may be as small as it gets already.
+        failing = max(islice(found, 3), key=lambda outcome: outcome.steps)
         small = shrink(failing)
         assert small.problem is not None
         assert small.steps < failing.steps
