@@ -188,6 +188,9 @@ def other_requests(token: bytes) -> list[m.AnyRequest]:
         b.GetBlocks(16, token, NAMESPACE, 2**32 + 1, 0, keys(1)),
         b.PutBlocks(17, token, NAMESPACE, 1, 4096, 0, keys(1), [[b.PutShard(0, bytes(8))]]),
         b.PinBlocks(18, token, NAMESPACE, 0, keys(1), True),
+        m.AttachDisk(19, token, "/var/cache/kvoffd", 2**40),
+        m.DrainDisk(20, token, "/var/cache/kvoffd"),
+        m.DetachDisk(21, token, "/var/cache/kvoffd"),
     ]
 
 
