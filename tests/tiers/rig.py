@@ -25,6 +25,8 @@ class Maker(ABC):
 
     capacity_bytes: int
     """What it holds, about, of blocks."""
+    exact_order = True
+    """Whether the very oldest goes first; among several devices it is the oldest of one."""
 
     @abstractmethod
     def open(self, rig: TierRig) -> Tier:

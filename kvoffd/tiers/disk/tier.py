@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -134,7 +135,8 @@ class DiskTier(Tier):
         self._pause_s = 0.0
         self._write_after = self._update_after = float("-inf")
         self._head_at = clock()
-        self._draining = self._closed = self._hangs = False
+        self._turns = threading.RLock()
+        self._draining = self._closed = self._hangs = self._last_begun = False
 
     @property
     def hangs(self) -> bool:
@@ -262,10 +264,17 @@ class DiskTier(Tier):
         self._draining = True
 
     def close(self, deadline_s: float) -> bool:
-        """See Tier. Where something hangs, the file stays open and locked; asking again later is fine."""
-        if self._file.fd < 0:
-            return True
-        until = time.monotonic() + deadline_s
+        """See Tier. Where something hangs, the file stays open and locked; asking again later is fine.
+
+        For any thread, if no other method is called meanwhile.
+        """
+        with self._turns:
+            closed = self._file.fd < 0 or self._close(time.monotonic() + deadline_s)
+        if not closed:
+            self._wake()  # what was posted meanwhile was not done
+        return closed
+
+    def _close(self, until: float) -> bool:
         self._closed = True
         self.workers.end_waiting(TierResult.CANCELLED)
         idle = self.workers.wait_idle(until)
@@ -306,7 +315,14 @@ class DiskTier(Tier):
         self.workers.submit(job)
 
     def _wake(self) -> None:
-        self._post(self._turn)
+        self._post(self._posted_turn)
+
+    def _posted_turn(self) -> None:
+        if self._turns.acquire(blocking=False):  # else it is being closed by another thread, which has its own turns
+            try:
+                self._turn()
+            finally:
+                self._turns.release()
 
     def _tell_notes(self) -> None:
         for sentence in self._file.notes.sentences:
@@ -415,7 +431,9 @@ class DiskTier(Tier):
             pass
         head = self._file.head
         tries = 0
-        self._records.forget()  # what the head says last must not reach the device before all else
+        if not self._last_begun:
+            self._last_begun = True
+            self._records.forget()  # what the head says last must not reach the device before all else
         while (self._records.differs or head.is_open) and tries < _LAST_TRIES:
             if not self._records.differs:
                 head.is_open = False
