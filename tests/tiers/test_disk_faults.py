@@ -395,3 +395,28 @@ def test_closing_a_disk_that_hangs_says_so_and_can_be_asked_again(tmp_path: Path
     rig.open()
     assert load(rig, 1) is DONE
     assert rig.close()
+
+
+class Slow(DiskCalls):
+    """It takes its time to empty the device's cache."""
+
+    def sync(self, fd: int) -> None:
+        threading.Event().wait(0.05)
+        super().sync(fd)
+
+
+def test_a_slow_disk_can_be_closed_in_short_steps(tmp_path: Path) -> None:
+    rig = TierRig(DiskMaker(tmp_path, Slow()))
+    store(rig, 1, 2, 3)
+    known = rig.ids()
+    rig.tier.remove([block_of(2).id])
+    steps = 0
+    while not rig.tier.close(0.001):
+        steps += 1
+        threading.Event().wait(0.01)
+        assert steps < 1000
+    assert steps > 1
+    rig.open()
+    assert rig.ids() == known - {block_of(2).id}
+    assert not {"torn", "started_anew"} & set(rig.fold.kinds)
+    assert rig.close()

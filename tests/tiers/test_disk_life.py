@@ -239,4 +239,4 @@ class _Faults:
 
 
 TestDiskLife = DiskLife.TestCase
-TestDiskLife.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestDiskLife.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

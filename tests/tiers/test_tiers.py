@@ -80,7 +80,9 @@ def store(rig: TierRig, *numbers: int) -> None:
 def test_a_disk_that_leaves_takes_its_blocks_along_and_brings_them_back(
     rig: TierRig, makers: list[SteppedMaker]
 ) -> None:
-    store(rig, *range(8))
+    endings = [rig.write(block_of(number)) for number in range(8)]
+    rig.settle()
+    assert all(ending is not None and ending.result is DONE for ending in endings)
     small, large = tiers_of(rig).members
     mine = {number for number in range(8) if block_of(number).id.key in small.index(ONE, 0)}
     assert mine
