@@ -100,11 +100,11 @@ class SlotStore(Protocol):
     ) -> None:
         """Record that shards of ``length`` bytes are written, but for their first so many engine blocks, in this order.
 
-        The checksums are the slots' ``digest``, 0 where none was taken.
+        The checksums are those of ``digests``, 0 where none was taken.
         """
 
-    def digest(self, offset: int, length: int) -> int:
-        """The checksum of so many bytes from the slot's offset on: never 0. May be called from any thread."""
+    def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
+        """The checksums of slots, given by offset and length in bytes: never 0. May be called from any thread."""
 
     def note_namespace(self, facts: NamespaceFacts) -> None:
         """Record what is known of a namespace now, before its slots are written."""

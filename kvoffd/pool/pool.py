@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import PoolTooLarge
-from kvoffd.pool.checksum import as_buffer, digest
+from kvoffd.pool.checksum import as_buffer, digests
 from kvoffd.pool.format import BadTable, Geometry
 from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
 from kvoffd.pool.limits import MemoryLimit, check_fits
@@ -215,9 +215,9 @@ class Pool:
         """
         self._table.mark_ready(offset, first_block, length, checksum)
 
-    def digest(self, offset: int, length: int) -> int:
-        """The checksum of so many bytes of the pool: never 0. For any thread, until ``close``."""
-        return digest(self._bytes[offset : offset + length])
+    def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
+        """The checksums of slots, given by offset and length: never 0. For any thread, until ``close``."""
+        return digests(self._bytes, slots)
 
     def free(self, offset: int) -> None:
         """Takes a slot back, whatever its record says."""

@@ -278,7 +278,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         while not self._stop.is_set() and (looks := service.scrubber.next_step()):
             started = time.monotonic()
-            sums = await loop.run_in_executor(None, take_sums, pool.digest, looks)
+            sums = await loop.run_in_executor(None, take_sums, pool.digests, looks)
             service.scrubber.finish_step(looks, sums)
             transport.schedule_turn()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)

@@ -285,7 +285,7 @@ class JobRunner:
         rank, sizes = job.registration.rank, job.registration.namespace.shard_bytes(job.registration.rank)
         assert sizes is not None, f"rank {rank} has registered"
         slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
-        return Inspection(self._cache.slots.digest, slots, whole_after=plan.whole_after.tolist()) if slots else None
+        return Inspection(self._cache.slots.digests, slots, whole_after=plan.whole_after.tolist()) if slots else None
 
     def _inspect_load(self, job: Job) -> Inspection | None:
         self._verify_due += self._verify_share
@@ -296,7 +296,7 @@ class JobRunner:
         if not job.looks:
             return None
         slots = [(look.offset, look.length) for look in job.looks]
-        return Inspection(self._cache.slots.digest, slots, [look.checksum for look in job.looks])
+        return Inspection(self._cache.slots.digests, slots, [look.checksum for look in job.looks])
 
     def _judge_load(self, job: Job) -> bool:
         """Act on what the load's slots hashed to; False where it was given wrong bytes, or nearly was."""

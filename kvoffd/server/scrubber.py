@@ -121,6 +121,6 @@ class Scrubber:
         )
 
 
-def take_sums(digest: Callable[[int, int], int], looks: Sequence[Look]) -> list[int]:
+def take_sums(digests: Callable[[Sequence[tuple[int, int]]], list[int]], looks: Sequence[Look]) -> list[int]:
     """What the slots hash to. For any thread."""
-    return [digest(look.offset, look.length) for look in looks]
+    return digests([(look.offset, look.length) for look in looks])

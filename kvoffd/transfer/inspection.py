@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from kvoffd.transfer.outcome import Outcome
 
@@ -15,7 +16,7 @@ class Inspection:
     """Reads slots end to end. One that is being stored has its checksum taken, one that is loaded has it compared.
 
     Args:
-        digest: hashes so many bytes from an offset of the pool on; never 0.
+        digests: hashes slots of the pool, given as below, one after the other; never to 0.
         slots: offset and length in bytes of each.
         expected: what each must hash to; None where that is to be found out.
         whole_after: ``Plan.whole_after`` of a store; where it is empty, no slot is whole before all are.
@@ -23,15 +24,16 @@ class Inspection:
 
     def __init__(
         self,
-        digest: Callable[[int, int], int],
+        digests: Callable[[Sequence[tuple[int, int]]], list[int]],
         slots: Sequence[tuple[int, int]],
         expected: Sequence[int] | None = None,
         whole_after: Sequence[int] = (),
     ) -> None:
-        self._digest = digest
+        self._digests = digests
         self._slots = slots
         self._expected = expected
         self._whole_after = whole_after
+        self._begins = list(accumulate((length for _, length in slots), initial=0))
         self.sums = [0] * len(slots)
         """What the slots hash to; 0 for those that were not read, as the transfer ended before."""
 
@@ -45,19 +47,19 @@ class Inspection:
 
     def nbytes(self, first: int = 0, stop: int | None = None) -> int:
         """Bytes of the slots from ``first`` on, before ``stop``."""
-        return sum(length for _, length in self._slots[first:stop])
+        return self._begins[len(self) if stop is None else stop] - self._begins[first]
 
     def run(self, ending: Callable[[], Outcome | None], first: int = 0, stop: int | None = None) -> Outcome | None:
         """Read the slots from ``first`` on, before ``stop``, unless ``ending`` says that the transfer must end now.
 
-        Returns how the transfer must end: CORRUPT where a slot is not what it must be; None when it may go on.
+        Returns how the transfer must end: CORRUPT where one of them is not what it must be; None when it may go on.
         """
-        unseen = 0
-        for number, (offset, length) in enumerate(self._slots[first:stop], first):
-            if unseen >= _STEP_BYTES:
-                unseen = 0
-                if (early := ending()) is not None:
-                    return early
-            unseen += length
-            self.sums[number] = self._digest(offset, length)
-        return Outcome.CORRUPT if self._expected is not None and self.sums != list(self._expected) else None
+        begin, stop = first, len(self) if stop is None else stop
+        while begin < stop:
+            if begin > first and (early := ending()) is not None:
+                return early
+            end = min(stop, max(begin + 1, bisect_right(self._begins, self._begins[begin] + _STEP_BYTES) - 1))
+            self.sums[begin:end] = self._digests(self._slots[begin:end])
+            begin = end
+        wrong = self._expected is not None and self.sums[first:stop] != list(self._expected[first:stop])
+        return Outcome.CORRUPT if wrong else None

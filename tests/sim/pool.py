@@ -114,7 +114,7 @@ class WatchedPool:
         if slot.transfers:
             raise Broken("a slot became ready while its bytes still move")
         self.before_write()
-        if length and checksum != self._inner.digest(offset, length):
+        if length and [checksum] != self._inner.digests([(offset, length)]):
             raise Broken("a slot became ready with another checksum than its bytes have")
         self._inner.mark_ready(offset, first_block, length, checksum)
         slot.state, slot.first_block = "ready", first_block

@@ -76,9 +76,9 @@ class FakeSlots:
             assert offset not in self.disowned
             self.records[offset] = ("writing", SlotOwner(fingerprint, group, key, rank, world_size), 0, 0)
 
-    def digest(self, offset: int, length: int) -> int:
+    def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         """There are no bytes: what matters is where they would be."""
-        return 1 + offset + length
+        return [1 + offset + length for offset, length in slots]
 
     def mark_all_ready(
         self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
@@ -87,7 +87,7 @@ class FakeSlots:
             state, owner, _, _ = self.records[offset]
             assert state == "writing"
             self.records[offset] = ("ready", owner, first_block, length)
-            self.checksums[offset] = checksum or self.digest(offset, length)
+            self.checksums[offset] = checksum or self.digests([(offset, length)])[0]
             self.writes += 1
             self.generation[offset] = self.writes
 

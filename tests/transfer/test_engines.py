@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -117,19 +117,20 @@ class Sums:
         self.gate.set()
         self.at_gate = threading.Event()
         self.broken = False
+        self.expected: list[int] | None = None
         self.threads: set[str] = set()
 
     def inspection(self, whole_after: list[int]) -> Inspection:
         slots = [(number * self.slot_bytes, self.slot_bytes) for number in range(len(whole_after))]
-        return Inspection(self._digest, slots, whole_after=whole_after)
+        return Inspection(self._digests, slots, self.expected, whole_after)
 
-    def _digest(self, offset: int, length: int) -> int:
+    def _digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         self.threads.add(threading.current_thread().name)
         self.at_gate.set()
         assert self.gate.wait(WAIT_S)
         if self.broken:
             raise RuntimeError("the checksum is broken")
-        return offset + 1
+        return [offset + 1 for offset, _ in slots]
 
 
 class Job:
@@ -415,18 +416,30 @@ def test_a_store_has_all_its_checksums_when_it_ends(rig: Rig, slot_bytes: int) -
     assert rig.engine.load_of(Direction.STORE).sum_bytes == 100 * slot_bytes
 
 
+@pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
+def test_a_store_whose_checksums_are_not_those_that_were_promised_is_corrupt(rig: Rig, slot_bytes: int) -> None:
+    right = [number * slot_bytes + 1 for number in range(20)]
+    for expected, outcome in ((right, Outcome.DONE), ([*right[:-1], 7], Outcome.CORRUPT)):
+        sums = Sums(slot_bytes)
+        sums.expected = expected
+        job = Job(pieces=20, sums=sums)
+        rig.engine.submit(job.transfer)
+        assert job.outcome() is outcome
+
+
 def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
     copied: list[int] = []
     job = Job(pieces=100)
     whole_after = job.transfer.plan.size.cumsum().tolist()
 
-    def digest(offset: int, length: int) -> int:
-        copied.append(np.count_nonzero(job.destination[offset : offset + PIECE - offset // PIECE % 3]))
-        return 1
+    def digests(slots: Sequence[tuple[int, int]]) -> list[int]:
+        for offset, _ in slots:
+            copied.append(np.count_nonzero(job.destination[offset : offset + PIECE - offset // PIECE % 3]))
+        return [1] * len(slots)
 
     # As long as 64 MiB each, so that threads follow the copy.
     slots = [(number * PIECE, 64 * MIB) for number in range(100)]
-    inspection = Inspection(digest, slots, whole_after=whole_after)
+    inspection = Inspection(digests, slots, whole_after=whole_after)
     done = threading.Event()
     job.destination[:] = 0
     job.source[:] = 1
