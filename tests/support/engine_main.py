@@ -70,7 +70,13 @@ def metrics(llm: Any) -> dict[str, float]:
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
 
 
-COMMANDS = {"generate": generate, "reset": reset, "metrics": metrics}
+def cached_by_source(llm: Any) -> dict[str, float]:
+    """Prompt tokens that were not computed, by where they came from."""
+    name = "vllm:prompt_tokens_cached_by_source"
+    return {metric.labels["source"]: metric.value for metric in llm.get_metrics() if metric.name == name}
+
+
+COMMANDS = {"cached_by_source": cached_by_source, "generate": generate, "reset": reset, "metrics": metrics}
 
 if __name__ == "__main__":
     main(sys.argv[1])

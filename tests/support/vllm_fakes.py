@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.tickets import LookupTicket
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult
+from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult
 
 KEY_BYTES = 32
 
@@ -32,6 +32,7 @@ class FakeSchedulerClient:
     credit_bytes: int = 1 << 20
     problem: str | None = None
     asked: list[tuple[LookupTicket, list[GroupKeys]]] = field(default_factory=list)
+    again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
@@ -42,19 +43,24 @@ class FakeSchedulerClient:
     def join(self, namespace: NamespaceSpec) -> None:
         """Joined from the start."""
 
-    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
+        self.again.append(again)
         ticket = LookupTicket((1 << 32) + len(self.asked) + 1)
         self.asked.append((ticket, list(groups)))
         if not self.connected:
             ticket.failed = ticket.done = True
         return ticket
 
-    def answer(self, ready: set[bytes], index: int = -1) -> LookupTicket:
-        """Answer a lookup: these block hashes are ready."""
+    def answer(
+        self, ready: set[bytes], index: int = -1, coming: Collection[bytes] = (), wait_s: float = 0.0
+    ) -> LookupTicket:
+        """Answer a lookup: these block hashes are ready, and these on their way up from disk."""
         ticket, groups = self.asked[index]
         for group in groups:
             hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
-            ticket.states.append(bytes(READY if block_hash in ready else 0 for block_hash in hashes))
+            state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(ready, READY)}
+            ticket.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
+        ticket.wait_s = wait_s
         ticket.pinned = sum(states.count(READY) for states in ticket.states)
         ticket.alive = ticket.pinned > 0
         ticket.answered_at = self.clock()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
 
+from kvoffd_client.vllm.disk_wait import BEST_EFFORT, LIMIT, WAIT, WaitRule
 from kvoffd_client.vllm.inquiry import MAX_KEYS_PER_LOOKUP, Inquiry, Setting, Verdict
 
 GROUPS = [[key(1), key(2), key(3)], [key(4, group_id=7)]]
@@ -180,3 +183,85 @@ def test_keys_beyond_the_limit_of_one_lookup_are_absent_and_ask_no_endless_quest
     rig.client.answer({block_hash(0)})
     assert not rig.inquiry.begin(groups)
     assert rig.verdicts(0, MAX_KEYS_PER_LOOKUP + 1) == [Verdict.HIT, Verdict.MISS]
+
+
+class DiskRig(Rig):
+    """A rig with a rule of its own for blocks that come up from disk."""
+
+    def __init__(self, mode: str = LIMIT, limit_s: float = 1.0) -> None:
+        super().__init__()
+        setting = dataclasses.replace(self.inquiry.setting, wait_rule=WaitRule(mode, limit_s))
+        self.inquiry = Inquiry(setting)
+
+    def ask(self, coming: int, wait_s: float = 0.0) -> None:
+        """The first key is ready, the last ``coming`` of the others of its group come from disk."""
+        names = [block_hash(number) for number in range(1, 4)]
+        ready = set(names[: 3 - coming]) | {block_hash(4)}
+        if self.inquiry.begin(GROUPS):
+            self.client.answer(ready, coming=names[3 - coming :], wait_s=wait_s)
+            self.inquiry.begin(GROUPS)
+
+
+def test_blocks_on_their_way_from_disk_are_waited_for_and_asked_for_again() -> None:
+    rig = DiskRig()
+    rig.ask(coming=2)
+    assert rig.verdicts(1, 2, 3, 4) == [Verdict.HIT, Verdict.COMING, Verdict.COMING, Verdict.HIT]
+    assert rig.client.again == [False]
+    rig.clock.now += 0.001
+    rig.ask(coming=1)
+    assert len(rig.client.asked) == 1, "not in a hurry"
+    rig.clock.now += 0.005
+    rig.ask(coming=1)
+    assert rig.client.again == [False, True]
+    assert rig.verdicts(1, 2, 3) == [Verdict.HIT, Verdict.HIT, Verdict.COMING]
+    rig.clock.now += 0.005
+    rig.ask(coming=0)
+    assert rig.verdicts(1, 2, 3, 4) == [Verdict.HIT] * 4
+    assert rig.inquiry.from_disk == {key(2), key(3)}
+    assert len(rig.client.released) == 2, "each new lease pins what the one before did"
+
+
+def test_while_it_is_asked_again_the_answer_in_force_holds() -> None:
+    rig = DiskRig()
+    rig.ask(coming=2)
+    rig.clock.now += 0.01
+    assert rig.inquiry.begin(GROUPS)
+    assert rig.verdicts(1, 2, 3, 4) == [Verdict.HIT, Verdict.COMING, Verdict.COMING, Verdict.HIT]
+
+
+def test_best_effort_takes_what_is_ready() -> None:
+    rig = DiskRig(BEST_EFFORT)
+    rig.ask(coming=2)
+    assert rig.verdicts(1, 2, 3) == [Verdict.HIT, Verdict.MISS, Verdict.MISS]
+    assert rig.inquiry.wait.over
+
+
+def test_the_limit_ends_the_waiting_for_good() -> None:
+    rig = DiskRig()
+    rig.ask(coming=2)
+    assert rig.verdicts(2) == [Verdict.COMING]
+    rig.clock.now += 0.6
+    rig.ask(coming=1)
+    assert rig.verdicts(2, 3) == [Verdict.HIT, Verdict.COMING]
+    rig.clock.now += 0.6
+    assert rig.verdicts(2, 3) == [Verdict.HIT, Verdict.MISS]
+    rig.clock.now += 2.0
+    rig.ask(coming=1)
+    assert rig.verdicts(3) == [Verdict.MISS]
+
+
+def test_where_the_daemon_expects_more_than_the_limit_nobody_waits() -> None:
+    rig = DiskRig()
+    rig.ask(coming=2, wait_s=1.5)
+    assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.MISS]
+
+
+def test_wait_waits_until_the_daemon_gives_up() -> None:
+    rig = DiskRig(WAIT)
+    rig.ask(coming=2, wait_s=60.0)
+    rig.clock.now += 30.0
+    assert rig.verdicts(2) == [Verdict.COMING]
+    rig.inquiry.begin(GROUPS)
+    rig.client.answer({block_hash(1), block_hash(4)})
+    rig.inquiry.begin(GROUPS)
+    assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.MISS]

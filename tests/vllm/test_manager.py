@@ -13,7 +13,15 @@ from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.inquiry import Setting
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob
-from kvoffd_client.vllm.stats import CONNECTED, DEFERRED_STORES, DEFINITIONS, FAILED_LOADS, LATE_LOOKUPS, LOOKUPS
+from kvoffd_client.vllm.stats import (
+    CONNECTED,
+    DEFERRED_STORES,
+    DEFINITIONS,
+    DISK_WAITS_ENDED,
+    FAILED_LOADS,
+    LATE_LOOKUPS,
+    LOOKUPS,
+)
 from kvoffd_client.vllm.stores import StoreWindow
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
@@ -65,6 +73,35 @@ def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:
     context = rig.request(ready={block_hash(1)})
     assert rig.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
     assert rig.manager.get_load_source(KEYS[0], context) is CacheHitSource.HOST
+
+
+def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:
+    rig = Rig()
+    context = rig.request()
+    rig.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
+    rig.manager.begin("r", [KEYS])
+    assert rig.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
+    assert rig.manager.has_pending_work()
+    rig.clock.now += 0.1
+    rig.manager.begin("r", [KEYS])
+    rig.client.answer(HASHES)
+    rig.manager.begin("r", [KEYS])
+    assert rig.results(context) == [LookupResult.HIT] * 3
+    assert not rig.manager.has_pending_work()
+    sources = [rig.manager.get_load_source(item, context) for item in KEYS]
+    assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
+
+
+def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
+    rig = Rig()
+    context = rig.request()
+    rig.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
+    for _ in range(3):
+        rig.manager.begin("r", [KEYS])
+        assert rig.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+    found = rig.manager.get_stats()
+    assert found is not None
+    assert found.reduce()[DISK_WAITS_ENDED] == 1
 
 
 def test_the_engine_keeps_stepping_while_an_answer_is_awaited_and_no_longer() -> None:

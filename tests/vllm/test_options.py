@@ -17,6 +17,8 @@ def test_our_options_are_read_and_vllms_pass() -> None:
             "directory": "/run/other",
             "salt": "blue",
             "lookup_deadline_ms": 50,
+            "disk_wait": "wait",
+            "disk_wait_ms": 250,
             "store_fence_timeout_s": 0.5,
             "respect_load_failure_policy": True,
             "blocks_per_chunk": 4,
@@ -28,6 +30,8 @@ def test_our_options_are_read_and_vllms_pass() -> None:
         directory="/run/other",
         salt="blue",
         lookup_deadline_ms=50.0,
+        disk_wait="wait",
+        disk_wait_ms=250.0,
         store_fence_timeout_s=0.5,
         respect_load_failure_policy=True,
     )

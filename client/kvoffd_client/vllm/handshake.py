@@ -78,10 +78,10 @@ class LateClient:
         """As SchedulerClient's."""
         return self._client.credit_bytes if self._client is not None else 0
 
-    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
         """As SchedulerClient's. Only after ``connected`` was True."""
         assert self._client is not None
-        return self._client.lookup(groups)
+        return self._client.lookup(groups, again)
 
     def release(self, lease_id: int) -> None:
         """As SchedulerClient's."""

@@ -8,7 +8,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 from kvoffd_client.tickets import LookupTicket
-from kvoffd_proto.messages import READY, GroupKeys
+from kvoffd_client.vllm.disk_wait import DiskWait, WaitRule, pause_s
+from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
 
 GROUP_ID_BYTES = 4
 MAX_KEYS_PER_LOOKUP = 60_000
@@ -24,7 +25,7 @@ class Asker(Protocol):
     @property
     def connected(self) -> bool: ...
 
-    def lookup(self, groups: Sequence[GroupKeys]) -> LookupTicket: ...
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket: ...
 
     def release(self, lease_id: int) -> None: ...
 
@@ -34,6 +35,8 @@ class Verdict(Enum):
 
     HIT = auto()
     MISS = auto()
+    COMING = auto()
+    """It comes up from disk, and that is waited for."""
     LATER = auto()
     TOO_LATE = auto()
     """A miss only because the answer did not come before the deadline."""
@@ -56,14 +59,23 @@ class Question:
     def __contains__(self, key: Key) -> bool:
         return key in self._places
 
-    def ready(self, key: Key) -> bool | None:
-        """Whether the key was ready; None where it was not asked. Only for answered questions."""
+    def state(self, key: Key) -> int | None:
+        """What was told of the key; None where it was not asked. Only for answered questions."""
         place = self._places.get(key)
         if place is None:
             return None
         if self._states is None:
             self._states = b"".join(self.ticket.states)
-        return place < len(self._states) and self._states[place] == READY
+        return self._states[place] if place < len(self._states) else ABSENT
+
+    def ready(self, key: Key) -> bool | None:
+        """Whether the key was ready; None where it was not asked. Only for answered questions."""
+        state = self.state(key)
+        return None if state is None else state == READY
+
+    def pending_keys(self) -> list[Key]:
+        """Keys that come up from disk. Only for answered questions."""
+        return [key for key in self._places if self.state(key) == PENDING] if self.ticket.pending else []
 
     @property
     def complete(self) -> bool:
@@ -86,6 +98,7 @@ class Setting:
         deadline_s: an unanswered question counts as a miss after this many seconds.
         refresh_s: age at which an answer with misses is asked for again, and pause after a failed question, in seconds.
         clock: what time is measured with, as time.monotonic().
+        wait_rule: how long to wait for blocks that come up from disk.
     """
 
     asker: Asker
@@ -93,6 +106,7 @@ class Setting:
     deadline_s: float
     refresh_s: float
     clock: Callable[[], float]
+    wait_rule: WaitRule = field(default_factory=WaitRule)
 
     def release(self, question: Question | None) -> None:
         """End a question's lease, if there is one, or may be one since no answer told."""
@@ -113,6 +127,7 @@ class Inquiry:
         seen: the last answer, also after its lease was let go; tells what need not be stored.
         barred: a load of this request failed; it is recomputed and never looked up again.
         extra: keys vLLM asked for beside its chunks' (partial tails), and since when.
+        from_disk: keys that came, or were to come, up from disk for this request.
         late: the question was counted as too late.
         failed_at: when a question failed last; none is asked for a while then, lest the request is put off for ever.
     """
@@ -125,6 +140,11 @@ class Inquiry:
     extra: dict[Key, float] = field(default_factory=dict)
     failed_at: float = float("-inf")
     late: bool = False
+    from_disk: set[Key] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.wait = DiskWait(self.setting.wait_rule)
+        self.wait_noted = False
 
     def begin(self, groups: Sequence[Sequence[Key]]) -> bool:
         """Take in what came, and ask if the answer is missing, outdated or does not cover ``groups``.
@@ -145,10 +165,12 @@ class Inquiry:
         if self.barred:
             return Verdict.MISS
         if self.answer is not None:
-            ready = self.answer.ready(key)
-            if ready:
+            state = self.answer.state(key)
+            if state == READY:
                 return Verdict.HIT
-            if ready is False and self.pending is None:
+            if state == PENDING and self._waits:
+                return Verdict.COMING
+            if state is not None and (self.pending is None or state == PENDING):
                 return Verdict.MISS
         if self.pending is not None and key in self.pending:
             if self.pending.ticket.done:
@@ -201,6 +223,7 @@ class Inquiry:
                 # The new lease pins what the old one did, so nothing is unpinned in between.
                 self.setting.release(self.answer)
                 self.answer = self.seen = pending
+                self.from_disk.update(pending.pending_keys())
         if self.answer is not None and not self.answer.usable:
             self.answer = None
 
@@ -208,7 +231,17 @@ class Inquiry:
         answer = self.answer
         if answer is None or count > len(answer) or any(key not in answer for key in self.extra):
             return True
-        return not answer.complete and self.setting.clock() - answer.ticket.answered_at > self.setting.refresh_s
+        if answer.complete:
+            return False
+        age_s = self.setting.clock() - answer.ticket.answered_at
+        return age_s > (pause_s(answer.ticket.wait_s) if self._waits else self.setting.refresh_s)
+
+    @property
+    def _waits(self) -> bool:
+        """Whether something in the answer in force comes up from disk and is waited for."""
+        if self.answer is None or self.wait.over or not self.answer.ticket.pending:
+            return False
+        return self.wait.goes_on(self.answer.ticket.wait_s, self.setting.clock())
 
     def _ask(self, groups: Sequence[Sequence[Key]]) -> None:
         room = MAX_KEYS_PER_LOOKUP // max(1, len(groups))
@@ -224,7 +257,7 @@ class Inquiry:
             if keys
         ]
         self.late = False
-        ticket = self.setting.asker.lookup(message)
+        ticket = self.setting.asker.lookup(message, again=self.answer is not None and self.answer.ticket.pending)
         # Keys beyond the limit get places behind the last state, which reads as absent.
         self.pending = Question(ticket, [key for keys in wanted for key in keys] + beyond, self.setting.clock())
 

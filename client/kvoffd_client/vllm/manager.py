@@ -96,6 +96,9 @@ class KvoffdManager(OffloadingManager):
         inquiry = self._inquiries.get(request_id)
         if inquiry is not None and self._trusted and inquiry.begin(groups):
             self._counters.count(stats.LOOKUPS)
+        if inquiry is not None and inquiry.wait.over and not inquiry.wait_noted:
+            inquiry.wait_noted = True
+            self._counters.count(stats.DISK_WAITS_ENDED)
 
     def runs_without_load(self, request_id: str) -> None:
         """The request was scheduled and needs none of its pinned blocks."""
@@ -152,6 +155,10 @@ class KvoffdManager(OffloadingManager):
         verdict = inquiry.verdict(key)
         if verdict is Verdict.HIT:
             return LookupResult.HIT
+        if verdict is Verdict.COMING:
+            self._deferred.add(req_context.req_id)
+            # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+            return LookupResult.HIT_PENDING
         if verdict is Verdict.LATER:
             self._deferred.add(req_context.req_id)
             return LookupResult.RETRY
@@ -160,7 +167,9 @@ class KvoffdManager(OffloadingManager):
         return LookupResult.MISS
 
     def get_load_source(self, key: Key, req_context: ReqContext) -> CacheHitSource:
-        return CacheHitSource.HOST
+        inquiry = self._inquiries.get(req_context.req_id)
+        from_disk = inquiry is not None and key in inquiry.from_disk
+        return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[Key], req_context: ReqContext) -> KeyedSpec:
         inquiry = self._inquiries.get(req_context.req_id)

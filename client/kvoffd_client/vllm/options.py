@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from kvoffd_client.vllm.disk_wait import LIMIT, MODES, WaitRule
 from kvoffd_proto.sockets import default_directory
 
 # Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
@@ -34,6 +35,11 @@ class ConnectorOptions:
             loses to a daemon that hangs.
         lookup_refresh_ms: an answer with misses that is older than this when the request is scheduled is asked for
             again.
+        disk_wait: what a request does whose blocks come up from disk: "best_effort" takes those that are ready and
+            computes the others, "wait" waits until the daemon gives up what does not come (its ``disk_deadline``),
+            "limit" waits for ``disk_wait_ms``, and not at all where the daemon expects it to take longer.
+        disk_wait_ms: the most that "limit" may cost a request. In a second a local SSD brings some gigabytes, tens of
+            thousands of tokens of a model of 8 billion parameters: more than most GPUs compute in that time.
         store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
             store is abandoned, in a way that the daemon never commits it.
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
@@ -44,8 +50,15 @@ class ConnectorOptions:
     salt: str = ""
     lookup_deadline_ms: float = 200.0
     lookup_refresh_ms: float = 1000.0
+    disk_wait: str = LIMIT
+    disk_wait_ms: float = 1000.0
     store_fence_timeout_s: float = 2.0
     respect_load_failure_policy: bool = False
+
+    @property
+    def wait_rule(self) -> WaitRule:
+        """How long to wait for blocks that come up from disk."""
+        return WaitRule(self.disk_wait, self.disk_wait_ms / 1000)
 
     @property
     def socket_directory(self) -> str:
@@ -88,6 +101,10 @@ def _checked(key: str, value: object) -> str | float | bool:
         if not isinstance(value, str):
             raise ValueError(f"kv_connector_extra_config: {key!r} must be a string; it is {value!r}.")
         return value
+    if key == "disk_wait":
+        if value not in MODES:
+            raise ValueError(f"kv_connector_extra_config: {key!r} must be {' or '.join(MODES)}; it is {value!r}.")
+        return str(value)
     if key == "respect_load_failure_policy":
         if not isinstance(value, bool):
             raise ValueError(f"kv_connector_extra_config: {key!r} must be true or false; it is {value!r}.")

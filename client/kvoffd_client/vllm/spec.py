@@ -132,6 +132,7 @@ class KvoffdSpec(OffloadingSpec):
                 deadline_s=options.lookup_deadline_ms / 1000,
                 refresh_s=options.lookup_refresh_ms / 1000,
                 clock=time.monotonic,
+                wait_rule=options.wait_rule,
             ),
             window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             fold=EventFold(setup.group_ids) if publishes else None,

@@ -11,6 +11,7 @@ LATE_LOOKUPS = "vllm:kvoffd_late_lookups"
 FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
 DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
+DISK_WAITS_ENDED = "vllm:kvoffd_disk_waits_ended"
 
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     CONNECTED: OffloadingGaugeMetadata(
@@ -22,6 +23,9 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
     FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
+    DISK_WAITS_ENDED: OffloadingCounterMetadata(
+        documentation="Requests that did not wait, or not any longer, for blocks on their way from disk."
+    ),
     DEFERRED_STORES: OffloadingCounterMetadata(
         documentation="Stores put off since the kvoffd daemon's credit was used up."
     ),
