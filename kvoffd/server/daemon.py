@@ -46,6 +46,7 @@ TICK_S = 0.25
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
+ABANDON_S = 1.0
 LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
@@ -296,7 +297,7 @@ class Daemon:
         if service.jobs.unfinished:
             logger.warning("Stopping: %d jobs did not finish in time and are failed.", service.jobs.unfinished)
             service.jobs.abandon_all()
-            await _until(lambda: not service.jobs.unfinished, time.monotonic() + 1.0)
+            await _until(lambda: not service.jobs.unfinished, time.monotonic() + ABANDON_S)
         transport.flush()
 
     @staticmethod

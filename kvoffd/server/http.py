@@ -19,6 +19,7 @@ from kvoffd_proto.messages import HealthReply
 
 logger = logging.getLogger(__name__)
 
+ANSWER_DEADLINE_S = 5.0
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1024 * 1024
 MAX_CONNECTIONS = 64
@@ -52,7 +53,7 @@ class HttpServer:
         address: str,
         metrics: Callable[[], Awaitable[bytes] | bytes],
         health: Callable[[], Awaitable[HealthReply]],
-        deadline_s: float = 5.0,
+        deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         self._wanted: Address = parse_address(address)
         self._metrics = metrics

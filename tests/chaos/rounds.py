@@ -34,6 +34,7 @@ FLAGS = {
     "verify_share": "0.2",
 }
 QUIET_DEADLINE_S = 40.0
+HIT_DEADLINE_S = 5.0
 TOLD_PROBLEMS = 5
 AFTER_STOP_S = 0.1
 """A step may still be late for what was stopped until so long after it went on."""
@@ -199,8 +200,16 @@ class Rounds:
         for engine in self._engines:
             engine.wait_ready()
             engine.order("go")  # a new one has not heard it
+        if self._supervisor.lives > lives:
+            self._wait_hit(self._supervisor.ended_at[-1])
         time.sleep(self._dice.uniform(0.05, 0.2))
         self._quiet(f"round {self.report.rounds}, {action}")
+
+    def _wait_hit(self, since: float) -> None:
+        """Until an engine has loaded something from the new daemon. Where the pool was lost that may take too long."""
+        deadline = time.monotonic() + HIT_DEADLINE_S
+        while time.monotonic() < deadline and not any(hit > since for one in self._engines for hit in one.hits):
+            time.sleep(0.005)
 
     # --- what may happen -------------------------------------------------------------------------
 
