@@ -19,7 +19,7 @@ from kvoffd_proto.messages import StatsReply
 from tests.chaos.supervisor import Supervisor
 
 SHM = Path("/dev/shm")
-ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "10"))
+ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "8"))
 LENGTHS = [1500, 300, 900, 1200, 700, 400]
 MAX_TOKENS = 24
 DEADLINE_S = 60.0
