@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import zmq
@@ -33,6 +34,8 @@ class AdminClient(Administration):
         directory: where the daemon's sockets are.
         options: ``request_timeout_s`` bounds every call, the connecting in it included.
     """
+
+    _SESSION: ClassVar[type[AdminSession]] = AdminSession
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
         self._directory = os.fspath(directory)
@@ -80,31 +83,41 @@ class AdminClient(Administration):
             self._connection.close()
 
     def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+        def start(session: AdminSession, outcome: list[AnyReply | KvoffdClientError], now: float, left: float) -> None:
+            session.ask(make(session.next_request_id(), session.token), outcome, now, left)
+
+        reply = self._exchange(start)
+        if not isinstance(reply, kind):
+            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
+        return reply
+
+    def _exchange(self, start: Callable[[AdminSession, list[Any], float, float], None]) -> Any:
+        """Start something on the session and wait for its outcome; a KvoffdClientError is raised.
+
+        ``start`` gets the time and the seconds left, and sees to it that the outcome is appended to its list.
+        """
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = time.monotonic() + self._options.request_timeout_s
             connection = self._connected(deadline)
             session = connection.session
-            outcome: list[AnyReply | KvoffdClientError] = []
+            outcome: list[Any] = []
             with connection.lock:
-                message = make(session.next_request_id(), session.token)
-                session.ask(message, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
+                start(session, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
                 connection.flush()
             connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
         if not outcome or isinstance(outcome[0], RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
         if isinstance(outcome[0], KvoffdClientError):
             raise outcome[0]
-        if not isinstance(outcome[0], kind):
-            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(outcome[0]).__name__}.")
         return outcome[0]
 
     def _connected(self, deadline: float) -> Connection[AdminSession]:
         """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
         if self._connection is None:
             identity = Identity(self._directory, Role.ADMIN, "admin", "")
-            self._connection = Connection(identity, self._options, AdminSession)
+            self._connection = Connection(identity, self._options, self._SESSION)
             before = 0
         else:
             before = self._connection.session.attempts_failed

@@ -25,5 +25,13 @@ class RequestTimeout(KvoffdClientError):
     """The daemon did not answer in time. It may still have done what was asked."""
 
 
+class BlockUnavailable(KvoffdClientError):
+    """A block is not in the pool, is not held any more, or there is no room for it."""
+
+
+class BlockDamaged(KvoffdClientError):
+    """A block's bytes are not those that were stored, or do not fit what is said of them."""
+
+
 class ForkedProcess(KvoffdClientError):
     """A client was used in a process that was forked after the client was made."""

@@ -13,10 +13,12 @@ from typing import cast
 import zmq
 
 from kvoffd_client.options import ClientOptions
-from kvoffd_proto.lifeline import Attach, encode_frame
+from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import SocketPaths
 
 READ_BYTES = 65536
+MAX_DESCRIPTORS = 4
+"""Taken from one read of the lifeline."""
 RECONNECT_MS = 20
 """A daemon that starts binds its lifeline first; its other sockets follow at once."""
 MAX_MESSAGE_BYTES = 1 << 28
@@ -45,6 +47,7 @@ class SocketLink:
         self._jobs: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._unsent: deque[Sequence[bytes]] = deque()
+        self._received: list[int] = []
         self._draining: dict[int, socket.socket] = {}
         # Numbers stay here after closing: a stale one costs a read that finds nothing.
         self._stream_fds: set[int] = set()
@@ -97,6 +100,18 @@ class SocketLink:
         if socket.send_fds(self._lifeline, [frame], [fd], socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the daemon does not read its lifeline")
 
+    def ask_for_pool(self) -> None:
+        """Ask over the lifeline for a descriptor of the pool. Raises OSError."""
+        if self._lifeline is None:
+            raise OSError("the lifeline is closed")
+        frame = encode_frame(OpenPool())
+        if self._lifeline.send(frame, socket.MSG_NOSIGNAL) != len(frame):
+            raise OSError("the daemon does not read its lifeline")
+
+    def take_descriptor(self) -> int | None:
+        """The descriptor that came over the lifeline first, if there is one; it is the caller's from here on."""
+        return self._received.pop(0) if self._received else None
+
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send one message to the jobs socket; False when its queue is full."""
         jobs = self._jobs
@@ -132,6 +147,8 @@ class SocketLink:
         if self._lifeline is not None:
             self._lifeline.close()  # epoll forgets a closed descriptor by itself
             self._lifeline = None
+        while self._received:
+            os.close(self._received.pop())
         self._close_sockets()
 
     def close_draining(self, generation: int) -> None:
@@ -182,7 +199,16 @@ class SocketLink:
 
     def read_lifeline(self) -> bytes | None:
         """Bytes of the lifeline; None when there are none now, b"" at its end."""
-        return None if self._lifeline is None else _read(self._lifeline)
+        if self._lifeline is None:
+            return None
+        try:
+            data, fds, _, _ = socket.recv_fds(self._lifeline, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+        self._received += fds
+        return data
 
     def drained(self) -> list[int]:
         """Generations whose half-open lifelines have ended; each is told once."""

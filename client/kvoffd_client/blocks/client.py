@@ -1,0 +1,387 @@
+"""Reads, writes and pins single blocks of a daemon."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import ClassVar, cast
+
+import numpy as np
+
+from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.blocks.block import Block, Bytes, Shard, checksum_of, gone
+from kvoffd_client.blocks.geometry import Geometry
+from kvoffd_client.blocks.session import BlockSession, Lease, OpenedPool
+from kvoffd_client.errors import BlockUnavailable, DaemonUnavailable, KvoffdClientError
+from kvoffd_client.memory import SharedMemory
+from kvoffd_client.options import ClientOptions
+from kvoffd_proto.blocks import (
+    CHECKSUM_BYTES,
+    PUT_NO_ROOM,
+    PUT_STORED,
+    BlockInfo,
+    BlocksGot,
+    BlocksListed,
+    BlocksPut,
+    DescribeNamespace,
+    GetBlocks,
+    HeldShard,
+    ListBlocks,
+    NamespaceDescribed,
+    PinBlocks,
+    PutBlocks,
+    PutShard,
+    RestoreNamespace,
+)
+from kvoffd_proto.messages import Done, NamespaceOpened, Release
+
+OPTIONS = ClientOptions(request_timeout_s=60.0)
+"""Putting many blocks takes as long as copying them."""
+STAGING_BYTES = 32 << 20
+PAGE_OF_LIST = 4096
+
+
+class BlockClient(AdminClient):
+    """An administrator who may open blocks, as far as the daemon's setting ``block_access`` allows it.
+
+    >>> with BlockClient("/run/kvoffd") as client:                                         # doctest: +SKIP
+    ...     (info, *_) = client.list_blocks("tiny-llama")
+    ...     with client.get_block("tiny-llama", info.key) as block:
+    ...         block.shards[0].layers[0].array      # over the pool itself, read-only
+    ...         mine = block.copy()
+    ...     client.put_block("tiny-llama", other_key, mine)
+
+    A namespace is named by its fingerprint (bytes), or by its label or the first hex digits of the fingerprint (str).
+    All calls raise what AdminClient's do, RequestRefused also where the daemon does not allow it.
+
+    Args:
+        directory: where the daemon's sockets are.
+        options: ``request_timeout_s`` bounds every call.
+    """
+
+    _SESSION: ClassVar[type[AdminSession]] = BlockSession
+
+    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = OPTIONS) -> None:
+        super().__init__(directory, options)
+        self._pool: tuple[int, Bytes] | None = None
+        """By generation of the connection, the mapping."""
+        self._staging: tuple[int, int, SharedMemory] | None = None
+        """Generation, segment id and memory that blocks are put from."""
+        self._geometries: dict[bytes, Geometry] = {}
+
+    # --- namespaces ------------------------------------------------------------------------------
+
+    def find_namespace(self, namespace: str | bytes) -> bytes:
+        """The fingerprint of an open namespace. Raises ValueError where none or several are meant."""
+        if isinstance(namespace, bytes):
+            return namespace
+        found = [
+            info
+            for info in self.namespaces().namespaces
+            if info.label == namespace or (len(namespace) >= 4 and info.namespace.hex().startswith(namespace.lower()))
+        ]
+        if len(found) != 1:
+            raise ValueError(
+                f"{len(found) or 'No'} open namespaces have the label {namespace!r} or a fingerprint that begins with "
+                "it; `kvoffd-cli namespaces` lists them."
+            )
+        return found[0].namespace
+
+    def geometry(self, namespace: str | bytes) -> Geometry:
+        """What the blocks of a namespace are made of. Raises ValueError where the daemon does not know it yet."""
+        fingerprint = self.find_namespace(namespace)
+        known = self._geometries.get(fingerprint)
+        if known is None:
+            reply = self._ask(
+                NamespaceDescribed, lambda request_id, token: DescribeNamespace(request_id, token, fingerprint)
+            )
+            known = self._geometries[fingerprint] = Geometry.of_reply(fingerprint, reply)
+        return known
+
+    def restore_namespace(self, geometry: Geometry) -> bool:
+        """Open a namespace without an engine, as before an import; True where it was not open."""
+        reply = self._ask(
+            NamespaceOpened,
+            lambda request_id, token: RestoreNamespace(
+                request_id,
+                token,
+                geometry.fingerprint,
+                geometry.label,
+                geometry.world_size,
+                geometry.key_bytes,
+                list(geometry.groups),
+                geometry.description,
+                [list(shards) for shards in geometry.shards],
+            ),
+        )
+        return reply.created
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def list_blocks(
+        self, namespace: str | bytes, group: int = 0, prefix: str = "", *, pinned: bool = False
+    ) -> Iterator[BlockInfo]:
+        """Yield the blocks of a group, in the order in which they came.
+
+        Args:
+            prefix: first hex digits of the keys wanted.
+            pinned: only those that an operator has pinned.
+        """
+        fingerprint = self.find_namespace(namespace)
+        position = 0
+        while True:
+            page = self._ask(
+                BlocksListed,
+                partial(self._list_request, fingerprint, group, position, prefix, pinned),
+            )
+            yield from page.blocks
+            position = page.next_position
+            if not position:
+                return
+
+    @staticmethod
+    def _list_request(
+        fingerprint: bytes, group: int, position: int, prefix: str, pinned: bool, request_id: int, token: bytes
+    ) -> ListBlocks:
+        return ListBlocks(request_id, token, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
+
+    def get_block(self, namespace: str | bytes, key: bytes, group: int = 0, *, verify: bool = True) -> Block:
+        """Open one block. It is pinned in the pool until it is closed, and its arrays lie in the pool itself.
+
+        Args:
+            verify: compare the bytes with their checksums first.
+
+        Raises:
+            BlockUnavailable: it is not in the pool, or not completely.
+            BlockDamaged: its bytes are not those that were stored.
+        """
+        (block,) = self.get_blocks(namespace, [key], group)
+        if block is None:
+            raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or not completely.")
+        if verify:
+            try:
+                block.verify()
+            except BaseException:
+                block.close()
+                raise
+        return block
+
+    def get_blocks(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> list[Block | None]:
+        """Open several blocks under one lease, which ends when the last of them is closed; None for what is not there.
+
+        Nothing is compared with its checksum: see ``Block.verify``.
+        """
+        geometry = self.geometry(namespace)
+        pool = self._mapped_pool()
+        made: list[Lease] = []
+
+        def request(request_id: int, token: bytes) -> GetBlocks:
+            # Made with the lock held: no heartbeat may come between the id and its renewal.
+            session = self._block_session
+            made.append(session.new_lease())
+            session.leases[made[0].id] = made[0]
+            return GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
+
+        try:
+            reply = self._ask(BlocksGot, request)
+        except KvoffdClientError:
+            self._release(made)
+            raise
+        held = _Hold(sum(shards is not None for shards in reply.blocks), partial(self._release, made))
+        return [
+            None if shards is None else self._block(geometry, group, key, shards, pool, made[0], held)
+            for key, shards in zip(keys, reply.blocks, strict=True)
+        ]
+
+    def _block(
+        self,
+        geometry: Geometry,
+        group: int,
+        key: bytes,
+        held: Sequence[HeldShard],
+        pool: Bytes,
+        lease: Lease,
+        hold: _Hold,
+    ) -> Block:
+        block: Block
+
+        def reader(shard: HeldShard) -> Callable[[], Bytes]:
+            def read() -> Bytes:
+                if block.closed or not lease.alive:
+                    raise gone(key)
+                return pool[shard.offset_bytes : shard.offset_bytes + shard.length]
+
+            return read
+
+        shards = [
+            Shard(rank, geometry.shards[rank][group], reader(shard), int.from_bytes(shard.checksum, "big"))
+            for rank, shard in enumerate(held)
+        ]
+        block = Block(geometry, group, key, shards, max((shard.first_block for shard in held), default=0), hold.let_go)
+        return block
+
+    def _mapped_pool(self) -> Bytes:
+        """The daemon's pool, mapped for reading only: once for each connection."""
+        if self._pool is not None and self._pool[0] == self._generation():
+            return self._pool[1]
+
+        def start(
+            session: AdminSession, outcome: list[OpenedPool | KvoffdClientError], now: float, left: float
+        ) -> None:
+            cast(BlockSession, session).open_pool(outcome)
+
+        answer: OpenedPool = self._exchange(start)
+        fd, opened = answer
+        try:
+            mapping = mmap.mmap(fd, opened.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=opened.offset_bytes)
+        except (OSError, ValueError) as error:
+            raise DaemonUnavailable(f"The daemon's pool cannot be mapped here: {error}.") from error
+        finally:
+            os.close(fd)
+        self._pool = (self._generation(), np.frombuffer(mapping, dtype=np.uint8))
+        return self._pool[1]
+
+    def _release(self, leases: Sequence[Lease]) -> None:
+        """End leases, without waiting for the daemon to say so."""
+        connection = self._connection
+        if connection is None:
+            return
+        with connection.lock:
+            session = self._block_session
+            ended = [lease.id for lease in leases if session.leases.pop(lease.id, None) is not None]
+            for lease in leases:
+                lease.alive = False
+            if ended and session.usable:
+                session.send(Release(session.next_request_id(), session.token, ended))
+                connection.flush()
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
+        """Put a block's bytes into the pool under ``key``; False where a block of that key is there already.
+
+        Raises:
+            ValueError: the block is not made as those of the namespace are.
+            BlockUnavailable: the pool has no room for it.
+        """
+        geometry = self.geometry(namespace)
+        if geometry.fingerprint != block.geometry.fingerprint and (why := geometry.mismatch(block.geometry)):
+            raise ValueError(f"The block does not fit the namespace {geometry.label!r}: {why}.")
+        lengths = [geometry.shard_bytes(rank, block.group) for rank in range(geometry.world_size)]
+        sizes = [shard.data.nbytes for shard in block.shards]
+        if lengths != sizes:
+            raise ValueError(f"The shards of the namespace have {lengths} bytes by rank, the block's have {sizes}.")
+        memory = self.staging(sum(lengths))
+        at = 0
+        shards: list[PutShard] = []
+        for shard in block.shards:
+            end = at + shard.data.nbytes
+            memory.view[at:end] = shard.data
+            shards.append(put_shard(at, checksum_of(memory.view[at:end].data)))
+            at = end
+        (state,) = self.put_staged(geometry, block.group, [key], [shards], block.first_block)
+        if state == PUT_NO_ROOM:
+            raise BlockUnavailable("The pool has no room for the block: everything in it is pinned or being written.")
+        return state == PUT_STORED
+
+    def staging(self, nbytes: int) -> SharedMemory:
+        """Memory of at least so many bytes that blocks are put from; the daemon has it attached."""
+        generation = self._generation()
+        if self._staging is not None and self._staging[0] == generation and self._staging[2].size_bytes >= nbytes:
+            return self._staging[2]
+        memory = SharedMemory(max(nbytes, STAGING_BYTES), "kvoffd-put")
+
+        def start(session: AdminSession, outcome: list[int | KvoffdClientError], now: float, left: float) -> None:
+            cast(BlockSession, session).attach(memory.fd, outcome)
+
+        segment: int = self._exchange(start)
+        self._staging = (self._generation(), segment, memory)
+        return memory
+
+    def put_staged(
+        self,
+        geometry: Geometry,
+        group: int,
+        keys: Sequence[bytes],
+        shards: Sequence[Sequence[PutShard]],
+        first_block: int = 0,
+    ) -> bytes:
+        """Put blocks whose bytes are in ``staging()`` already; returns a state for each key, see BlocksPut."""
+        if self._staging is None or self._staging[0] != self._generation():
+            raise DaemonUnavailable("The daemon was restarted or ended the session in the middle; try again.")
+        _, segment, memory = self._staging
+        reply = self._ask(
+            BlocksPut,
+            lambda request_id, token: PutBlocks(
+                request_id,
+                token,
+                geometry.fingerprint,
+                segment,
+                memory.size_bytes,
+                group,
+                b"".join(keys),
+                [list(of_key) for of_key in shards],
+                first_block,
+            ),
+        )
+        return reply.states
+
+    def pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
+        """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new."""
+        return self._pin(namespace, keys, group, pin=True)
+
+    def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
+        """Take pins back; returns how many there were."""
+        return self._pin(namespace, keys, group, pin=False)
+
+    def _pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int, *, pin: bool) -> int:
+        fingerprint = self.find_namespace(namespace)
+        return self._ask(
+            Done, lambda request_id, token: PinBlocks(request_id, token, fingerprint, group, b"".join(keys), pin)
+        ).count
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _block_session(self) -> BlockSession:
+        assert self._connection is not None
+        session = self._connection.session
+        assert isinstance(session, BlockSession)
+        return session
+
+    def _generation(self) -> int:
+        """Of the connection that is up; 0 where none is."""
+        connection = self._connection
+        return connection.session.generation if connection is not None and connection.session.usable else 0
+
+    def close(self) -> None:
+        """End the session: blocks that are open are held no more. Repeatable."""
+        super().close()
+        self._pool = None
+        if self._staging is not None:
+            self._staging[2].close()
+            self._staging = None
+
+
+class _Hold:
+    """Several blocks under one lease."""
+
+    def __init__(self, count: int, release: Callable[[], None]) -> None:
+        self._count = count
+        self._release = release
+        if not count:
+            release()
+
+    def let_go(self) -> None:
+        """One of them was closed."""
+        self._count -= 1
+        if not self._count:
+            self._release()
+
+
+def put_shard(offset_bytes: int, checksum: int) -> PutShard:
+    """Where a shard lies in the staging memory, as the wire has it."""
+    return PutShard(offset_bytes, checksum.to_bytes(CHECKSUM_BYTES, "big"))

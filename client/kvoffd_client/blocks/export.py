@@ -1,0 +1,262 @@
+"""Writes blocks of a namespace into a file, a few at a time, and goes on where an earlier attempt was killed.
+
+Until it is whole the file is called ``FILE.part``, and ``FILE.part.log`` lists what is in it: a line for each block,
+written after its bytes. Room for the header is left at the start.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvoffd_client.blocks.block import Block, checksum_of
+from kvoffd_client.blocks.client import BlockClient
+from kvoffd_client.blocks.file import MAX_HEADER_BYTES, BlockFileError, Entry, entry_room, room_for, write_header
+from kvoffd_client.blocks.geometry import Geometry
+from kvoffd_client.errors import BlockDamaged
+from kvoffd_proto.messages import READY
+
+BATCH_BYTES = 64 << 20
+"""Blocks that are pinned at a time."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are done, and all there are to do."""
+
+
+@dataclass
+class Exported:
+    """What an export did.
+
+    Attributes:
+        blocks: in the file.
+        nbytes: of these blocks.
+        resumed: of the blocks, those that an earlier attempt had written.
+        evicted: blocks that went out of the pool before their turn.
+        damaged: keys of blocks that do not have their checksum; they are left out.
+        late: blocks that came into the pool after the first attempt and found no room in the file's header.
+    """
+
+    blocks: int = 0
+    nbytes: int = 0
+    resumed: int = 0
+    evicted: int = 0
+    damaged: list[bytes] = field(default_factory=list)
+    late: int = 0
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """First line of the log: what the file is of."""
+
+    namespace: str
+    room: int
+
+
+def export_blocks(
+    client: BlockClient,
+    namespace: str | bytes,
+    path: Path,
+    prefixes: Sequence[str] = (),
+    progress: Progress = lambda done, total: None,
+) -> Exported:
+    """Write the ready blocks of a namespace into ``path``, which must not exist.
+
+    Args:
+        prefixes: first hex digits of the keys wanted; all where there are none.
+
+    Raises:
+        BlockFileError: the file cannot be written, or belongs to another export.
+        DaemonUnavailable, RequestRefused: the daemon went away or says no; called again it goes on.
+    """
+    if path.exists():
+        raise BlockFileError(f"{path} exists; remove it or name another file.")
+    geometry = client.geometry(namespace)
+    wanted = _wanted(client, geometry, prefixes)
+    part = _Part(path, geometry, [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))])
+    try:
+        done = Exported(resumed=len(part.entries))
+        written = {(entry.group, entry.key) for entry in part.entries}
+        wanted = [item for item in wanted if item not in written]
+        _write(client, geometry, part, wanted, done, progress)
+        part.finish(path)
+        done.blocks, done.nbytes = len(part.entries), part.data_bytes
+        return done
+    finally:
+        part.close()
+
+
+def _wanted(client: BlockClient, geometry: Geometry, prefixes: Sequence[str]) -> list[tuple[int, bytes]]:
+    found: dict[tuple[int, bytes], None] = {}
+    for group in range(len(geometry.groups)):
+        for prefix in prefixes or ("",):
+            for info in client.list_blocks(geometry.fingerprint, group, prefix):
+                if info.state == READY:
+                    found[group, info.key] = None
+    return list(found)
+
+
+def _write(
+    client: BlockClient,
+    geometry: Geometry,
+    part: _Part,
+    wanted: Sequence[tuple[int, bytes]],
+    done: Exported,
+    progress: Progress,
+) -> None:
+    total = part.data_bytes + sum(geometry.block_bytes(group) for group, _ in wanted)
+    progress(part.data_bytes, total)
+    passed = part.data_bytes
+    start = 0
+    while start < len(wanted):
+        group = wanted[start][0]
+        most = max(1, BATCH_BYTES // max(1, geometry.block_bytes(group)))
+        keys = [key for of, key in wanted[start : start + most] if of == group]
+        start += len(keys)
+        for block in client.get_blocks(geometry.fingerprint, keys, group):
+            if block is None:
+                done.evicted += 1
+                passed += geometry.block_bytes(group)
+                continue
+            with block:
+                try:
+                    block.verify()
+                except BlockDamaged:
+                    done.damaged.append(block.key)
+                else:
+                    done.late += not part.add(block)
+            passed += geometry.block_bytes(group)
+            progress(passed, total)
+
+
+class _Part:
+    """The file while it is not whole."""
+
+    def __init__(self, path: Path, geometry: Geometry, counts: Sequence[int]) -> None:
+        self._path = path.with_name(path.name + ".part")
+        self._log_path = path.with_name(path.name + ".part.log")
+        self._geometry = geometry
+        self.entries: list[Entry] = []
+        self.data_bytes = 0
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BlockFileError(f"{self._path} cannot be written ({error.strerror}).") from error
+        try:
+            self._log = os.open(self._log_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            os.close(self._fd)
+            raise BlockFileError(f"{self._log_path} cannot be written ({error.strerror}).") from error
+        try:
+            fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not self._resume():
+                self._begin(counts)
+        except BlockingIOError:
+            self.close()
+            raise BlockFileError(f"Another export is writing {self._path}; wait for it or name another file.") from None
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, counts: Sequence[int]) -> None:
+        # Blocks that come while it runs, or until it is resumed, should find room too.
+        self._room = room_for(self._geometry, [count + count // 8 + 8 * bool(count) for count in counts])
+        if self._room > MAX_HEADER_BYTES:
+            raise BlockFileError(
+                f"{sum(counts)} blocks are more than one file of safetensors can list; export them in parts, with "
+                "--prefix 0 to --prefix f for instance."
+            )
+        os.ftruncate(self._fd, 0)
+        os.ftruncate(self._log, 0)
+        self._used = room_for(self._geometry, [])
+        self._log_at = 0
+        self._note(msgspec.json.encode(_Plan(self._geometry.to_json(), self._room)).decode())
+
+    def _resume(self) -> bool:
+        """Take up what an earlier attempt left; False where it left nothing to go on with."""
+        with open(self._log, "rb", closefd=False) as log:
+            lines = log.read().split(b"\n")[:-1]
+        if not lines:
+            return False
+        try:
+            plan = msgspec.json.decode(lines[0], type=_Plan)
+            entries = [Entry.parse(line.decode()) for line in lines[1:]]
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise self._of_another(f"its log cannot be read: {error}") from error
+        geometry = self._geometry
+        if plan.namespace != geometry.to_json():
+            raise self._of_another("it is of another namespace, or an engine has described its layers since")
+        self._room = plan.room
+        self._used = room_for(geometry, [])
+        self._log_at = len(lines[0]) + 1
+        for entry, line in zip(entries, lines[1:], strict=True):
+            if not self._is_whole(entry):
+                break  # the machine lost it, or the attempt was killed within it: from here on again
+            self._enter(entry)
+            self._log_at += len(line) + 1
+        os.ftruncate(self._log, self._log_at)
+        return True
+
+    def _of_another(self, why: str) -> BlockFileError:
+        return BlockFileError(f"{self._path} cannot be gone on with: {why}. Remove it or name another file.")
+
+    def _is_whole(self, entry: Entry) -> bool:
+        at = self._room + self.data_bytes
+        for rank, expected in enumerate(entry.checksums):
+            nbytes = self._geometry.shard_bytes(rank, entry.group)
+            data = np.empty(nbytes, np.uint8)
+            if os.preadv(self._fd, [data.data], at) != nbytes or checksum_of(data.data) != expected:
+                return False
+            at += nbytes
+        return True
+
+    def _enter(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        self.data_bytes += self._geometry.block_bytes(entry.group)
+        self._used += entry_room(self._geometry, entry)
+
+    def add(self, block: Block) -> bool:
+        """Append a block; False where the header has no room for it."""
+        entry = Entry.of(block)
+        if self._used + entry_room(self._geometry, entry) > self._room:
+            return False
+        at = self._room + self.data_bytes
+        for shard in block.shards:
+            data = memoryview(shard.data.data)
+            while data:
+                written = os.pwrite(self._fd, data, at)
+                at += written
+                data = data[written:]
+        self._note(entry.text)
+        self._enter(entry)
+        return True
+
+    def _note(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        os.pwrite(self._log, data, self._log_at)
+        self._log_at += len(data)
+
+    def finish(self, path: Path) -> None:
+        """Write the header and give the file its name."""
+        os.ftruncate(self._fd, self._room + self.data_bytes)
+        write_header(self._fd, self._geometry, self.entries, self._room)
+        os.fsync(self._fd)
+        try:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self._path.rename(path)
+        except OSError as error:
+            raise BlockFileError(
+                f"{path} cannot be written ({error.strerror}); the blocks are in {self._path}."
+            ) from error
+        self._log_path.unlink()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self._fd)
+        os.close(self._log)
