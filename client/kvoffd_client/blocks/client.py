@@ -91,7 +91,7 @@ class BlockClient(AdminClient):
         return found[0].namespace
 
     def geometry(self, namespace: str | bytes) -> Geometry:
-        """What the blocks of a namespace are made of. Raises ValueError where the daemon does not know it yet."""
+        """What the blocks of a namespace are made of. Raises BlockUnavailable where the daemon does not know it yet."""
         fingerprint = self.find_namespace(namespace)
         known = self._geometries.get(fingerprint)
         if known is None:

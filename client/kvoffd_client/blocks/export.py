@@ -63,12 +63,15 @@ def export_blocks(
     namespace: str | bytes,
     path: Path,
     prefixes: Sequence[str] = (),
+    *,
+    keys: Sequence[tuple[int, bytes]] | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the ready blocks of a namespace into ``path``, which must not exist.
 
     Args:
         prefixes: first hex digits of the keys wanted; all where there are none.
+        keys: instead, groups and keys of the blocks wanted.
 
     Raises:
         BlockFileError: the file cannot be written, or belongs to another export.
@@ -77,7 +80,7 @@ def export_blocks(
     if path.exists():
         raise BlockFileError(f"{path} exists; remove it or name another file.")
     geometry = client.geometry(namespace)
-    wanted = _wanted(client, geometry, prefixes)
+    wanted = _wanted(client, geometry, prefixes) if keys is None else list(keys)
     part = _Part(path, geometry, [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))])
     try:
         done = Exported(resumed=len(part.entries))

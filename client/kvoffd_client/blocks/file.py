@@ -16,9 +16,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from kvoffd_client.blocks.block import Block, Bytes, checksum_of, tensor_spec
 from kvoffd_client.blocks.geometry import Geometry
@@ -268,6 +270,16 @@ class BlockFile:
                     "do not have their checksum. Export or copy it again."
                 )
             start = end
+
+    def block(self, number: int) -> Block:
+        """Block ``number`` in memory of its own. Raises as ``read``."""
+        entry = self.entries[number]
+        data = np.empty(self.geometry.block_bytes(entry.group), np.uint8)
+        self.read(number, data)
+        sizes = [self.geometry.shard_bytes(rank, entry.group) for rank in range(self.geometry.world_size)]
+        ends = np.cumsum([0, *sizes])
+        shards = [data[start:end] for start, end in pairwise(ends.tolist())]
+        return Block.of_bytes(self.geometry, entry.group, entry.key, shards, entry.first_block)
 
     def close(self) -> None:
         """Close it. Repeatable."""

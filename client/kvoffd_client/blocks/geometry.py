@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvoffd_client.errors import BlockUnavailable
 from kvoffd_proto.blocks import NamespaceDescribed, ShardSpec, shard_bytes_of
 from kvoffd_proto.messages import FINGERPRINT_BYTES, GroupSpec
 
@@ -36,10 +37,10 @@ class Geometry:
 
     @classmethod
     def of_reply(cls, fingerprint: bytes, reply: NamespaceDescribed) -> Geometry:
-        """From the daemon's description. Raises ValueError where a rank's shards are not known yet."""
+        """From the daemon's description. Raises BlockUnavailable where a rank's shards are not known yet."""
         unknown = [rank for rank, shards in enumerate(reply.shards) if shards is None]
         if unknown:
-            raise ValueError(
+            raise BlockUnavailable(
                 f"Nobody has told what the shards of rank {unknown[0]} in the namespace {reply.label!r} are made of; "
                 "start its engine once."
             )

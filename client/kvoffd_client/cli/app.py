@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvoffd_client.cli import commands
+from kvoffd_client.cli import block_app, commands
+from kvoffd_client.cli.arguments import Action, Directory, Json, near_of, where_of
 from kvoffd_client.cli.failure import CliError
 from kvoffd_client.cli.named import describe
-from kvoffd_client.cli.where import Remote, Where, remote
+from kvoffd_client.cli.where import remote
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import UnitError, parse_duration
 
 if TYPE_CHECKING:
@@ -28,17 +28,6 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 MIN_INTERVAL_S = 0.1
 """More often would show the watching itself."""
-
-Action = Callable[[], int]
-Directory = Annotated[
-    Path | None,
-    typer.Option(
-        "--directory",
-        metavar="DIRECTORY",
-        help="Where the daemon's sockets are. [default: $KVOFFD_DIRECTORY, else where the daemon puts them]",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
 
 app = typer.Typer(
     name="kvoffd-cli",
@@ -51,6 +40,7 @@ bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 disk_app = typer.Typer(help="Show and change the disk tier.", rich_markup_mode=None)
 app.add_typer(disk_app, name="disk")
+block_app.add_to(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,24 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _refuse(sentence: str) -> int:
     print(f"kvoffd-cli: {sentence}", file=sys.stderr)
     return EXIT_REFUSED
-
-
-def _where(context: typer.Context, directory: Path | None) -> Where:
-    """The daemon that is meant."""
-    far: Remote | None = context.obj
-    if far is None:
-        return default_directory() if directory is None else directory
-    if directory is not None:
-        raise CliError("--address and --directory name two daemons; give one of them.")
-    return far
-
-
-def _near(context: typer.Context, directory: Path | None) -> Path:
-    """The same for commands that need the daemon's sockets."""
-    where = _where(context, directory)
-    if not isinstance(where, Path):
-        raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
-    return where
 
 
 def _show_version(wanted: bool) -> None:
@@ -149,8 +121,8 @@ def stats(
     """
     interval_s = _interval(interval)
     if watch:
-        return partial(commands.watch_stats, _where(context, directory), interval_s, as_json=json)
-    return partial(commands.stats, _where(context, directory), as_json=json)
+        return partial(commands.watch_stats, where_of(context, directory), interval_s, as_json=json)
+    return partial(commands.stats, where_of(context, directory), as_json=json)
 
 
 def _interval(text: str) -> float:
@@ -171,19 +143,19 @@ def health(context: typer.Context, directory: Directory = None, json: Json = Fal
 
     Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
     """
-    return partial(commands.health, _where(context, directory), as_json=json)
+    return partial(commands.health, where_of(context, directory), as_json=json)
 
 
 @app.command()
 def sessions(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """List the connected clients, oldest first."""
-    return partial(commands.sessions, _where(context, directory), as_json=json)
+    return partial(commands.sessions, where_of(context, directory), as_json=json)
 
 
 @app.command()
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> Action:
     """List what is cached, by namespace."""
-    return partial(commands.namespaces, _where(context, directory), as_json=json)
+    return partial(commands.namespaces, where_of(context, directory), as_json=json)
 
 
 @app.command()
@@ -206,7 +178,7 @@ def clear(
     """
     if (namespace is None) != everything:
         raise CliError("Say what to clear: either --namespace with a label or fingerprint, or --all.")
-    return partial(commands.clear, _where(context, directory), namespace, yes=yes, as_json=json)
+    return partial(commands.clear, where_of(context, directory), namespace, yes=yes, as_json=json)
 
 
 @app.command()
@@ -220,7 +192,7 @@ def scrub(context: typer.Context, directory: Directory = None, json: Json = Fals
     """
     from kvoffd_client.cli.scrub import run_scrub
 
-    return partial(run_scrub, _where(context, directory), as_json=json)
+    return partial(run_scrub, where_of(context, directory), as_json=json)
 
 
 @disk_app.callback(invoke_without_command=True)
@@ -233,7 +205,7 @@ def disk(context: typer.Context, directory: Directory = None, json: Json = False
 
     if context.invoked_subcommand is not None:
         return None
-    return partial(disks, _where(context, directory), as_json=json)
+    return partial(disks, where_of(context, directory), as_json=json)
 
 
 @disk_app.command("attach")
@@ -250,7 +222,7 @@ def disk_attach(
     """
     from kvoffd_client.cli.disk import attach
 
-    return partial(attach, _where(context, directory), disk)
+    return partial(attach, where_of(context, directory), disk)
 
 
 @disk_app.command("drain")
@@ -262,7 +234,7 @@ def disk_drain(
     """Write nothing more to a directory. What is there is still read."""
     from kvoffd_client.cli.disk import drain
 
-    return partial(drain, _where(context, directory), disk)
+    return partial(drain, where_of(context, directory), disk)
 
 
 @disk_app.command("detach")
@@ -274,7 +246,7 @@ def disk_detach(
     """Give a directory up. Its blocks stay in its file, for when it is attached again."""
     from kvoffd_client.cli.disk import detach
 
-    return partial(detach, _where(context, directory), disk)
+    return partial(detach, where_of(context, directory), disk)
 
 
 @app.command()
@@ -283,7 +255,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
 
     Until Ctrl-C. With --json, one object per line; messages that did not arrive are told on stderr.
     """
-    return partial(commands.events, _near(context, directory), as_json=json)
+    return partial(commands.events, near_of(context, directory), as_json=json)
 
 
 @app.command()
@@ -373,4 +345,4 @@ def _bench(
     # Benches need numpy and the engine's side of the client, which no other command does.
     from kvoffd_client.cli.bench import run_bench
 
-    return partial(run_bench, bench, _near(context, directory), as_json=json, plot=plot)
+    return partial(run_bench, bench, near_of(context, directory), as_json=json, plot=plot)

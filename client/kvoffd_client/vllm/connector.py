@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvoffd_client.vllm.facts import gather_facts, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.handshake import KvoffdHandshake, NamespacesDiffer, common_namespace
+from kvoffd_client.vllm.layers import describe_layers
 from kvoffd_client.vllm.log import RefusalFilter, logger
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.options import ConnectorOptions, parse_options
@@ -44,9 +45,17 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
 
     def __init__(self, spec: KvoffdSpec, vllm_config: Any, kv_cache_config: Any) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
+        self._kvoffd_spec = spec
         self._connector_worker_meta = KvoffdWorkerMetadata()
         self.failed_recving: set[str] = set()
         self._told: tuple[int | None, bool] = (None, True)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """As vLLM's; the daemon is told what the layers' pages are, too."""
+        setup = self._kvoffd_spec.setup
+        groups = [self.kv_cache_config.kv_cache_groups[group_id].layer_names for group_id in setup.group_ids]
+        setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
+        super().register_kv_caches(kv_caches)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Requests whose stores (never) and loads ended, the failed ones among them."""

@@ -33,6 +33,7 @@ from kvoffd_client.vllm.stats import DEFINITIONS
 from kvoffd_client.vllm.stores import StoreWindow
 from kvoffd_client.vllm.worker import Client, KvoffdWorker, connect_worker
 from kvoffd_client.worker import WorkerClient
+from kvoffd_proto.handles import LayerSpec
 
 
 @dataclass
@@ -45,6 +46,7 @@ class EngineSetup:
         group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
         memory: where a worker's KV cache is allocated.
+        layers: what the pages of a worker's layers are, per group on the wire; empty until vLLM has allocated them.
     """
 
     options: ConnectorOptions
@@ -52,6 +54,7 @@ class EngineSetup:
     group_ids: tuple[int, ...]
     shard_bytes: tuple[int, ...]
     memory: SharedKvMemory = field(default_factory=SharedKvMemory)
+    layers: tuple[tuple[LayerSpec, ...], ...] = ()
 
 
 SETUP: ContextVar[EngineSetup] = ContextVar("kvoffd_engine_setup")
@@ -94,7 +97,7 @@ class KvoffdSpec(OffloadingSpec):
 
             def connect() -> Client | None:
                 return connect_worker(
-                    kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client
+                    kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client, setup.layers
                 )
 
             on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)

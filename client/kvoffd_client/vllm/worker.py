@@ -17,7 +17,7 @@ from kvoffd_client.vllm.gpu import NotShareable, export_tensors
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, JobResult
 
 
@@ -54,9 +54,15 @@ class KvoffdTransferResult(TransferResult):
 
 
 def registration_of(
-    kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory], rank: int, blocks_per_chunk: int
+    kv_caches: CanonicalKVCaches,
+    memories: Sequence[SharedMemory],
+    rank: int,
+    blocks_per_chunk: int,
+    layers: Sequence[Sequence[LayerSpec]] = (),
 ) -> Registration:
     """Describe a worker's KV tensors to the daemon, by their places in the shared memory they lie in.
+
+    ``layers`` says by group what the pages are; where it does not fit the tensors, nothing is said of them.
 
     Raises:
         NotShareable: a tensor lies in no memory that can be shared.
@@ -71,11 +77,17 @@ def registration_of(
         raise NotShareable(
             f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
         )
-    groups = tuple(
-        tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs) for refs in kv_caches.group_data_refs
-    )
+    groups = []
+    for index, refs in enumerate(kv_caches.group_data_refs):
+        told = layers[index] if index < len(layers) and len(layers[index]) == len(refs) else [None] * len(refs)
+        pages = zip(refs, told, strict=True)
+        groups.append(tuple(PageRef(ref.tensor_idx, ref.page_size_bytes, layer) for ref, layer in pages))
     return Registration(
-        rank=rank, blocks_per_key=blocks_per_chunk, memories=tuple(found[0]), tensors=tuple(found[1]), groups=groups
+        rank=rank,
+        blocks_per_key=blocks_per_chunk,
+        memories=tuple(found[0]),
+        tensors=tuple(found[1]),
+        groups=tuple(groups),
     )
 
 
@@ -268,10 +280,11 @@ def connect_worker(
     rank: int,
     blocks_per_chunk: int,
     make_client: Callable[[Registration], Any],
+    layers: Sequence[Sequence[LayerSpec]] = (),
 ) -> Any:
     """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
     try:
-        return make_client(registration_of(kv_caches, memories, rank, blocks_per_chunk))
+        return make_client(registration_of(kv_caches, memories, rank, blocks_per_chunk, layers))
     except NotShareable as reason:
         logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
         return None
