@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 MAX_PUTS = 4
 """Of one session at a time: enough to fill one segment while another is copied."""
 
+PUT_OF_POOL = 4
+"""One part in so many may be written by one request: until its end nobody can evict that."""
+
 Ended = Callable[[bytes | KvoffdError], None]
 """Told how a put ended: the state of each key, or why nothing was done."""
 
@@ -94,7 +97,6 @@ class PutRunner:
         clock: Callable[[], float],
         deadline_s: float,
         post: Callable[[Put, Outcome], None],
-        most_bytes: int,
     ) -> None:
         self._cache = cache
         self._memory = memory
@@ -102,7 +104,7 @@ class PutRunner:
         self._clock = clock
         self._deadline_s = deadline_s
         self._post = post
-        self._most_bytes = most_bytes
+        self._most_bytes = cache.slots.pool_bytes // PUT_OF_POOL
         self._running: dict[Put, None] = {}
         self.put_blocks = 0
         """Blocks that were written."""

@@ -84,7 +84,7 @@ class Service:
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         self.sessions: dict[int, Session] = {}
         self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post, config.verify_share)
-        self.puts = PutRunner(cache, self.memory, pool_address, clock, config.job_deadline_s, post, self.credit_bytes)
+        self.puts = PutRunner(cache, self.memory, pool_address, clock, config.job_deadline_s, post)
         self.desk = BlockDesk(config, cache)
         self.errors: Counter[str] = Counter()
         self.requests = 0

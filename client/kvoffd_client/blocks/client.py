@@ -245,7 +245,7 @@ class BlockClient(AdminClient):
         return self._pool[1]
 
     def _release(self, leases: Sequence[Lease]) -> None:
-        """End leases, without waiting for the daemon to say so."""
+        """End leases. Where the daemon is away they have ended already."""
         connection = self._connection
         if connection is None:
             return
@@ -254,9 +254,11 @@ class BlockClient(AdminClient):
             ended = [lease.id for lease in leases if session.leases.pop(lease.id, None) is not None]
             for lease in leases:
                 lease.alive = False
-            if ended and session.usable:
-                session.send(Release(session.next_request_id(), session.token, ended))
-                connection.flush()
+        if ended and not self._closed:
+            try:
+                self._ask(Done, lambda request_id, token: Release(request_id, token, ended))
+            except KvoffdClientError:
+                pass  # the session's end is theirs too
 
     # --- writing ---------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from kvoffd_client.blocks.geometry import Geometry, differing_facts
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_STORED, PutShard
 from kvoffd_proto.messages import READY
 
+BATCH_OF_POOL = 8
+"""One part in so many is put at a time; the daemon allows twice that."""
+
 Progress = Callable[[int, int], None]
 """Told the bytes that are done, and all there are to do."""
 
@@ -63,7 +66,8 @@ def import_blocks(
     }
     passed = 0
     progress(0, file.data_bytes)
-    for batch in _batches(file, there):
+    most_bytes = min(STAGING_BYTES, client.stats().pool.pool_bytes // BATCH_OF_POOL)
+    for batch in _batches(file, there, most_bytes):
         group, first_block = file.entries[batch[0]].group, file.entries[batch[0]].first_block
         states = _put(client, file, batch, group, first_block)
         stored = states.count(PUT_STORED)
@@ -99,8 +103,8 @@ def _check_meant(client: BlockClient, geometry: Geometry, namespace: str | bytes
         )
 
 
-def _batches(file: BlockFile, there: set[tuple[int, bytes]]) -> Iterator[list[int]]:
-    """Numbers of the blocks to put, as many at a time as the staging memory holds, all of one group."""
+def _batches(file: BlockFile, there: set[tuple[int, bytes]], most_bytes: int) -> Iterator[list[int]]:
+    """Numbers of the blocks to put, as many at a time as ``most_bytes`` hold, all of one group."""
     batch: list[int] = []
     for number, entry in enumerate(file.entries):
         if (entry.group, entry.key) in there:
@@ -108,7 +112,7 @@ def _batches(file: BlockFile, there: set[tuple[int, bytes]]) -> Iterator[list[in
         nbytes = file.geometry.block_bytes(entry.group)
         # Only the first key of a request may begin with a hole.
         other = bool(batch) and (file.entries[batch[0]].group != entry.group or entry.first_block > 0)
-        if batch and (other or (len(batch) + 1) * nbytes > STAGING_BYTES):
+        if batch and (other or (len(batch) + 1) * nbytes > most_bytes):
             yield batch
             batch = []
         batch.append(number)
@@ -120,14 +124,19 @@ def _put(client: BlockClient, file: BlockFile, batch: Sequence[int], group: int,
     geometry = file.geometry
     nbytes = geometry.block_bytes(group)
     memory = client.staging(len(batch) * nbytes)
+    keys = [file.entries[number].key for number in batch]
     shards: list[list[PutShard]] = []
     for place, number in enumerate(batch):
         at = place * nbytes
-        file.read(number, memory.view[at : at + nbytes])
+        try:
+            file.read(number, memory.view[at : at + nbytes])
+        except BlockFileError:
+            if shards:  # what comes before the damage is good
+                client.put_staged(geometry, group, keys[:place], shards, first_block)
+            raise
         of_key: list[PutShard] = []
         for rank, checksum in enumerate(file.entries[number].checksums):
             of_key.append(put_shard(at, checksum))
             at += geometry.shard_bytes(rank, group)
         shards.append(of_key)
-    keys = [file.entries[number].key for number in batch]
     return client.put_staged(geometry, group, keys, shards, first_block)

@@ -148,7 +148,9 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
         spilled = f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU"
         yield Text(f"{'':{TITLE_CELLS}}{spilled}", style="yellow")
     if blocks.pinned_blocks:
-        held = f"{format_count(blocks.pinned_blocks)} blocks ({format_size(blocks.pinned_bytes)}) pinned by operators"
+        many = "" if blocks.pinned_blocks == 1 else "s"
+        size = format_size(blocks.pinned_bytes)
+        held = f"{format_count(blocks.pinned_blocks)} block{many} ({size}) pinned by operators"
         yield Text(f"{'':{TITLE_CELLS}}{held}; see kvoffd-cli block ls --pinned", style="dim")
     if pool.quarantined_bytes:
         lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"

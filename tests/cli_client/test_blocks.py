@@ -1,0 +1,282 @@
+"""``kvoffd-cli block``, ``export`` and ``import`` against real daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.daemon import DaemonProcess
+
+from kvoffd_client.blocks import BlockClient, BlockFile
+from kvoffd_client.blocks import export as export_module
+from kvoffd_client.cli import main
+from kvoffd_client.testing import FakeEngine
+
+KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess("32MiB", block_access="write") as running:
+        yield running
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[FakeEngine]:
+    with FakeEngine(daemon.directory, "tiny", world_size=2, blocks=32, page_bytes=4096) as fake:
+        fake.fill(range(8), seed=1)
+        assert fake.store(KEYS, range(8)).ok
+        yield fake
+
+
+@pytest.fixture
+def cli(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs a command on the daemon; returns (status, stdout, stderr)."""
+
+    def run(*arguments: str, on: DaemonProcess = daemon) -> tuple[int, str, str]:
+        status = main([*arguments, "--directory", str(on.directory)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_blocks_are_listed_and_shown(cli: Cli, engine: FakeEngine) -> None:
+    status, out, _ = cli("block", "ls", "--namespace", "tiny")
+    assert status == 0
+    assert all(key.hex() in out for key in KEYS)
+    assert cli("block", "ls", "--namespace", "tiny", "--prefix", "11")[1].count("ready") == 1
+    assert "--limit 30" in cli("block", "ls", "--namespace", "tiny", "--limit", "3")[1]
+    listed = json.loads(cli("block", "ls", "--namespace", "tiny", "--json")[1])
+    assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
+    status, out, _ = cli("block", "show", "11", "--namespace", "tiny")
+    assert status == 0
+    assert "2 shards; the bytes have their checksums" in out
+    assert out.count("uint8") == 8, "four layers on two ranks"
+    shown = json.loads(cli("block", "show", "11", "--namespace", "tiny", "--json")[1])
+    assert (shown["sound"], len(shown["shards"]), shown["shards"][0]["bytes"]) == (True, 2, 16384)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("ls", "--namespace", "nobody"), "kvoffd-cli namespaces"),
+        (("show", "ffff", "--namespace", "tiny"), "No key begins with 'ffff'"),
+        (("show", "", "--namespace", "tiny"), "Several keys begin"),
+        (("show", "zz", "--namespace", "tiny"), "hex digits"),
+        (("show", "11", "--namespace", "tiny", "--group", "4"), "no group 4"),
+        (("pin", "abcd", "--namespace", "tiny"), "No key begins"),
+        (("put", "/nonexistent", "--namespace", "tiny"), "cannot be opened"),
+    ],
+)
+def test_what_cannot_be_done_is_a_sentence(
+    cli: Cli, engine: FakeEngine, arguments: tuple[str, ...], sentence: str
+) -> None:
+    status, out, err = cli("block", *arguments)
+    assert (status, out) == (2, "")
+    assert sentence in err
+
+
+def test_without_the_permission_nothing_is_told(cli: Cli) -> None:
+    with DaemonProcess("8MiB") as closed, FakeEngine(closed.directory, "tiny", page_bytes=4096) as fake:
+        fake.store(KEYS[:1], [0])
+        for arguments in (("ls",), ("show", "11"), ("pin", "11")):
+            status, out, err = cli("block", *arguments, "--namespace", "tiny", on=closed)
+            assert (status, out) == (2, "")
+            assert "block_access" in err
+
+
+def test_pins_are_set_shown_and_taken_back(cli: Cli, engine: FakeEngine) -> None:
+    assert cli("block", "pin", "11", "22", "--namespace", "tiny")[1] == "2 blocks were pinned.\n"
+    assert cli("block", "pin", "22", "33", "--namespace", "tiny")[1] == "1 block was pinned; 1 was before.\n"
+    assert cli("block", "ls", "--namespace", "tiny", "--pinned")[1].count("pinned by an operator") == 3
+    assert "3 blocks (96.0 KiB) pinned by operators" in cli("stats")[1]
+    assert cli("block", "unpin", "11", "22", "33", "--namespace", "tiny")[1] == "3 blocks were unpinned.\n"
+    assert "pinned by operators" not in cli("stats")[1]
+
+
+def test_one_block_goes_into_a_file_and_back(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    file, other = tmp_path / "one.safetensors", bytes(31) + b"\x01"
+    assert cli("block", "get", "11", str(file), "--namespace", "tiny")[0] == 0
+    status, _, err = cli("block", "get", "11", str(file), "--namespace", "tiny")
+    assert (status, "exists" in err) == (2, True)
+    assert cli("block", "put", str(file), "--namespace", "tiny")[0] == 1, "it is there"
+    assert cli("block", "put", str(file), "--namespace", "tiny", "--key", other.hex())[0] == 0
+    assert engine.lookup([other]) == 1
+    assert engine.load([other], [20]).ok
+    assert engine.checksums([20]) == engine.checksums([0])
+    assert "whole key" in cli("block", "put", str(file), "--namespace", "tiny", "--key", "1234")[2]
+    cli("clear", "--namespace", "tiny", "--yes")
+
+
+def test_a_namespace_moves_to_another_daemon(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    exported = json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])
+    assert (exported["blocks"], exported["bytes"], exported["resumed"]) == (8, 8 * 32768, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors"]
+    status, out, _ = cli("import", str(file), "--list")
+    assert status == 0
+    assert "8 blocks (256 KiB)" in out
+    assert engine.namespace.fingerprint.hex() in out
+    with DaemonProcess("32MiB", block_access="write") as fresh:
+        status, out, _ = cli("import", str(file), on=fresh)
+        assert status == 0
+        assert "8 blocks (256 KiB) were put into the pool. Namespace tiny" in out
+        status, out, _ = cli("import", str(file), on=fresh)
+        assert "0 blocks (0 B) were put into the pool, 8 were there already." in out
+        with FakeEngine(fresh.directory, "tiny", world_size=2, blocks=32, page_bytes=4096) as second:
+            assert second.lookup(KEYS) == 8
+            assert second.load(KEYS, range(8, 16)).ok
+            assert second.checksums(range(8, 16)) == engine.checksums(range(8))
+
+
+def test_prefixes_choose_what_is_exported(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "some.safetensors"
+    assert cli("export", str(file), "--namespace", "tiny", "--prefix", "1", "--prefix", KEYS[4].hex())[0] == 0
+    with BlockFile(file) as source:
+        assert {entry.key for entry in source.entries} == {KEYS[0], KEYS[4]}
+
+
+def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:
+    file = tmp_path / "all.safetensors"
+    cli("export", str(file), "--namespace", "tiny")
+    with (
+        DaemonProcess("32MiB", block_access="write") as second,
+        FakeEngine(second.directory, "tiny", world_size=1, blocks=32, page_bytes=8192),
+    ):
+        for arguments in (("import", str(file)), ("import", str(file), "--namespace", "tiny")):
+            status, out, err = cli(*arguments, on=second)
+            assert (status, out) == (2, "")
+            assert "world_size" in err, "what they differ in"
+        assert cli("namespaces", on=second)[1].count("tiny") == 1
+        status, out, _ = cli("import", str(file), "--beside", on=second)
+        assert (status, "8 blocks" in out) == (0, True)
+        assert "--namespace" in cli("import", str(file), "--list", "--beside", on=second)[2]
+
+
+@pytest.mark.parametrize("where", ["data", "list", "length"])
+def test_a_damaged_file_is_refused_and_named(cli: Cli, engine: FakeEngine, tmp_path: Path, where: str) -> None:
+    file = tmp_path / "all.safetensors"
+    cli("export", str(file), "--namespace", "tiny")
+    raw = bytearray(file.read_bytes())
+    if where == "data":
+        raw[-5] ^= 1
+    elif where == "list":
+        at = raw.index(KEYS[3].hex().encode())
+        raw[at] = ord("0") if raw[at] != ord("0") else ord("1")
+    else:
+        del raw[-1:]
+    file.write_bytes(raw)
+    with DaemonProcess("32MiB", block_access="write") as fresh:
+        status, out, err = cli("import", str(file), on=fresh)
+        assert (status, out) == (2, "")
+        assert "all.safetensors" in err
+        with BlockClient(fresh.directory) as client:
+            spaces = client.namespaces().namespaces
+            # What came before the damage is there; nothing that is damaged is.
+            assert [info.ready_blocks for info in spaces] == ([7] if where == "data" else [])
+
+
+PROGRAM = """
+import sys
+from kvoffd_client.blocks import export as module
+module.BATCH_BYTES = 1
+write = module._Part.add
+def slowly(part, block):
+    done = write(part, block)
+    print(len(part.entries), flush=True)
+    sys.stdin.readline()
+    return done
+module._Part.add = slowly
+from kvoffd_client.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_export_that_is_killed_goes_on_where_it_was(
+    cli: Cli, daemon: DaemonProcess, engine: FakeEngine, tmp_path: Path
+) -> None:
+    file = tmp_path / "all.safetensors"
+    arguments = ["export", str(file), "--namespace", "tiny", "--directory", str(daemon.directory)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for expected in range(1, 6):
+        assert process.stdout.readline() == f"{expected}\n"
+        if expected < 5:
+            process.stdin.write("\n")
+            process.stdin.flush()
+    status, _, err = cli("export", str(file), "--namespace", "tiny")
+    assert (status, "Another export" in err) == (2, True)
+    process.send_signal(signal.SIGKILL)
+    process.wait(10)
+    process.stdin.close()
+    process.stdout.close()
+    assert not file.exists()
+    part, log = tmp_path / "all.safetensors.part", tmp_path / "all.safetensors.part.log"
+    # The machine lost the end of the fifth block and half a line of the log.
+    os.truncate(part, part.stat().st_size - 100)
+    with log.open("ab") as journal:
+        journal.write(b"0:1234")
+    exported = json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])
+    assert (exported["blocks"], exported["resumed"]) == (8, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors"]
+    with BlockFile(file) as source:
+        buffer = np.empty(32768, np.uint8)
+        for number in range(8):
+            source.read(number, buffer)
+        assert {entry.key for entry in source.entries} == set(KEYS)
+
+
+def test_what_another_export_left_is_not_mixed_in(
+    cli: Cli, daemon: DaemonProcess, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "all.safetensors"
+
+    def give_up(part: object, path: Path) -> None:
+        raise OSError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(export_module._Part, "finish", give_up)
+        assert cli("export", str(file), "--namespace", "tiny")[0] == 2
+    with FakeEngine(daemon.directory, "other", page_bytes=4096) as other:
+        other.store(KEYS[:1], [0])
+        status, _, err = cli("export", str(file), "--namespace", "other")
+        assert (status, "another namespace" in err) == (2, True)
+    assert json.loads(cli("export", str(file), "--namespace", "tiny", "--json")[1])["resumed"] == 8
+
+
+def test_an_import_does_not_hold_the_file_in_memory(cli: Cli, tmp_path: Path) -> None:
+    """96 MiB of blocks through 32 MiB of staging memory, most of them evicted again by a pool of 64 MiB."""
+    file = tmp_path / "large.safetensors"
+    with DaemonProcess("128MiB", block_access="write") as large:
+        with FakeEngine(large.directory, "large", layers=1, blocks=96, page_bytes=1 << 20) as fake:
+            keys = [n.to_bytes(32, "big") for n in range(96)]
+            assert fake.store(keys, range(96), timeout_s=60).ok
+        assert cli("export", str(file), "--namespace", "large", on=large)[0] == 0
+    with DaemonProcess("64MiB", block_access="write") as small:
+        program = (
+            "import sys, resource; from kvoffd_client.cli import main; status = main(sys.argv[1:]);"
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+        )
+        most_kib: list[int] = []
+        for more in ((), ("--list",)):
+            command = [sys.executable, "-c", program, "import", str(file), *more]
+            command += ["--directory", str(small.directory)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            assert done.returncode == 0, done.stderr
+            *said, last = done.stdout.strip().splitlines()
+            most_kib.append(int(last))
+            assert more or "96 blocks (96.0 MiB) were put into the pool" in said[0]
+        # 32 MiB of staging memory, and what the client itself needs.
+        assert most_kib[0] - most_kib[1] < 72 << 10, most_kib

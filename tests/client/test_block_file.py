@@ -1,0 +1,207 @@
+"""The file format: what is written is read, by the safetensors library too, and no damage goes unseen."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from kvoffd_client.blocks import Block, BlockFile, BlockFileError, Geometry, checksum_of
+from kvoffd_client.blocks.file import Entry, room_for, write_header
+from kvoffd_client.errors import BlockDamaged
+from kvoffd_proto.blocks import PageSpec, ShardSpec, shard_bytes_of
+from kvoffd_proto.handles import LayerSpec
+from kvoffd_proto.messages import GroupSpec
+
+KEY_BYTES = 16
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
+
+
+@st.composite
+def pages(draw: st.DrawFn) -> PageSpec:
+    """A layer: described, described wrongly, or not at all."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dtype = draw(st.sampled_from(sorted(DTYPES)))
+    nbytes = int(np.prod(shape)) * DTYPES[dtype]
+    kind = draw(st.sampled_from(["told", "told", "told", "wrong", "silent"]))
+    if kind == "silent":
+        return PageSpec(nbytes)
+    return PageSpec(nbytes + (kind == "wrong"), LayerSpec(draw(st.text(max_size=5)), dtype, shape, "a b c"))
+
+
+shards = st.builds(ShardSpec, st.integers(1, 3), st.lists(pages(), max_size=4))
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> Geometry:
+    groups, world_size = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    return Geometry(
+        draw(st.binary(min_size=32, max_size=32)),
+        draw(st.text(max_size=8)),
+        world_size,
+        KEY_BYTES,
+        tuple(GroupSpec("full", 16) for _ in range(groups)),
+        draw(st.sampled_from(["{}", '{"model":"tiny"}', "no json"])),
+        tuple(tuple(draw(shards) for _ in range(groups)) for _ in range(world_size)),
+    )
+
+
+@st.composite
+def contents(draw: st.DrawFn) -> tuple[Geometry, list[Block]]:
+    geometry = draw(geometries())
+    keys = draw(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=5, unique=True))
+    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
+    blocks = []
+    for key in keys:
+        group = draw(st.integers(0, len(geometry.groups) - 1))
+        data = [
+            dice.integers(0, 256, geometry.shard_bytes(rank, group), dtype=np.uint8)
+            for rank in range(geometry.world_size)
+        ]
+        blocks.append(Block.of_bytes(geometry, group, key, data, draw(st.integers(0, 2))))
+    return geometry, blocks
+
+
+@contextmanager
+def written(geometry: Geometry, blocks: list[Block]) -> Iterator[Path]:
+    """A file of these blocks, as an export writes it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "blocks.safetensors"
+        counts = [sum(block.group == group for block in blocks) for group in range(len(geometry.groups))]
+        room = room_for(geometry, counts)
+        with path.open("wb") as file:
+            file.truncate(room)
+            file.seek(room)
+            for block in blocks:
+                for shard in block.shards:
+                    file.write(shard.data.data)
+            file.flush()
+            write_header(file.fileno(), geometry, [Entry.of(block) for block in blocks], room)
+        yield path
+
+
+@quick
+@given(contents())
+def test_blocks_come_back_as_they_were_written(content: tuple[Geometry, list[Block]]) -> None:
+    geometry, blocks = content
+    with written(geometry, blocks) as path, BlockFile(path) as file:
+        assert file.geometry == geometry
+        assert [(entry.group, entry.key, entry.first_block) for entry in file.entries] == [
+            (block.group, block.key, block.first_block) for block in blocks
+        ]
+        for number, block in enumerate(blocks):
+            found = file.block(number)
+            assert all(
+                np.array_equal(one.data, other.data) for one, other in zip(found.shards, block.shards, strict=True)
+            )
+
+
+@quick
+@given(contents())
+def test_the_safetensors_library_reads_every_layer(content: tuple[Geometry, list[Block]]) -> None:
+    geometry, blocks = content
+    torch = pytest.importorskip("torch")
+    with written(geometry, blocks) as path, safe_open(path, "pt") as file:
+        read = dict.fromkeys(file.keys(), 0)
+        for block in blocks:
+            for shard in block.shards:
+                for number, layer in enumerate(shard.layers):
+                    (name, first) = next(
+                        (name, int(span.split("-")[0]))
+                        for name in read
+                        for span in [name.rsplit("layers", 1)[1]]
+                        if name.startswith(f"group{block.group}/{block.key.hex()}/rank{shard.rank}/")
+                        and int(span.split("-")[0]) <= number <= int(span.split("-")[1])
+                    )
+                    found = file.get_tensor(name)[number - first]
+                    read[name] += 1
+                    assert tuple(found.shape) == layer.shape
+                    assert bytes(found.contiguous().view(-1).view(dtype=torch.uint8).numpy()) == layer.array.tobytes()
+        assert all(read.values()), "a tensor of nobody"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(contents(), st.data())
+def test_a_flipped_byte_is_found_or_means_nothing(content: tuple[Geometry, list[Block]], data: st.DataObject) -> None:
+    geometry, blocks = content
+    with written(geometry, blocks) as path:
+        raw = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(raw)
+        try:
+            with BlockFile(path) as file:
+                found = [file.block(number) for number in range(len(file.entries))]
+        except BlockFileError:
+            return
+        # As a blank of the padding that became a tab.
+        assert file.geometry == geometry
+        assert [(block.group, block.key) for block in found] == [(block.group, block.key) for block in blocks]
+        for block, before in zip(found, blocks, strict=True):
+            assert all(np.array_equal(a.data, b.data) for a, b in zip(block.shards, before.shards, strict=True))
+
+
+@quick
+@given(contents(), st.data())
+def test_a_file_that_was_cut_off_is_refused(content: tuple[Geometry, list[Block]], data: st.DataObject) -> None:
+    with written(*content) as path:
+        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+        with pytest.raises(BlockFileError):
+            BlockFile(path)
+
+
+@quick
+@given(st.binary(max_size=300))
+def test_anything_else_is_refused(raw: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "x"
+        path.write_bytes(raw)
+        with pytest.raises(BlockFileError):
+            BlockFile(path)
+
+
+def test_other_safetensors_are_refused(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    save_file({"weight": np.zeros(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(BlockFileError, match="other tensors than blocks"):
+        BlockFile(tmp_path / "model.safetensors")
+
+
+@given(geometries())
+def test_a_geometry_comes_back_from_json(geometry: Geometry) -> None:
+    assert Geometry.of_json(geometry.to_json()) == geometry
+    for rank, of_rank in enumerate(geometry.shards):
+        for group, shard in enumerate(of_rank):
+            assert geometry.shard_bytes(rank, group) == shard_bytes_of(shard)
+
+
+def test_a_block_of_one_s_own_is_written_and_checked() -> None:
+    page = PageSpec(2 * 3 * 4, LayerSpec("first", "float32", [2, 3], "tokens content"))
+    geometry = Geometry(bytes(32), "x", 1, 16, (GroupSpec("full", 2),), "{}", ((ShardSpec(2, [page, page]),),))
+    block = Block.blank(geometry)
+    for number, layer in enumerate(block.shards[0].layers):
+        assert (layer.name, layer.dtype, layer.shape, layer.layout) == ("first", "float32", (2, 2, 3), "tokens content")
+        layer.array[...] = number + 1
+    assert block.shards[0].data[:48].view(np.float32).tolist() == [1.0] * 12
+    pytest.importorskip("torch")
+    assert block.shards[0].layers[1].tensor().tolist() == [[[2.0] * 3] * 2] * 2
+    block.verify()
+    block.shards[0].checksum = checksum_of(block.shards[0].data.data)
+    block.verify()
+    block.shards[0].layers[0].array[0, 0, 0] = 9
+    with pytest.raises(BlockDamaged):
+        block.verify()
+    for wrong in ([], [np.zeros(95, np.uint8)], [np.zeros(96, np.uint8)] * 2):
+        with pytest.raises(ValueError, match="shard"):
+            Block.of_bytes(geometry, 0, b"", wrong)
