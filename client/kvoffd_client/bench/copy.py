@@ -119,7 +119,7 @@ def _measure(copies: _Copies, memcpy: Memcpy, meter: CpuMeter, piece: str, round
             meter.start()
             seconds = way.copy()
             meter.stop()
-            cost = meter.cost(nbytes / 1e9, "GB")
+            cost = meter.cost(nbytes / 1e9, "GB", checksums=True)
             floor = memcpy.speed(copies.nbytes, way.directions * threads)
             if round_number:  # the first one warms up
                 way.speeds.append(nbytes / seconds / 1e9)

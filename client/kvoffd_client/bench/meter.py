@@ -28,9 +28,9 @@ class CpuMeter:
         self._used += used - self._began[0]
         self._checksums += checksums - self._began[1]
 
-    def cost(self, count: float, per: str) -> Cost:
-        """The stretches since the last call, divided by ``count``."""
-        cost = Cost(self._used / count, per, self._checksums / count)
+    def cost(self, count: float, per: str, *, checksums: bool = False) -> Cost:
+        """The stretches since the last call, divided by ``count``; with what checksums took of it if asked for."""
+        cost = Cost(self._used / count, per, self._checksums / count if checksums else None)
         self._used = self._checksums = 0.0
         return cost
 

@@ -49,7 +49,7 @@ def report_table(report: Report) -> Table:
     """One line per case."""
     table = Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
     table.add_column(report.bench, no_wrap=True)
-    of_checksums = any(result.cpu is not None and result.cpu.checksums for result in report.results)
+    of_checksums = any(result.cpu is not None and result.cpu.checksums is not None for result in report.results)
     for title in ("value", "floor", "value/floor", "daemon CPU", *["of it checksums"] * of_checksums):
         table.add_column(title, justify="right", no_wrap=True)
     for result in report.results:
