@@ -13,6 +13,7 @@ from tiers.memory_disk import MemoryDisk
 from tiers.rig import TierRig, block_of
 
 from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier, OpeningStopped
+from kvoffd.tiers.disk.file import default_region_bytes
 from kvoffd.tiers.disk.format import FILE_NAME, FORMAT_VERSION, SlotShape
 from kvoffd.tiers.disk.regions import Regions
 from kvoffd.tiers.tier import TierResult
@@ -332,3 +333,12 @@ def test_errors_of_the_lock_are_not_taken_for_another_owner(tmp_path: Path) -> N
 
     with pytest.raises(DiskError, match="No locks available"):
         TierRig(DiskMaker(tmp_path, NoLocks()))
+
+
+def test_blocks_of_usual_sizes_fill_a_region() -> None:
+    for size_bytes in (1 << 30, 10 << 30, 100 << 30, 4 << 40):
+        region_bytes = default_region_bytes(size_bytes)
+        assert size_bytes // region_bytes >= 60 or region_bytes < 17 << 20
+        for slot_bytes in (64 << 10, 256 << 10, 1 << 20, 2 << 20, 3 << 20):
+            slots = SlotShape(slot_bytes, 256).slots(region_bytes)
+            assert slots * slot_bytes > 0.9 * region_bytes, (size_bytes, slot_bytes)

@@ -15,10 +15,12 @@ from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
 from kvoffd.tiers.disk.format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, page_up, read_head
 from kvoffd_proto.units import format_size
 
-_REGIONS = 256
-_LEAST_REGION_BYTES = 4 << 20
+_REGIONS = 64
+_LEAST_REGION_BYTES = 16 << 20
 _MOST_REGION_BYTES = 1 << 30
 _LEAST_REGIONS = 2
+_RECORDS_SHIFT = 9
+_LEAST_RECORDS_BYTES = 32 << 10
 _METADATA_SHIFT = 9  # a 512th: ext4 needs 4 KiB for 340 extents
 
 OnProgress = Callable[[str, int, int], None]
@@ -26,8 +28,12 @@ OnProgress = Callable[[str, int, int], None]
 
 
 def default_region_bytes(size_bytes: int) -> int:
-    """About a 256th of the tier, 4 MiB to 1 GiB, but never so large that there are not two."""
-    region_bytes = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, size_bytes // _REGIONS))
+    """About a 64th of the tier, 16 MiB to 1 GiB of slots and some room for their records, but never too large for two.
+
+    The room is extra, so that slots of a power of two fill a region but for little.
+    """
+    slots_bytes = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, size_bytes // _REGIONS))
+    region_bytes = slots_bytes + (slots_bytes >> _RECORDS_SHIFT) + _LEAST_RECORDS_BYTES
     usable_bytes = size_bytes - (size_bytes >> _METADATA_SHIFT) - REGIONS_AT
     return max(PAGE_BYTES, min(page_up(region_bytes), usable_bytes // _LEAST_REGIONS // PAGE_BYTES * PAGE_BYTES))
 
