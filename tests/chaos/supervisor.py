@@ -27,7 +27,7 @@ class Supervisor:
 
     Attributes:
         lives: daemons started.
-        watchdog_kills: daemons that were killed since they hung.
+        hung: from when to when those were silent that were killed since they hung.
         ended_at: when each daemon ended that was replaced (time.monotonic).
         failure: a sentence when a daemon did not come up.
     """
@@ -39,7 +39,7 @@ class Supervisor:
         file = {} if pool_file is None else {"pool_file": str(pool_file)}
         self.daemon = self.make_daemon(self._manager, pool_size, watchdog_s=WATCHDOG_S, **file, **flags)
         self.lives = 0
-        self.watchdog_kills = 0
+        self.hung: list[tuple[float, float]] = []
         self.ended_at: list[float] = []
         self.failure = ""
         self._closing = False
@@ -92,8 +92,9 @@ class Supervisor:
                 time.sleep(RESTART_S)
                 self._start()
             elif self._manager.ready and self._manager.silent_s > WATCHDOG_S:
-                self.watchdog_kills += 1
+                silent_since = time.monotonic() - self._manager.silent_s
                 self._abort()
+                self.hung.append((silent_since, time.monotonic()))
             elif not self._manager.ready and time.monotonic() - self._started_at > START_DEADLINE_S:
                 self.failure = f"the daemon does not get ready:\n{self.daemon.log[-4000:]}"
 

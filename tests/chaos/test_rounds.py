@@ -12,12 +12,13 @@ import pytest
 from support.faulty_daemon import MAIN
 from support.manager import LAUNCHER, ManagedDaemon
 
+from tests.chaos.player import FENCE_TIMEOUT_S
 from tests.chaos.rounds import run_rounds
 from tests.chaos.supervisor import Supervisor
 
 ROUNDS = 30
-LONGEST_STEP_S = 1.0
-"""Far more than the aim, since others use the machine; the figure is printed."""
+LONGEST_STEP_S = FENCE_TIMEOUT_S + 1.0
+"""What is promised, and not the aim, since others use the machine; the figure is printed."""
 SHM = Path("/dev/shm")
 
 pytestmark = [
@@ -66,7 +67,7 @@ def test_a_daemon_that_stops_is_ended_by_the_watchdog_and_started_again() -> Non
         first = supervisor.daemon.pid
         supervisor.signal(signal.SIGSTOP)
         supervisor.wait_serving(2)
-        assert supervisor.watchdog_kills == 1
+        assert supervisor.hung
         assert supervisor.daemon.pid != first
     finally:
         supervisor.close()
