@@ -15,9 +15,14 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
+from support.cache_rig import Rig
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.operators import BlockDesk
+from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd_client.memory import SharedMemory
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, lifeline
@@ -172,6 +177,21 @@ def test_a_user_who_is_not_named_is_refused() -> None:
             assert reply.code == ErrorCode.FORBIDDEN
             assert "block_uids" in reply.message
         assert isinstance(open_pool(admin)[0], lifeline.PoolRefused)
+
+
+def test_an_administrator_over_tcp_opens_no_blocks() -> None:
+    """His peer says uid 0, since the kernel knows nothing of him."""
+    config = Config(block_access="write", block_uids=(0,))
+    cache = Rig(regions=1, region_bytes=65536).cache
+    near, far = Peer(1, 0, 0), Peer(0, 0, 0, "a public key")
+    for peer in (near, far):
+        session = Session(1, bytes(16), peer, StandingLifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)
+        if peer is near:
+            BlockDesk(config, cache).admit(session, write=True)
+            continue
+        with pytest.raises(KvoffdError) as caught:
+            BlockDesk(config, cache).admit(session, write=False)
+        assert caught.value.code == ErrorCode.FORBIDDEN
 
 
 def test_a_session_that_said_no_hello_gets_no_pool(room: Room) -> None:
