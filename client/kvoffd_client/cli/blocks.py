@@ -118,7 +118,8 @@ def _print_block(block: Block, sound: bool) -> None:
     emit(f"block {block.key.hex()}")
     emit(f"of {printable(geometry.label)} ({short_fingerprint(geometry.fingerprint)}), group {block.group} ({kind})")
     checksums = "the bytes have their checksums" if sound else "THE BYTES DO NOT HAVE THEIR CHECKSUMS"
-    emit(f"{format_size(size)} in {len(block.shards)} shards; {checksums}\n")
+    count = f"{len(block.shards)} shard{'' if len(block.shards) == 1 else 's'}"
+    emit(f"{format_size(size)} in {count}; {checksums}\n")
     table = Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
     table.add_column("rank", justify="right", no_wrap=True)
     for title in ("layer", "dtype", "shape", "layout"):
