@@ -127,6 +127,7 @@ def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: Daem
         assert engine.scheduler.reset()
         assert engine.lookup(keys_of(2)) == 0
         fill(engine, admin, 48)
+        until(lambda: below(admin).written_blocks >= 96)
         assert admin.clear() >= 48
         assert engine.lookup(keys_of(40)) == 0
         until(lambda: admin.stats().disks[0].blocks == 0)

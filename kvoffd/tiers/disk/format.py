@@ -25,6 +25,7 @@ head until its records are gone: those of its generation and below do not count.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
@@ -231,6 +232,7 @@ def read_record(records: bytes, at: int, shape: SlotShape, seed: int) -> Record 
     return Record(block, generation, written_at) if SlotShape.of(block) == shape else None
 
 
+@cache
 def record_bytes(world_size: int) -> int:
     """Bytes of a record with so many shards: a power of two, so that no page cuts one, or whole pages."""
     needed = _RECORD.size + world_size * _SHARD.size + _CHECKSUM.size
