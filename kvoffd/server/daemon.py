@@ -24,7 +24,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_door import AdminDoor, AdminKeys
 from kvoffd.server.directory import DaemonDirectory
-from kvoffd.server.disks import Disks, opener
+from kvoffd.server.disks import QUIET_S, Disks, opener
 from kvoffd.server.engine_memory import GpuMapper
 from kvoffd.server.http import HttpServer
 from kvoffd.server.inheritance import adopt_blocks, open_pool
@@ -196,7 +196,15 @@ class Daemon:
             # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
             max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
         )
-        disks = service.disks = Disks(config, cache, publisher, time.monotonic, opener(pool, inbox.post), inbox.post)
+        disks = service.disks = Disks(
+            config,
+            cache,
+            publisher,
+            time.monotonic,
+            opener(pool, inbox.post),
+            inbox.post,
+            lambda: service.jobs.busy(QUIET_S),
+        )
         transport = Transport(service, directory)
         lifelines = LifelineServer(service, directory, transport.schedule_turn, pool.share)
         probe = SelfProbe(service, directory)

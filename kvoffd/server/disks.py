@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,10 @@ CLOSE_STEP_S = 0.02
 """How long the loop may wait at a time for a directory that is given up; it asks again with the next tick."""
 STOP_OPENING_S = 1.0
 MAX_DISKS = 64
+TRICKLE_BYTES_A_CORE = 4 * 2**20
+"""What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
+QUIET_S = 0.05
+"""Engines that have copied nothing for so long do not copy."""
 
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
@@ -67,6 +72,7 @@ class Disks:
     Args:
         open_disk: opens a directory.
         post: has something called in the service's thread; for any thread.
+        engines_busy: whether engines' copies are under way.
     """
 
     def __init__(
@@ -77,8 +83,10 @@ class Disks:
         clock: Callable[[], float],
         open_disk: OpenDisk,
         post: Callable[[Callable[[], None]], None],
+        engines_busy: Callable[[], bool],
     ) -> None:
         self._config = config
+        self._engines_busy = engines_busy
         self._cache = cache
         self._events = events
         self._clock = clock
@@ -183,9 +191,13 @@ class Disks:
     def _make_below(self) -> Below:
         config = self._config
         settings = BelowSettings(
-            WriteMode(config.disk_write), config.disk_write_per_day, config.disk_write_rate, config.disk_deadline_s
+            WriteMode(config.disk_write),
+            config.disk_write_per_day,
+            config.disk_write_rate,
+            config.disk_deadline_s,
+            trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        below = Below(self._cache, self._tiers, self._events, self._clock, settings)
+        below = Below(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
         self._cache.attach(below)
         return below
 

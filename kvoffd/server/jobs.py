@@ -97,6 +97,7 @@ class JobRunner:
         self._verify_share = verify_share
         self._verify_due = 0.0
         self._running: dict[Job, None] = {}
+        self._ended_at = float("-inf")
         self._told: dict[int, Session] = {}
         self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
 
@@ -104,6 +105,10 @@ class JobRunner:
     def unfinished(self) -> int:
         """Accepted jobs that have not ended."""
         return len(self._running)
+
+    def busy(self, within_s: float) -> bool:
+        """Whether a job is unfinished, or was so many seconds ago."""
+        return bool(self._running) or self._clock() - self._ended_at < within_s
 
     def take_told(self) -> list[Session]:
         """Sessions with results that no flush has published yet."""
@@ -346,6 +351,7 @@ class JobRunner:
     def _release(self, job: Job) -> None:
         """Nothing touches the job's slots and its registration's memory any more."""
         self._running.pop(job, None)
+        self._ended_at = self._clock()
         job.registration.job_ended()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from kvoffd.cache.block import BlockState
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
 from kvoffd_proto.events import (
     KV_TOPIC_PREFIX,
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -18,13 +21,18 @@ from kvoffd_proto.events import (
 )
 from tests.sim.clock import Broken
 
+if TYPE_CHECKING:
+    from tests.sim.disk import SimDisk
+
 Readable = set[tuple[int, bytes]]
 """Blocks of a namespace that can be read: (group, key)."""
 
 
-def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True) -> None:
-    """Apply events to what was readable before them. ``strict``: nothing is stored twice or removed in vain."""
+def fold(events: Iterable[KvEvent], readable: Readable, strict: bool = True, medium: str = MEDIUM_CPU) -> None:
+    """Apply events to what a medium held before them. ``strict``: nothing is stored twice or removed in vain."""
     for event in events:
+        if not isinstance(event, AllBlocksCleared) and event.medium != medium:
+            continue
         if isinstance(event, AllBlocksCleared):
             readable.clear()
             continue
@@ -51,6 +59,7 @@ class Audit:
         self._sequences: dict[int, int] = {}
         self._event_sequence = 0
         self._readable: dict[bytes, Readable] = {}
+        self._on_disk: dict[bytes, Readable] = {}
 
     def accept(self, session_id: int, job_id: int) -> None:
         """The daemon took a job."""
@@ -66,7 +75,9 @@ class Audit:
             if number != self._event_sequence:
                 raise Broken("KV event messages are not numbered one by one")
             self._event_sequence += 1
-            fold(decode_event_batch(payload).events, self._readable.setdefault(topic, set()))
+            events = decode_event_batch(payload).events
+            fold(events, self._readable.setdefault(topic, set()))
+            fold(events, self._on_disk.setdefault(topic, set()), medium=MEDIUM_STORAGE)
             return
         batch = codec.decode_completions(payload)
         if batch.sequence != number or number != self._sequences.get(batch.session_id, 0) + 1:
@@ -87,11 +98,15 @@ class Audit:
             lost, unknown = self.unfinished - running, running - self.unfinished
             raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")
 
-    def check_events(self) -> None:
-        """After a flush: what the events fold to is the index."""
+    def check_events(self, disk: SimDisk | None) -> None:
+        """After a flush: what the events fold to is the index, and what is on disk."""
         for namespace in self._service.cache.namespaces:
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
                 raise Broken("folding the KV events does not give the index")
+            if disk is not None and not disk.tier.has_news:
+                told = self._on_disk.get(kv_topic(namespace.fingerprint), set())
+                if told != disk.readable(namespace.fingerprint):
+                    raise Broken("folding the KV events does not give what is on disk")
 
     def folded(self, fingerprint: bytes) -> Readable:
         """What the events of a namespace that were published so far fold to."""

@@ -11,6 +11,7 @@ from zlib import crc32
 from kvoffd.cache.slots import SlotOwner, SlotStore
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.disks import Disks
 from kvoffd.server.jobs import Job
 from kvoffd.server.session import Peer
 from kvoffd.transfer.engine import Direction, Outcome
@@ -22,6 +23,7 @@ from kvoffd_proto.version import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.copier import SimEngine
+from tests.sim.disk import SimDisk, SimTier
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import Kept, keep, keep_copy, make_config, make_pool, make_service, ready_records
@@ -106,6 +108,7 @@ class SimDaemon:
             self._map_segment,
             self._dice.randbytes,
         )
+        self.disk = self._make_disk(life)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
@@ -117,6 +120,19 @@ class SimDaemon:
         self._unregistering = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
         self.process.after(TICK_S, self._tick)
+
+    def _make_disk(self, life: int) -> SimDisk | None:
+        device = self._world.device
+        if device is None:
+            return None
+        dice = self._world.scenario.dice(f"disk {life}")
+        size_bytes = self._world.pool_bytes * dice.choice((1, 4))
+        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, dice, size_bytes)
+        tier.draining = self._world.faults.calm
+        disk = SimDisk(self.service, tier, self.clock, dice)
+        self.service.disks = cast(Disks, disk)
+        tier.on_turn = self._schedule_flush
+        return disk
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 
@@ -196,6 +212,8 @@ class SimDaemon:
             after = service.cache.balance(), len(service.cache.leases), service.jobs.unfinished
             if before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
+        if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
+            self.disk.handled(request)
         if len(replies) == 1:
             reply = replies[0]
             if request is not None and request.token not in self._session_of_token and not isinstance(reply, m.Error):
@@ -282,6 +300,14 @@ class SimDaemon:
         self._schedule_flush()
         self.process.after(TICK_S, self._tick)
 
+    def squeeze(self) -> None:
+        """Evict every block that may be evicted."""
+        cache = self.service.cache
+        cache.balance()  # enters the pins of the last lookup
+        blocks = [block for block in cache.policy.candidates() if not block.pins]
+        cache._blocks._evict(blocks)
+        self._schedule_flush()
+
     # --- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -294,13 +320,14 @@ class SimDaemon:
     def check_all(self) -> None:
         """Every account."""
         self.audit.check_cache()
-        self.audit.check_events()
+        self.audit.check_events(self.disk)
         in_use = {segment for session in self.service.sessions.values() for segment in session.segments.values()}
         if len(in_use) > len(self.service.sessions) * self.config.max_segments:
             raise Broken("more descriptors than segments are allowed")
 
     def check_at_rest(self) -> None:
         """When no session and no job is left."""
+        self.flush()
         self.check_all()
         balance = self.service.cache.balance()
         if balance.pinned_bytes or balance.leaving_bytes or len(self.service.cache.leases):
@@ -329,6 +356,9 @@ class SimDaemon:
         wait_for_jobs()
 
     def _exit(self) -> None:
+        if self.disk is not None:
+            self.disk.below.stop()
+            self.disk.tier.close(0.0)
         self.flush()
         self.die()
 
@@ -342,6 +372,8 @@ class SimDaemon:
         """The process is gone, whatever it was doing."""
         self.clock.note("daemon dies")
         self.process.alive = False
+        if self.disk is not None:
+            self.disk.tier.crash()
         for stream in self._streams:
             stream.close()
         for session in self.service.sessions.values():

@@ -65,11 +65,11 @@ class Engine:
 
     # --- what requests ask for -------------------------------------------------------------------
 
-    def lookup(self, keys: list[bytes]) -> LookupTicket:
+    def lookup(self, keys: list[bytes], again: bool = False) -> LookupTicket:
         """Ask for all keys of a prompt, in every group."""
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
         session = self.scheduler.session
-        ticket = session.lookup(groups, [len(keys)] * len(groups), self.clock.now)
+        ticket = session.lookup(groups, [len(keys)] * len(groups), self.clock.now, again)
         self._asked.append((ticket, self.clock.now))
         self.scheduler.arm()
         return ticket

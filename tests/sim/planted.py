@@ -242,4 +242,32 @@ PLANTED = (
         "self._ahead[number] = (topic, payload)",
         "self._ahead[number] = (topic, payload); self.next_sequence = number",
     ),
+    Planted(
+        "what the disk could not read is served",
+        "kvoffd.cache.below.exchange",
+        "Exchange.end_promotion",
+        "if ok:",
+        "if True:",
+    ),
+    Planted(
+        "a reset leaves the disk as it is",
+        "kvoffd.cache.below.below",
+        "Below.forget_all",
+        "return self.tier.remove_namespace(namespace.fingerprint)",
+        "return 0",
+    ),
+    Planted(
+        "a slot is freed while the disk still reads into it",
+        "kvoffd.cache.below.promotion",
+        "Promoter.tick",
+        "self._exchange.give_up(wanted.promotion)",
+        "self._exchange.end_promotion(wanted.promotion, ok=False)",
+    ),
+    Planted(
+        "what is being written to disk is not pinned",
+        "kvoffd.cache.below.exchange",
+        "Exchange.begin_write",
+        "self._blocks.pin([block])",
+        "self._blocks.pin([])",
+    ),
 )

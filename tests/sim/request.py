@@ -59,6 +59,10 @@ class Request:
                 return False
             self._engine.release(ticket.lease_id)
             return self._compute()
+        if ticket.pending and self._engine.clock.now < self._give_up_at and ticket.alive | (not ticket.pinned):
+            self._sleep(self._dice.uniform(0.001, 0.02))
+            self.state = self._waiting_for_disk
+            return True
         self._hit = min(ticket.leading_ready(index) for index in range(len(self.blocks)))
         if not self._hit or not ticket.alive:
             self._engine.release(ticket.lease_id)
@@ -66,6 +70,16 @@ class Request:
         # Scheduling takes its time; the lease must outlive it, or the load must fail.
         self._sleep(self._dice.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._dice.uniform(0, 0.01))
         self.state = self._scheduled
+        return True
+
+    def _waiting_for_disk(self) -> bool:
+        if not self._slept():
+            return False
+        before = self._lookup
+        assert before is not None
+        self._lookup = self._engine.lookup(self.keys, again=True)
+        self._engine.release(before.lease_id)
+        self.state = self._looking_up
         return True
 
     def _scheduled(self) -> bool:

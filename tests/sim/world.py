@@ -14,6 +14,7 @@ from tests.sim.client import SimClient
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content, Corpus
 from tests.sim.daemon import Descriptors, FailureLog, SimDaemon
+from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
 from tests.sim.network import Network
@@ -61,6 +62,7 @@ class World:
             for group in content.groups
         )
         self.pool_bytes = dice.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
+        self.device = Device() if scenario.dice("has a disk").random() < 0.6 else None
         self.log = FailureLog()
         self.descriptors = Descriptors()
         self.longest_lookup_s = 0.0
@@ -134,9 +136,12 @@ class World:
             self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
+        if self.daemon.disk is not None:
+            self.daemon.disk.tier.drain()
         for hostile in self._hostiles:
             hostile.die()
         self._settle(self._unsettled)
+        self.daemon.flush()  # a tick may have told of something since the last one
         self.daemon.check_all()
         self.daemon.pool.verify_ready()
         for engine in self.engines:
@@ -174,6 +179,8 @@ class World:
         return None
 
     def _still_open(self) -> str | None:
+        if self.daemon.disk is not None and self.daemon.disk.tier.jobs:
+            return "the disk is busy"
         sessions = self.daemon.service.sessions
         return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
 
@@ -224,6 +231,11 @@ class World:
 
     def _lost_pool(self) -> None:
         self._pools_to_lose += 1
+
+    def _squeeze(self) -> None:
+        """Room is wanted for something: all that can go goes."""
+        if self.daemon.process.alive:
+            self.daemon.process.run(self.daemon.squeeze)
 
     def _daemon_pause(self) -> None:
         self.daemon.process.pause(self._dice.uniform(0.05, 1.2))

@@ -62,7 +62,10 @@ class BelowRig(Rig):
         self.device = device or Device()
         self.tier = MemoryTier(self.device, self.memory, tier_bytes, most_jobs)
         self.told = FoldedBelow()
-        self.below = Below(self.cache, self.tier, self.told, self.clock, settings or BelowSettings())
+        self.engines_busy = False
+        self.below = Below(
+            self.cache, self.tier, self.told, self.clock, settings or BelowSettings(), lambda: self.engines_busy
+        )
         self.tier.listener = self.below
         self.cache.attach(self.below)
 

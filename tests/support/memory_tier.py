@@ -149,6 +149,7 @@ class MemoryTier(Tier):
     def close(self, deadline_s: float) -> bool:
         for job in list(self.jobs):
             del self.jobs[job]
+            self.before_done(job)
             job.on_done(TierResult.CANCELLED)
         return True
 
@@ -156,14 +157,23 @@ class MemoryTier(Tier):
 
     def end(self, job: Job, now: float = 0.0, fault: TierResult | None = None) -> None:
         """Do a job, or let it fail, and tell of it."""
-        del self.jobs[job]
         result = fault or (TierResult.DEADLINE if now >= job.deadline else self._do(job))
+        del self.jobs[job]
+        self.before_done(job)
         self.counts[result.value] += 1
         if job.reading and result in (TierResult.CORRUPT, TierResult.FAILED):
             self.remove([job.block.id])
             self._error(result.value, "A block could not be read.")
         self.tell()
         job.on_done(result)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the listener does not know all yet."""
+        return bool(self._news)
+
+    def before_done(self, job: Job) -> None:
+        """A job has moved its last byte."""
 
     def end_all(self, now: float = 0.0, fault: TierResult | None = None) -> None:
         """All that wait now, and what they bring about."""

@@ -39,6 +39,7 @@ class BelowSettings:
         deadline_s: what is wanted and not up after so many seconds is absent.
         max_promoting_bytes: bound on the pool bytes that promotions hold, beside an eighth of the pool.
         max_writing_bytes: bound on the bytes that are being written, beside a sixteenth of the pool.
+        trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
     """
 
     mode: WriteMode = WriteMode.REUSE
@@ -46,7 +47,8 @@ class BelowSettings:
     per_second_bytes: int = 0
     deadline_s: float = 5.0
     max_promoting_bytes: int = 2**30
-    max_writing_bytes: int = 64 * 2**20
+    max_writing_bytes: int = 16 * 2**20
+    trickle_bytes: int = 8 * 2**20
 
 
 class Below:
@@ -56,7 +58,13 @@ class Below:
     """
 
     def __init__(
-        self, cache: BlockCache, tier: Tier, events: TierEvents, clock: Callable[[], float], settings: BelowSettings
+        self,
+        cache: BlockCache,
+        tier: Tier,
+        events: TierEvents,
+        clock: Callable[[], float],
+        settings: BelowSettings,
+        engines_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._cache = cache
         self.tier = tier
@@ -80,6 +88,8 @@ class Below:
             min(pool_bytes // 16, settings.max_writing_bytes),
             pool_bytes // 16,
             lambda: not self.promoter.busy,
+            engines_busy,
+            settings.trickle_bytes,
         )
         self.errors: Counter[str] = Counter()
         """What was wrong with the tier, by kind."""
@@ -237,6 +247,9 @@ class Below:
 
     def _tell_stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         told = self._told.setdefault((namespace, group), set())
+        if (untold := self._untold.get((namespace, group))) is not None:
+            for key in keys:
+                untold.pop(key, None)
         fresh = [key for key in keys if key not in told]
         told.update(fresh)
         if fresh:

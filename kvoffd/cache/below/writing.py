@@ -40,6 +40,9 @@ class Writer:
         under_way_bytes: bytes that may be read out of the pool at once, and are pinned that long.
         cold_bytes: how much of the cold end is kept written, while less than twice of it is free.
         idle: whether nobody waits for the tier to read.
+        engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
+            interpreter from them.
+        trickle_bytes: what is written all the same from one tick to the next, or one block.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Writer:
         under_way_bytes: int,
         cold_bytes: int,
         idle: Callable[[], bool],
+        engines_busy: Callable[[], bool],
+        trickle_bytes: int,
     ) -> None:
         self._exchange = exchange
         self._tier = tier
@@ -63,6 +68,8 @@ class Writer:
         self._under_way_limit = under_way_bytes
         self._cold_bytes = cold_bytes
         self._idle = idle
+        self._engines_busy = engines_busy
+        self._trickle_bytes = self._allowance = trickle_bytes
         self._due: dict[Block, None] = {}
         self._cold: dict[Block, None] = {}
         self._moving: dict[Block, WriteTicket] = {}
@@ -111,11 +118,16 @@ class Writer:
                 nbytes += block.slot_bytes
                 if nbytes >= self._cold_bytes:
                     break
+        self._allowance = self._trickle_bytes
         self.pump()
 
     def pump(self) -> None:
         """Begin what may begin now."""
-        while self.under_way_bytes < self._under_way_limit and (block := self._next()) is not None:
+        busy = self._engines_busy()
+        while self.under_way_bytes < self._under_way_limit and (not busy or self._allowance > 0):
+            block = self._next()
+            if block is None:
+                return
             nbytes = copy_of(block).nbytes
             if not self.budget.take(nbytes):
                 self._over_budget(block)
@@ -131,6 +143,7 @@ class Writer:
                 return
             self._moving[block] = ticket
             self.under_way_bytes += nbytes
+            self._allowance -= nbytes if busy else 0
 
     # --- inside ----------------------------------------------------------------------------------
 

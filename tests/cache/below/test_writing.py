@@ -186,6 +186,21 @@ def test_beyond_the_rate_writes_wait_for_their_turn() -> None:
     assert len(rig.device.blocks) == 6
 
 
+def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
+    rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * SLOT_UNIT)
+    space = rig.open()
+    rig.engines_busy = True
+    rig.put(space, keys_of(*range(16)))
+    for ticks in range(1, 4):
+        go_on(rig)
+        rig.below.pump()
+        rig.tier.end_all()
+        assert len(rig.device.blocks) == 2 * ticks
+    rig.engines_busy = False
+    go_on(rig)
+    assert len(rig.device.blocks) == 16
+
+
 def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
     rig = BelowRig(settings=BelowSettings(mode=WriteMode.ALWAYS), regions=8, most_jobs=1)
     space = rig.open()

@@ -1,0 +1,186 @@
+"""A disk tier in virtual time: slow, failing, hanging, lying, torn by crashes; and what it holds is watched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvoffd.cache.below.below import Below, BelowSettings
+from kvoffd.cache.below.writing import WriteMode
+from kvoffd.cache.block import BlockState
+from kvoffd.server.service import Service
+from kvoffd.tiers.tier import TierKey, TierResult
+from kvoffd_proto import messages as m
+from tests.sim.clock import Broken, Clock, Process
+from tests.sim.pool import Slot, WatchedPool
+from tests.sim.scenario import Faults
+from tests.support.memory_tier import Device, Job, MemoryTier
+
+if TYPE_CHECKING:
+    from tests.sim.audit import Readable
+
+
+class SimTier(MemoryTier):
+    """A tier whose jobs take time. Reads go into slots that are being written, writes come out of ready ones."""
+
+    def __init__(
+        self,
+        device: Device,
+        pool: WatchedPool,
+        clock: Clock,
+        process: Process,
+        faults: Faults,
+        dice: random.Random,
+        size_bytes: int,
+    ) -> None:
+        super().__init__(device, self, size_bytes, dice.choice((2, 6, 64)), self._begin)
+        self._pool = pool
+        self._clock = clock
+        self._process = process
+        self._faults = faults
+        self._dice = dice
+        self._claimed: dict[Job, list[Slot]] = {}
+        self._stale: set[Job] = set()
+        """Jobs whose block was dropped since they began."""
+        self.on_turn: Callable[[], None] = lambda: None
+        self.service: Service | None = None
+
+    # --- the pool, as the tier uses it ---------------------------------------------------------------
+
+    def peek(self, offset: int, length: int) -> bytes:
+        self._check(offset, length, "ready")
+        return self._pool.data[offset : offset + length].tobytes()
+
+    def poke(self, offset: int, data: bytes) -> None:
+        self._check(offset, len(data), "writing")
+        self._pool.data[offset : offset + len(data)] = bytearray(data)
+
+    def sum_of(self, offset: int, length: int) -> int:
+        (found,) = self._pool.digests([(offset, length)])
+        return int(found)
+
+    def _check(self, offset: int, length: int, state: str) -> None:
+        if length and any(slot.state != state for slot in self._pool.slots_at(offset, length)):
+            raise Broken(f"the disk uses a slot that is not {state}")
+
+    # --- time ------------------------------------------------------------------------------------------
+
+    def _begin(self, job: Job) -> None:
+        self._claimed[job] = [self._pool.slots[offset] for offset in job.offsets]
+        for slot in self._claimed[job]:
+            slot.transfers += 1
+        delay = self._dice.uniform(0.0002, 0.003)
+        if self._faults.hit("disk_slow"):
+            delay = self._dice.uniform(0.02, 0.3)
+        if self._faults.hit("disk_hang"):
+            delay = self._dice.uniform(1.0, 4.0)
+        self._clock.note(f"disk {'reads' if job.reading else 'writes'} {job.block.id.key.hex()[:8]}")
+        self._process.after(delay, lambda: self._finish(job))
+
+    def _finish(self, job: Job) -> None:
+        if job not in self.jobs:
+            return
+        fault: TierResult | None = None
+        if self._faults.hit("disk_fail"):
+            fault = TierResult.FAILED
+            if job.reading:  # it fails in the middle
+                for offset, shard in zip(job.offsets, job.block.shards, strict=True):
+                    self.poke(offset, self._dice.randbytes(shard.length // 2))
+        elif job.reading and self._has_bytes(job) and self._faults.hit("disk_corrupt"):
+            self.spoil(job.block.id)
+        self.end(job, self._clock.now, fault)
+        if self.service is not None:
+            self.ended(job, self.service)
+        self.on_turn()
+
+    def _has_bytes(self, job: Job) -> bool:
+        return any(self.device.blocks.get(job.block.id, (None, []))[1])
+
+    def before_done(self, job: Job) -> None:
+        for slot in self._claimed.pop(job):
+            slot.transfers -= 1
+
+    # --- what must hold ----------------------------------------------------------------------------------
+
+    def dropped(self, names: set[TierKey] | None, fingerprint: bytes | None) -> None:
+        """These keys, or a namespace, or all, were dropped just now: nothing of them may be there, or come again."""
+
+        def gone(name: TierKey) -> bool:
+            return name in names if names is not None else fingerprint in (None, name.fingerprint)
+
+        if any(map(gone, self.device.blocks)):
+            raise Broken("what was dropped is still on disk")
+        self._stale |= {job for job in self.jobs if gone(job.block.id)}
+
+    def ended(self, job: Job, service: Service) -> None:
+        """Nothing that was dropped while the job ran may be there by it."""
+        if job not in self._stale:
+            return
+        self._stale.discard(job)
+        name = job.block.id
+        if not job.reading:
+            return
+        namespace = service.cache.find_namespace(name.fingerprint)
+        block = namespace.index[name.group].get(name.key) if namespace is not None else None
+        if block is not None and block.state is BlockState.READY and block.shards[0].offset == job.offsets[0]:
+            raise Broken("a block that was dropped while it came up is served")
+
+    def crash(self) -> None:
+        """The daemon is dead: what it was writing may be there, and wrong."""
+        for job in self.jobs:
+            if not job.reading and self._faults.hit("disk_torn") and job.block.id not in self.device.blocks:
+                shards = [self._dice.randbytes(shard.length) for shard in job.block.shards]
+                self.device.blocks[job.block.id] = (job.block, shards)
+
+
+class SimDisk:
+    """What the service knows of disks."""
+
+    problems: tuple[str, ...] = ()
+
+    def __init__(self, service: Service, tier: SimTier, clock: Clock, dice: random.Random) -> None:
+        self.tier = tier
+        settings = BelowSettings(
+            dice.choice(list(WriteMode)[:3]),
+            deadline_s=dice.choice((0.4, 1.5)),
+            per_second_bytes=dice.choice((0, 2**20)),
+        )
+        self.below = Below(service.cache, tier, service.publisher, clock, settings)
+        tier.listener = self.below
+        tier.service = service
+        service.cache.attach(self.below)
+        self._service = service
+
+    def tick(self) -> None:
+        """As Disks."""
+        self.below.tick()
+
+    def report(self) -> list[m.DiskStats]:
+        """As Disks."""
+        return []
+
+    def handled(self, request: m.AnyRequest) -> None:
+        """A request was answered well."""
+        if isinstance(request, m.Invalidate):
+            size = self._service.cache.namespace(request.namespace).key_bytes
+            names = {
+                TierKey(request.namespace, part.group, part.keys[at : at + size])
+                for part in request.groups
+                for at in range(0, len(part.keys), size)
+            }
+            self.tier.dropped(names, None)
+        elif isinstance(request, m.Reset | m.Clear):
+            self.tier.dropped(None, request.namespace)
+
+    def readable(self, fingerprint: bytes) -> Readable:
+        """What events must have told of by now."""
+        return {
+            (name.group, name.key)
+            for name in self.tier.device.blocks
+            if name.fingerprint == fingerprint
+            and name.key not in self.below._untold.get((self._service.cache.namespace(fingerprint), name.group), ())
+        }
+
+
+__all__ = ["Device", "SimDisk", "SimTier"]
