@@ -60,6 +60,11 @@ class EventPublisher:
         """The namespace holds no block any more."""
         self._add(namespace, AllBlocksCleared())
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something happened since the last flush."""
+        return bool(self._pending)
+
     def flush(self) -> list[Frames]:
         """Return the messages to publish for all that happened since the last flush."""
         if not self._pending:

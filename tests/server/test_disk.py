@@ -58,12 +58,13 @@ def below(admin: AdminClient) -> m.BelowStats:
 def fill(engine: FakeEngine, admin: AdminClient, blocks: int) -> dict[int, int]:
     """Store blocks 0 to ``blocks`` and wait until they are on disk; returns their checksums."""
     sums: dict[int, int] = {}
+    before = below(admin).written_blocks
     for first in range(0, blocks, BATCH):
         numbers = range(first, first + BATCH)
         engine.fill(range(BATCH), seed=first)
         sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
         assert engine.store(keys_of(*numbers), range(BATCH)).ok
-        until(lambda: below(admin).written_blocks >= len(sums))
+        until(lambda: below(admin).written_blocks >= before + len(sums))
     return sums
 
 

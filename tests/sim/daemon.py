@@ -243,7 +243,10 @@ class SimDaemon:
             for message in messages:
                 self._dealers[sender].reply((b"", *message))
         self.service.after_send()
-        self.check()
+        if self.service.publisher.has_news:  # what came up from disk took others' place
+            self._schedule_flush()
+        else:
+            self.check()
 
     def _trace_reply(self, sender: bytes, frame: bytes) -> None:
         reply = codec.decode_reply(frame)

@@ -127,11 +127,13 @@ class SimTier(MemoryTier):
             raise Broken("a block that was dropped while it came up is served")
 
     def crash(self) -> None:
-        """The daemon is dead: what it was writing may be there, and wrong."""
-        for job in self.jobs:
-            if not job.reading and self._faults.hit("disk_torn") and job.block.id not in self.device.blocks:
-                shards = [self._dice.randbytes(shard.length) for shard in job.block.shards]
-                self.device.blocks[job.block.id] = (job.block, shards)
+        """The daemon is dead: what it was writing, or wrote last, may be there, and wrong."""
+        torn = [job.block for job in self.jobs if not job.reading]
+        torn += [block for block, _ in list(self.device.blocks.values())[-1:]]
+        for block in torn:
+            if self._faults.hit("disk_torn"):
+                shards = [self._dice.randbytes(shard.length) for shard in block.shards]
+                self.device.blocks[block.id] = (block, shards)
 
 
 class SimDisk:
