@@ -175,12 +175,17 @@ class SocketLink:
 
     def readable(self) -> bool:
         """Whether receive() would find a message now. If not, what waited for room has been sent where there is any."""
-        found = _has_message(self._events) or _has_message(self._jobs)
-        if found or not self._unsent:
-            return found
-        # Only now: it is the look for messages that makes ZeroMQ notice a connection that is up or room that is there.
-        self._send_queued()
-        return _has_message(self._jobs)
+        if _has_message(self._events):
+            return True
+        jobs = self._jobs
+        while jobs is not None:
+            # It is this look that makes ZeroMQ notice a connection that is up or room that is there, and it notices
+            # each once: so a look that finds room must be followed by sending, and sending by another look.
+            events = cast(int, jobs.getsockopt(zmq.EVENTS))
+            if events & zmq.POLLIN or not (self._unsent and events & zmq.POLLOUT):
+                return bool(events & zmq.POLLIN)
+            self._send_queued()
+        return False
 
     def receive_events(self, limit: int) -> list[list[bytes]]:
         """Up to ``limit`` messages of the events socket."""
