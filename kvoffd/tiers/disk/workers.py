@@ -49,11 +49,6 @@ class Workers(ABC):
         self._ended: deque[Ended] = deque()
         self._busy_seconds = 0.0
 
-    @property
-    def fd(self) -> int:
-        """The file's descriptor."""
-        return self._executor.fd
-
     def submit(self, job: Job) -> None:
         """Queues a job, which ends once."""
         with self._changed:
