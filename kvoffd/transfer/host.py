@@ -1,4 +1,4 @@
-"""The engine for host memory: threads that copy between mapped memfds."""
+"""The engine for host memory: threads that copy between mapped memfds, and for each that stores one for checksums."""
 
 from __future__ import annotations
 

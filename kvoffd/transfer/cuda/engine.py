@@ -1,5 +1,7 @@
 """The engine for one GPU: its copy engines, driven by a load and a store thread. No kernels.
 
+Two more threads take the checksums of what the store thread's copies have left in the pool.
+
 What a transfer may touch, and until when: a step that was given to the driver runs to its end, whatever happens; so a
 transfer ends (``on_done``) only when the last of its steps has been waited for. On a GPU that hangs that may be never.
 ``expire`` then tells the owner (``on_overdue``), who may answer a store, since nothing reads its slots before they are
