@@ -321,12 +321,18 @@ def test_a_block_has_no_record_before_its_bytes_are_written(rig: TierRig, disk: 
     assert not heir.ids()
 
 
-def test_a_slot_that_is_torn_by_a_crash_is_told_from_a_bad_disk(rig: TierRig, disk: MemoryDisk) -> None:
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_slot_that_is_torn_by_a_crash_is_told_from_a_bad_disk(rig: TierRig, disk: MemoryDisk, restarts: int) -> None:
     store(rig, 1)
     heir = die_and_return(rig, disk)
+    for _ in range(restarts):
+        heir.restart()
     disk.flip(bytes(disk.data).index(rig_content(1)), 0)
     assert load(heir, 1) is TierResult.CORRUPT
-    assert heir.fold.kinds == {"torn": 1}
+    store(heir, 2)
+    disk.flip(bytes(disk.data).index(rig_content(2)), 0)
+    assert load(heir, 2) is TierResult.CORRUPT
+    assert heir.fold.kinds == {"torn": 1, "corrupt": 1}
 
 
 class Hanging(DiskCalls):

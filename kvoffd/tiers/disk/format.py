@@ -49,8 +49,8 @@ _RECORD_MAGIC = b"KVOFFDSL"
 _CHECKSUM = Struct("<Q")
 _CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 # magic, version, number of floors, number of this head, file id, region bytes, regions, generation, written bytes,
-# written blocks, time of the file's birth, 1 while it is open
-_HEAD = Struct("<8sIIQ16sQQQQQdB7x")
+# written blocks, last doubtful generation, time of the file's birth, 1 while it is open
+_HEAD = Struct("<8sIIQ16sQQQQQQdB7x")
 _FLOOR = Struct("<B32s7xQ")
 assert _HEAD.size + MAX_FLOORS * _FLOOR.size <= _CHECKSUM_AT
 # magic, number, generation, slot bytes, record bytes, slots
@@ -85,6 +85,8 @@ class Head:
     written_bytes: int = 0
     """Since the file's birth, records and heads included."""
     written_blocks: int = 0
+    doubtful: int = 0
+    """Blocks up to this generation may be torn: they were there when the file was found open."""
     is_open: bool = True
     """False where a daemon closed the file in good order and nobody opened it since."""
     floors: dict[bytes, int] = field(default_factory=dict)
@@ -94,7 +96,7 @@ class Head:
         """One page."""
         packed = _HEAD.pack(
             *(MAGIC, FORMAT_VERSION, len(self.floors), self.number, self.file_id, self.region_bytes, self.regions),
-            *(self.generation, self.written_bytes, self.written_blocks, self.created_at, self.is_open),
+            *(self.generation, self.written_bytes, self.written_blocks, self.doubtful, self.created_at, self.is_open),
         )
         floors = b"".join(_FLOOR.pack(len(name), name, floor) for name, floor in self.floors.items())
         content = (packed + floors).ljust(_CHECKSUM_AT, b"\0")
@@ -125,11 +127,11 @@ def read_head(pages: memoryview) -> Head:
 
 def _unpack_head(page: bytes) -> Head | None:
     _, version, floors, number, file_id, region_bytes, regions, *rest = _HEAD.unpack_from(page)
-    generation, written_bytes, written_blocks, created_at, is_open = rest
+    generation, written_bytes, written_blocks, doubtful, created_at, is_open = rest
     if version != FORMAT_VERSION or floors > MAX_FLOORS or region_bytes < PAGE_BYTES or region_bytes % PAGE_BYTES:
         return None
     head = Head(file_id, region_bytes, regions, created_at, number, generation, written_bytes, written_blocks)
-    head.is_open = bool(is_open)
+    head.doubtful, head.is_open = doubtful, bool(is_open)
     for index in range(floors):
         length, name, floor = _FLOOR.unpack_from(page, _HEAD.size + index * _FLOOR.size)
         head.floors[name[:length]] = floor

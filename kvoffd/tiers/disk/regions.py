@@ -28,7 +28,7 @@ class Entry:
         """Whether it has a record."""
         self.readers = 0
         self.suspect = False
-        """Found in a file that nobody closed, and not read since: it may be torn."""
+        """It was in a file that nobody had closed, and was not read since it was opened: it may be torn."""
 
     @property
     def offset(self) -> int:

@@ -33,9 +33,11 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
             _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
         on_progress("reading the index", (region.number + 1) * head.region_bytes, size)
     regions.restored()
+    if file.was_open:
+        head.doubtful = regions.generation
     book = Book(regions)
     for entry in sorted(found.values(), key=attrgetter("generation")):
-        entry.suspect = file.was_open
+        entry.suspect = entry.generation <= head.doubtful
         book.add(entry)
     return book
 
