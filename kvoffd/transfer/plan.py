@@ -81,9 +81,11 @@ def plan_copy(
     if per_key > 1:
         # Memory order of the slots, key, layer, sub-block, so that mergeable pieces are neighbours.
         order = _slot_order(key, ids.size, layers)
-        engine, pool, size, row = (a.reshape(-1)[order] for a in (engine, pool, size, row))
+        engine, pool, size = (array.reshape(-1)[order] for array in (engine, pool, size))
+        row = row.reshape(-1)[order]
     else:
-        engine, pool, size, row = (a.reshape(-1) for a in (engine, pool, size, row))
+        engine, pool, size = (array.reshape(-1) for array in (engine, pool, size))
+        row = row.reshape(-1)
     heads = _merge_heads(engine, pool, size)
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)
