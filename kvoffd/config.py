@@ -11,14 +11,29 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.disks import DiskSize, parse_disks, show_disks
-from kvoffd_proto.sockets import SocketPaths, default_directory
-from kvoffd_proto.units import UnitError, exact_duration, exact_size, parse_duration, parse_size, quoted
+from kvoffd.disks import DiskSize
+from kvoffd.settings import (
+    Kind,
+    Value,
+    address_setting,
+    choice_setting,
+    directory_setting,
+    disks_setting,
+    duration_setting,
+    file_setting,
+    ids_setting,
+    number_setting,
+    path_setting,
+    share_setting,
+    size_setting,
+)
+from kvoffd_proto.sockets import default_directory
+from kvoffd_proto.units import UnitError, exact_duration, exact_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
@@ -33,192 +48,9 @@ MIN_POOL_BYTES = 1024 * 1024
 
 DISK_WRITES = ("always", "reuse", "evict", "never")
 
-Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[DiskSize, ...]
-
 
 class ConfigError(Exception):
     """The configuration is refused. The text is one sentence that names the setting, its value and its source."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How values of one kind are read and shown.
-
-    ``parse`` takes a text or a TOML value and raises ValueError with half a sentence; ``show`` gives the text that
-    ``parse`` reads back; ``metavar`` stands for the value in a help text; ``repeated`` lets a flag be given again.
-    """
-
-    metavar: str
-    parse: Callable[[object], Value]
-    show: Callable[[Value], str]
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the HTTP server listens."""
-
-    host: str
-    port: int
-
-
-def parse_address(text: str) -> Address:
-    """Read ``host:port``, with brackets round an IPv6 host. Raises ValueError with half a sentence."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        host = ""
-    if not (host and colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536) or any(map(str.isspace, host)):
-        raise ValueError(
-            f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
-        )
-    return Address(host, int(port))
-
-
-def _size(default: int, minimum: int, description: str) -> int:
-    def parse(value: object) -> int:
-        # parse_size refuses what is neither text nor a whole number.
-        size = parse_size(value)  # type: ignore[arg-type]
-        if size < minimum:
-            raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
-        return size
-
-    kind = Kind("SIZE", parse, lambda value: exact_size(_whole(value)))
-    return field(default=default, metadata={"kind": kind, "description": description})
-
-
-def _duration(default: float, minimum: float, description: str) -> float:
-    def parse(value: object) -> float:
-        seconds = parse_duration(value)  # type: ignore[arg-type]
-        if seconds < minimum:
-            raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
-        return seconds
-
-    kind = Kind("DURATION", parse, lambda value: exact_duration(float(str(value))))
-    return field(default=default, metadata={"kind": kind, "description": description})
-
-
-def _number(default: int, minimum: int, maximum: int, description: str) -> int:
-    def parse(value: object) -> int:
-        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", value):
-            number = int(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
-            number = value
-        else:
-            raise ValueError(f"{quoted(value)} is not a whole number; {minimum} to {maximum} are allowed")
-        if not minimum <= number <= maximum:
-            raise ValueError(f"{quoted(value)} is out of range; {minimum} to {maximum} are allowed")
-        return number
-
-    return field(default=default, metadata={"kind": Kind("N", parse, str), "description": description})
-
-
-def _share(default: float, description: str) -> float:
-    def parse(value: object) -> float:
-        try:
-            share = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
-        except ValueError:
-            share = -1.0
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
-        return share
-
-    kind = Kind("SHARE", parse, lambda value: f"{float(str(value)):.12g}")
-    return field(default=default, metadata={"kind": kind, "description": description})
-
-
-def _choice(default: str, choices: tuple[str, ...], description: str) -> str:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or value.strip().lower() not in choices:
-            raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
-        return value.strip().lower()
-
-    return field(default=default, metadata={"kind": Kind("|".join(choices), parse, str), "description": description})
-
-
-def _ids(description: str) -> tuple[int, ...]:
-    def parse(value: object) -> tuple[int, ...]:
-        parts = value.replace(",", " ").split() if isinstance(value, str) else value
-        if not isinstance(parts, list):
-            raise ValueError(f"{quoted(value)} is not a list of numeric ids; write them with commas, such as 0,1000")
-        ids = []
-        for part in parts:
-            text = str(part) if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
-            if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= 2**32 - 1:
-                raise ValueError(
-                    f"{quoted(part)} is not a numeric id; 0 to {2**32 - 2} are allowed, separated by commas"
-                )
-            ids.append(int(text))
-        return tuple(sorted(set(ids)))
-
-    def show(value: Value) -> str:
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    return field(default=(), metadata={"kind": Kind("IDS", parse, show), "description": description})
-
-
-def _disks(description: str) -> tuple[DiskSize, ...]:
-    kind = Kind("DIRECTORY=SIZE", parse_disks, show_disks, repeated=True)
-    return field(default=(), metadata={"kind": kind, "description": description})
-
-
-def _directory(description: str) -> dict[str, object]:
-    def parse(value: object) -> Path:
-        if not isinstance(value, str) or not value.strip() or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name a directory, such as /run/kvoffd")
-        try:
-            path = Path(value).expanduser().absolute()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
-        if problem := SocketPaths(path).problem():
-            raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
-        return path
-
-    return {"kind": Kind("PATH", parse, str), "description": description}
-
-
-def _file(description: str) -> str:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
-        if not value.strip():
-            return ""
-        try:
-            path = Path(value.strip()).expanduser().absolute()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
-        if not path.name or value.endswith("/"):
-            raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
-        return str(path)
-
-    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
-
-
-def _address(default: str, description: str) -> str:
-    def parse(value: object) -> str:
-        if not isinstance(value, str):
-            raise ValueError(f"{quoted(value)} is not an address; write host:port, such as 127.0.0.1:9464")
-        text = value.strip()
-        if text:
-            parse_address(text)
-        return text
-
-    return field(default=default, metadata={"kind": Kind("HOST:PORT", parse, str), "description": description})
-
-
-def _path(description: str, example: str) -> str:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name {example}")
-        return value.strip()
-
-    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
-
-
-def _whole(value: Value) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,76 +59,90 @@ class Config:
 
     directory: Path = field(
         default_factory=default_directory,
-        metadata=_directory("Directory of the three sockets; made with mode 0750 where it is missing."),
+        metadata=directory_setting("Directory of the three sockets; made with mode 0750 where it is missing."),
     )
-    pool_bytes: int = _size(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
-    log_level: str = _choice("info", LOG_LEVELS, "Least severity that is logged.")
-    log_format: str = _choice("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
-    eviction_policy: str = _choice("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")
-    pool_file: str = _file(
+    pool_bytes: int = size_setting(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
+    log_level: str = choice_setting("info", LOG_LEVELS, "Least severity that is logged.")
+    log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
+    eviction_policy: str = choice_setting("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")
+    pool_file: str = file_setting(
         "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
     )
-    numa: str = _choice(
+    numa: str = choice_setting(
         "auto",
         ("auto", "off"),
         "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own.",
     )
-    disk: tuple[DiskSize, ...] = _disks(
+    disk: tuple[DiskSize, ...] = disks_setting(
         "Directory of a local SSD that keeps blocks which leave the pool, and how much of it; may be given again."
     )
-    disk_write: str = _choice(
+    disk_write: str = choice_setting(
         "reuse",
         DISK_WRITES,
         "What is written to disk: every block, those used twice or next to be evicted while the disk is idle, all that "
         "are next to be evicted, or none.",
     )
-    disk_write_per_day: int = _size(0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound.")
-    disk_write_rate: int = _size(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
-    disk_deadline_s: float = _duration(
+    disk_write_per_day: int = size_setting(
+        0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound."
+    )
+    disk_write_rate: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
+    disk_deadline_s: float = duration_setting(
         5.0, 0.1, "A block that was asked for and has not come from disk by then is a miss."
     )
-    touch_threads: int = _number(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
-    copy_threads: int = _number(1, 1, 64, "Threads that copy between host memory and the pool, for each direction.")
-    verify_share: float = _share(
+    touch_threads: int = number_setting(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
+    copy_threads: int = number_setting(
+        1, 1, 64, "Threads that copy between host memory and the pool, for each direction."
+    )
+    verify_share: float = share_setting(
         1 / 64, "Share of the loads that compare blocks with their checksums; 0 leaves it to adopted blocks and scrubs."
     )
-    allowed_uids: tuple[int, ...] = _ids("Users that may connect; where nothing is given, root and the daemon's own.")
-    allowed_gids: tuple[int, ...] = _ids("Groups whose users may connect; where nothing is given, the daemon's own.")
-    admin_uids: tuple[int, ...] = _ids("Of those, users that may administer; where nothing is given, all of them.")
-    block_access: str = _choice(
+    allowed_uids: tuple[int, ...] = ids_setting(
+        "Users that may connect; where nothing is given, root and the daemon's own."
+    )
+    allowed_gids: tuple[int, ...] = ids_setting(
+        "Groups whose users may connect; where nothing is given, the daemon's own."
+    )
+    admin_uids: tuple[int, ...] = ids_setting(
+        "Of those, users that may administer; where nothing is given, all of them."
+    )
+    block_access: str = choice_setting(
         "off", BLOCK_ACCESS, "Whether operators may read single blocks, as export does, or write and pin them too."
     )
-    block_uids: tuple[int, ...] = _ids("Users who may do so; where nothing is given, root and the daemon's own.")
-    http_address: str = _address(
+    block_uids: tuple[int, ...] = ids_setting("Users who may do so; where nothing is given, root and the daemon's own.")
+    http_address: str = address_setting(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )
-    admin_address: str = _address("", "TCP address of administration, for known keys only; nothing switches it off.")
-    admin_key_file: str = _path(
+    admin_address: str = address_setting(
+        "", "TCP address of administration, for known keys only; nothing switches it off."
+    )
+    admin_key_file: str = path_setting(
         "File of the daemon's secret key for admin_address; kvoffd-cli keygen makes it.",
         "a file, such as /etc/kvoffd/admin.key",
     )
-    admin_clients_file: str = _path(
+    admin_clients_file: str = path_setting(
         "File of the public keys that may administer over admin_address, one on a line.",
         "a file, such as /etc/kvoffd/admin.clients",
     )
-    credit_bytes: int = _size(
+    credit_bytes: int = size_setting(
         0, 0, "Bytes of stores a session may have outstanding; 0 takes an eighth of the pool, at most 1GiB."
     )
-    lease_ttl_s: float = _duration(30.0, 0.1, "Life of a lease that nobody renews.")
-    half_stored_timeout_s: float = _duration(60.0, 0.1, "After this long a block that still lacks a shard is dropped.")
-    job_deadline_s: float = _duration(30.0, 0.1, "A job that has not ended by then is failed.")
-    shutdown_deadline_s: float = _duration(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
-    heartbeat_interval_s: float = _duration(2.0, 0.01, "How often clients are told to send a heartbeat.")
-    event_buffer_steps: int = _number(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    max_frame_bytes: int = _size(16 * 1024**2, 4096, "Largest request frame.")
-    max_sessions: int = _number(256, 1, 65_536, "Open sessions.")
-    max_namespaces: int = _number(1024, 1, 65_536, "Open namespaces.")
-    max_jobs_in_flight: int = _number(4096, 1, 1_000_000, "Unfinished jobs of a session.")
-    max_keys_per_request: int = _number(65_536, 1, 10_000_000, "Keys in one request.")
-    max_leases: int = _number(16_384, 1, 1_000_000, "Live leases of a session.")
-    max_registrations: int = _number(8, 1, 1024, "Registrations of a session.")
-    max_segments: int = _number(16_384, 1, 65_536, "Memory segments of a session.")
-    cuda_library: str = _path(
+    lease_ttl_s: float = duration_setting(30.0, 0.1, "Life of a lease that nobody renews.")
+    half_stored_timeout_s: float = duration_setting(
+        60.0, 0.1, "After this long a block that still lacks a shard is dropped."
+    )
+    job_deadline_s: float = duration_setting(30.0, 0.1, "A job that has not ended by then is failed.")
+    shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
+    heartbeat_interval_s: float = duration_setting(2.0, 0.01, "How often clients are told to send a heartbeat.")
+    event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
+    max_frame_bytes: int = size_setting(16 * 1024**2, 4096, "Largest request frame.")
+    max_sessions: int = number_setting(256, 1, 65_536, "Open sessions.")
+    max_namespaces: int = number_setting(1024, 1, 65_536, "Open namespaces.")
+    max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Unfinished jobs of a session.")
+    max_keys_per_request: int = number_setting(65_536, 1, 10_000_000, "Keys in one request.")
+    max_leases: int = number_setting(16_384, 1, 1_000_000, "Live leases of a session.")
+    max_registrations: int = number_setting(8, 1, 1024, "Registrations of a session.")
+    max_segments: int = number_setting(16_384, 1, 65_536, "Memory segments of a session.")
+    cuda_library: str = path_setting(
         "Path of the CUDA driver's library; empty for the system's.", "a library, such as /usr/lib/libcuda.so.1"
     )
 

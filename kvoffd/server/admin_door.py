@@ -17,10 +17,11 @@ from typing import NamedTuple
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from kvoffd.config import Config, parse_address
+from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session, StandingLifeline
+from kvoffd.settings import parse_address
 from kvoffd_proto.curve import CurveKeyError, read_public_keys, read_secret_key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role

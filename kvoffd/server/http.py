@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from kvoffd.config import Address, parse_address
 from kvoffd.errors import KvoffdError
+from kvoffd.settings import Address, parse_address
 from kvoffd_proto.messages import HealthReply
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, Address, Config, ConfigError, Setting, load_config, parse_address
+from kvoffd.config import SETTINGS, Config, ConfigError, Setting, load_config
+from kvoffd.settings import Address, parse_address
 
 
 def refusal(

@@ -1,0 +1,196 @@
+"""Kinds of settings: how a value of each is read, checked and shown. ``config`` makes its fields of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from kvoffd.disks import DiskSize, parse_disks, show_disks
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.units import exact_duration, exact_size, parse_duration, parse_size, quoted
+
+Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[DiskSize, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How values of one kind are read and shown.
+
+    ``parse`` takes a text or a TOML value and raises ValueError with half a sentence; ``show`` gives the text that
+    ``parse`` reads back; ``metavar`` stands for the value in a help text; ``repeated`` lets a flag be given again.
+    """
+
+    metavar: str
+    parse: Callable[[object], Value]
+    show: Callable[[Value], str]
+    repeated: bool = False
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the HTTP server listens."""
+
+    host: str
+    port: int
+
+
+def parse_address(text: str) -> Address:
+    """Read ``host:port``, with brackets round an IPv6 host. Raises ValueError with half a sentence."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (host and colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536) or any(map(str.isspace, host)):
+        raise ValueError(
+            f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
+        )
+    return Address(host, int(port))
+
+
+def size_setting(default: int, minimum: int, description: str) -> int:
+    def parse(value: object) -> int:
+        # parse_size refuses what is neither text nor a whole number.
+        size = parse_size(value)  # type: ignore[arg-type]
+        if size < minimum:
+            raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
+        return size
+
+    kind = Kind("SIZE", parse, lambda value: exact_size(_whole(value)))
+    return field(default=default, metadata={"kind": kind, "description": description})
+
+
+def duration_setting(default: float, minimum: float, description: str) -> float:
+    def parse(value: object) -> float:
+        seconds = parse_duration(value)  # type: ignore[arg-type]
+        if seconds < minimum:
+            raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
+        return seconds
+
+    kind = Kind("DURATION", parse, lambda value: exact_duration(float(str(value))))
+    return field(default=default, metadata={"kind": kind, "description": description})
+
+
+def number_setting(default: int, minimum: int, maximum: int, description: str) -> int:
+    def parse(value: object) -> int:
+        if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", value):
+            number = int(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            number = value
+        else:
+            raise ValueError(f"{quoted(value)} is not a whole number; {minimum} to {maximum} are allowed")
+        if not minimum <= number <= maximum:
+            raise ValueError(f"{quoted(value)} is out of range; {minimum} to {maximum} are allowed")
+        return number
+
+    return field(default=default, metadata={"kind": Kind("N", parse, str), "description": description})
+
+
+def share_setting(default: float, description: str) -> float:
+    def parse(value: object) -> float:
+        try:
+            share = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
+        except ValueError:
+            share = -1.0
+        if not 0.0 <= share <= 1.0:
+            raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
+        return share
+
+    kind = Kind("SHARE", parse, lambda value: f"{float(str(value)):.12g}")
+    return field(default=default, metadata={"kind": kind, "description": description})
+
+
+def choice_setting(default: str, choices: tuple[str, ...], description: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in choices:
+            raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
+        return value.strip().lower()
+
+    return field(default=default, metadata={"kind": Kind("|".join(choices), parse, str), "description": description})
+
+
+def ids_setting(description: str) -> tuple[int, ...]:
+    def parse(value: object) -> tuple[int, ...]:
+        parts = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not isinstance(parts, list):
+            raise ValueError(f"{quoted(value)} is not a list of numeric ids; write them with commas, such as 0,1000")
+        ids = []
+        for part in parts:
+            text = str(part) if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
+            if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= 2**32 - 1:
+                raise ValueError(
+                    f"{quoted(part)} is not a numeric id; 0 to {2**32 - 2} are allowed, separated by commas"
+                )
+            ids.append(int(text))
+        return tuple(sorted(set(ids)))
+
+    def show(value: Value) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    return field(default=(), metadata={"kind": Kind("IDS", parse, show), "description": description})
+
+
+def disks_setting(description: str) -> tuple[DiskSize, ...]:
+    kind = Kind("DIRECTORY=SIZE", parse_disks, show_disks, repeated=True)
+    return field(default=(), metadata={"kind": kind, "description": description})
+
+
+def directory_setting(description: str) -> dict[str, object]:
+    def parse(value: object) -> Path:
+        if not isinstance(value, str) or not value.strip() or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name a directory, such as /run/kvoffd")
+        try:
+            path = Path(value).expanduser().absolute()
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+        if problem := SocketPaths(path).problem():
+            raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
+        return path
+
+    return {"kind": Kind("PATH", parse, str), "description": description}
+
+
+def file_setting(description: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
+        if not value.strip():
+            return ""
+        try:
+            path = Path(value.strip()).expanduser().absolute()
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+        if not path.name or value.endswith("/"):
+            raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
+        return str(path)
+
+    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
+
+
+def address_setting(default: str, description: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"{quoted(value)} is not an address; write host:port, such as 127.0.0.1:9464")
+        text = value.strip()
+        if text:
+            parse_address(text)
+        return text
+
+    return field(default=default, metadata={"kind": Kind("HOST:PORT", parse, str), "description": description})
+
+
+def path_setting(description: str, example: str) -> str:
+    def parse(value: object) -> str:
+        if not isinstance(value, str) or "\0" in value:
+            raise ValueError(f"{quoted(value)} is not a path; name {example}")
+        return value.strip()
+
+    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
+
+
+def _whole(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
