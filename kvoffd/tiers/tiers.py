@@ -11,7 +11,7 @@ from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierResult, Tier
 
 
 class Tiers(Tier):
-    """Blocks lie in one member each. A new one goes where the fewest writes wait, and there where the most is free.
+    """Blocks lie in one member each. A new one goes where there is room, the fewest writes wait, and least is used.
 
     Members are made with the listener that is told of all; they tell it themselves.
     """
@@ -54,16 +54,22 @@ class Tiers(Tier):
             self._writing.discard(block.id)
             on_done(result)
 
-        if any(tier.write(block, offsets, done) for tier in self._by_room()):
+        if any(tier.write(block, offsets, done) for tier in self._by_room(block.nbytes)):
             self._writing.add(block.id)
             return True
         return False
 
-    def _by_room(self) -> list[Tier]:
+    def _by_room(self, nbytes: int) -> list[Tier]:
         if len(self._members) < 2:
             return self._members
         figures = [(tier, tier.stats()) for tier in self._members]
-        figures.sort(key=lambda item: (item[1].queued_writes, item[1].used_bytes - item[1].size_bytes))
+        figures.sort(
+            key=lambda item: (
+                item[1].used_bytes + nbytes > item[1].size_bytes,
+                item[1].queued_writes,
+                item[1].used_bytes / item[1].size_bytes,
+            )
+        )
         return [tier for tier, _ in figures]
 
     def _owners(self, block_id: TierKey) -> list[Tier]:

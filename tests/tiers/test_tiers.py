@@ -1,127 +1,104 @@
-"""Several disks as one tier, which come and go."""
+"""Several tiers as one: where blocks go, where they are found, what goes with a member that leaves."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from tiers.conformance import TierConformance
-from tiers.makers import DiskMaker, SteppedMaker, step
-from tiers.rig import ONE, Maker, TierRig, block_of
+from support.below_rig import BelowRig, FakeMemory, name_of
+from support.cache_rig import SLOT_UNIT, keys_of
+from support.memory_tier import Device, MemoryTier
 
-from kvoffd.tiers.tier import Tier, TierResult
+from kvoffd.cache import Namespace
+from kvoffd.cache.below.below import Below, BelowSettings
+from kvoffd.cache.below.writing import WriteMode
 from kvoffd.tiers.tiers import Tiers
-
-DONE = TierResult.DONE
-SIZE_BYTES = 340 << 10
-REGION_BYTES = 64 << 10
+from kvoffd_proto.messages import ABSENT, PENDING, READY
 
 
-class TiersMaker(Maker):
-    """Disks as one."""
+class TiersRig(BelowRig):
+    """A rig over two tiers in memory, the first of which holds six blocks."""
 
-    exact_order = False
+    def __init__(self) -> None:
+        super().__init__(regions=8)
+        self.tiers = Tiers()
+        self.below = Below(self.cache, self.tiers, self.told, self.clock, BelowSettings(WriteMode.ALWAYS))
+        self.cache._below = self.cache._blocks.below = self.below
+        self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
 
-    def __init__(self, *disks: DiskMaker) -> None:
-        self.disks = disks
-        self.capacity_bytes = sum(disk.capacity_bytes for disk in disks)
+    def member(self, memory: FakeMemory, size_bytes: int) -> MemoryTier:
+        tier = MemoryTier(Device(), memory, size_bytes)
+        tier.listener = self.below
+        self.tiers.attach(tier)
+        return tier
 
-    def open(self, rig: TierRig) -> Tier:
-        tiers = Tiers()
-        for disk in self.disks:
-            tiers.attach(disk.open(rig))
-        return tiers
+    def write_all(self, space: Namespace, *numbers: int) -> None:
+        self.put(space, keys_of(*numbers))
+        self.below.tick()
+        while any(member.jobs for member in self.members):
+            for member in self.members:
+                member.end_all()
+            self.below.tick()
 
-    def work(self, tier: Tier) -> None:
-        assert isinstance(tier, Tiers)
-        for disk, member in zip(self.disks, tier.members, strict=False):
-            if disk.stepped:
-                while step(member):
-                    pass
-
-
-class TestTwoFiles(TierConformance):
-    """On files, with threads."""
-
-    def make(self, directory: Path) -> Maker:
-        return TiersMaker(*(DiskMaker(directory / name, None, SIZE_BYTES, REGION_BYTES) for name in "ab"))
-
-
-class TestTwoInMemory(TierConformance):
-    """In memory, step by step."""
-
-    def make(self, directory: Path) -> Maker:
-        return TiersMaker(*(SteppedMaker(directory / name, None, SIZE_BYTES, REGION_BYTES) for name in "ab"))
+    def held(self) -> list[int]:
+        return [len(member.device.blocks) for member in self.members]
 
 
 @pytest.fixture
-def makers(tmp_path: Path) -> list[SteppedMaker]:
-    return [SteppedMaker(tmp_path / "a", None, 300 << 10), SteppedMaker(tmp_path / "b", None, 2 << 20)]
+def rig() -> TiersRig:
+    return TiersRig()
 
 
-@pytest.fixture
-def rig(makers: list[SteppedMaker]) -> TierRig:
-    return TierRig(TiersMaker(*makers))
+def test_every_block_is_in_one_member_and_all_are_used(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(16))
+    assert sum(rig.held()) == 16
+    assert all(rig.held())
+    assert set(rig.tiers.index(space.fingerprint, 0)) == {keys_of(number) for number in range(16)}
+    assert rig.tiers.groups() == {(space.fingerprint, 0)}
+    assert rig.tiers.stats().blocks == 16
+    assert rig.tiers.stats().size_bytes == 105 * SLOT_UNIT
 
 
-def tiers_of(rig: TierRig) -> Tiers:
-    assert isinstance(rig.tier, Tiers)
-    return rig.tier
+def test_blocks_come_up_from_whichever_member_has_them(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(8))
+    rig.cache._blocks._evict(list(space.index[0].values()))
+    assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
+    rig.below.pump()
+    while any(member.jobs for member in rig.members):
+        for member in rig.members:
+            member.end_all(rig.clock())
+    assert rig.states(space, keys_of(*range(8))) == [READY] * 8
 
 
-def store(rig: TierRig, *numbers: int) -> None:
-    for number in numbers:
-        ending = rig.write(block_of(number))
-        rig.settle()
-        assert ending is not None
-        assert ending.result is DONE
+def test_removal_reaches_all_members(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(8))
+    assert rig.tiers.remove([name_of(space, keys_of(number)) for number in range(4)]) == 4
+    assert rig.tiers.remove_namespace(space.fingerprint) == 4
+    assert rig.held() == [0, 0]
 
 
-def test_a_disk_that_leaves_takes_its_blocks_along_and_brings_them_back(
-    rig: TierRig, makers: list[SteppedMaker]
-) -> None:
-    endings = [rig.write(block_of(number)) for number in range(8)]
-    rig.settle()
-    assert all(ending is not None and ending.result is DONE for ending in endings)
-    small, large = tiers_of(rig).members
-    mine = {number for number in range(8) if block_of(number).id.key in small.index(ONE, 0)}
-    assert mine
-    assert len(mine) < 8
-    tiers_of(rig).detach(small)
-    assert rig.ids() == {block_of(number).id for number in range(8) if number not in mine}
-    assert all(rig.read(block_of(number)) is None for number in mine)
-    assert small.close(60)
-    tiers_of(rig).attach(makers[0].open(rig))
-    assert rig.ids() == {block_of(number).id for number in range(8)}
-    assert len(rig.tier.index(ONE, 0)) == 8
-    tiers_of(rig).detach(large)
-    assert rig.ids() == {block_of(number).id for number in mine}
+def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(8))
+    rig.cache._blocks._evict(list(space.index[0].values()))
+    gone = [name.key for name in rig.members[0].device.blocks]
+    rig.tiers.detach(rig.members[0])
+    rig.below.left(rig.members[0])
+    assert rig.states(space, gone[0]) == [ABSENT]
+    assert rig.told.index == {tuple(name) for name in rig.members[1].device.blocks}
+    rig.tiers.attach(rig.members[0])
+    rig.below.joined()
+    rig.below.tell()
+    assert len(rig.told.index) == 8
+    assert rig.states(space, gone[0]) == [PENDING]
 
 
-def test_writes_go_where_least_waits_and_most_is_free(rig: TierRig) -> None:
-    small, large = tiers_of(rig).members
-    store(rig, *range(10))
-    assert large.stats().blocks == 10
-    for number in range(100, 116):
-        assert rig.write(block_of(number)) is not None
-    assert min(tier.stats().queued_writes for tier in (small, large)) >= 4, "one is busy while the other is not"
-    rig.settle()
-    large.drain()
-    store(rig, 200)
-    assert block_of(200).id.key in small.index(ONE, 0)
-
-
-def test_a_block_on_its_way_is_not_taken_by_another(rig: TierRig) -> None:
-    assert rig.write(block_of(1)) is not None
-    assert rig.write(block_of(1)) is None
-    rig.settle()
-    assert rig.tier.stats().blocks == 1
-
-
-def test_without_disks_there_is_nothing() -> None:
-    rig = TierRig(TiersMaker())
-    assert rig.write(block_of(1)) is None
-    assert rig.read(block_of(1)) is None
-    assert rig.tier.stats().size_bytes == 0
-    assert rig.tier.remove_namespace(ONE) == 0
-    assert rig.close()
+def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(4))
+    before = rig.held()[1]
+    rig.members[1].drain()
+    rig.write_all(space, 4, 5)
+    assert rig.held()[1] == before
+    assert sum(rig.held()) == 6

@@ -82,8 +82,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--write", default="always", help="the setting disk_write; never shows what noise there is")
     given = parser.parse_args()
-    disk = {"disk": f"{given.directory}=4GiB", "disk_write": "always"}
+    disk = {"disk": f"{given.directory}=4GiB", "disk_write": given.write}
     with DaemonProcess("512MiB") as without_disk, DaemonProcess("512MiB", **disk) as with_disk:
         without, having = Side(without_disk), Side(with_disk)
         try:

@@ -97,6 +97,7 @@ class Below:
         """What the events so far fold to."""
         self._untold: dict[tuple[Namespace, int], dict[bytes, None]] = {}
         """Blocks that were there before their namespace was opened, and that no event has told of yet."""
+        self._evicted: list[Block] = []
         self._stopped = False
         self.joined()
 
@@ -138,8 +139,8 @@ class Below:
         self.writer.stored(blocks)
 
     def evicted(self, blocks: Sequence[Block]) -> None:
-        """See BelowHooks. The tier's own order goes on from where the pool's ends."""
-        self.tier.touch(map(id_of, blocks))
+        """See BelowHooks. The tier's own order goes on where the pool's ends, by the next tick: a store waits here."""
+        self._evicted += blocks
 
     def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         """See BelowHooks."""
@@ -182,6 +183,8 @@ class Below:
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool, events."""
+        evicted, self._evicted = self._evicted, []
+        self.tier.touch(map(id_of, evicted))
         self.tier.tick()
         self.promoter.tick()
         self.writer.tick()

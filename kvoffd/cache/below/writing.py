@@ -92,7 +92,7 @@ class Writer:
     def stored(self, blocks: Iterable[Block]) -> None:
         """These became ready."""
         if self.mode is WriteMode.ALWAYS:
-            self._due.update(dict.fromkeys(block for block in blocks if not self._is_there(block)))
+            self._due.update(dict.fromkeys(blocks))
 
     def used(self, blocks: Sequence[Block]) -> None:
         """These were found by a lookup."""

@@ -221,6 +221,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.put_below(space, keys_of(3))
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
     rig.cache._blocks._evict([space.index[0][keys_of(1)]])
+    rig.below.tick()
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
 
