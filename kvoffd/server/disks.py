@@ -94,6 +94,11 @@ class Disks:
         self._post = post
         self._disks: dict[str, Disk] = {}
         self._tiers = Tiers()
+        self._reset_count = 0
+        self._resets: dict[bytes, int] = {}
+        """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
+        self._away_since: dict[str, int] = {}
+        """By directory that was given up, the resets that it has seen."""
         self._stopping = False
         self.below: Below | None = None
         """None until the first directory is there: until then nothing knows of tiers."""
@@ -141,6 +146,16 @@ class Disks:
             assert self.below is not None
             self.below.left(disk.tier)
 
+    def namespace_reset(self, fingerprint: bytes) -> None:
+        """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
+        going or away. (Those that serve are reached through the cache.)
+        """
+        self._reset_count += 1
+        self._resets[fingerprint] = self._reset_count
+        for disk in self._disks.values():
+            if disk.state is State.CLOSING and disk.tier is not None:
+                disk.tier.remove_namespace(fingerprint)
+
     def tick(self) -> None:
         """A few times a second."""
         if self.below is not None:
@@ -152,6 +167,7 @@ class Disks:
             busy = figures.queued_reads + figures.queued_writes + figures.running_reads + figures.running_writes
             if not busy and disk.tier.close(CLOSE_STEP_S):
                 del self._disks[disk.size.directory]
+                self._away_since[disk.size.directory] = self._reset_count
                 logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
 
     @property
@@ -246,6 +262,10 @@ class Disks:
             format_size(disk.size.size_bytes),
             "" if report.direct else ", through the page cache, since it refuses O_DIRECT",
         )
+        seen = self._away_since.pop(disk.size.directory, 0)
+        for fingerprint, number in self._resets.items():
+            if number > seen:
+                tier.remove_namespace(fingerprint)
         self._tiers.attach(tier)
         assert self.below is not None
         self.below.joined()

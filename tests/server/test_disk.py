@@ -233,6 +233,29 @@ def test_disks_come_and_go_while_the_daemon_serves(
             admin.detach_disk("/nowhere")
 
 
+def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_back(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+        serving(admin)
+        fill(engine, admin, 16)
+        admin.detach_disk(str(tmp_path))
+        until(lambda: not admin.stats().disks)
+        assert engine.scheduler.reset()
+        admin.attach_disk(str(tmp_path), 2**26)
+        serving(admin)
+        assert engine.lookup(keys_of(*range(16))) == 0
+        until(lambda: admin.stats().disks[0].blocks == 0)
+        # What is stored from now on is good, and stays over the next absence.
+        sums = fill(engine, admin, BATCH)
+        admin.detach_disk(str(tmp_path))
+        until(lambda: not admin.stats().disks)
+        admin.clear()
+        admin.attach_disk(str(tmp_path), 2**26)
+        serving(admin)
+        assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to be two users")
 def test_only_root_and_the_daemons_user_change_the_disks(tmp_path: Path) -> None:
     with daemon_on(tmp_path, allowed_uids="0,65534") as daemon:

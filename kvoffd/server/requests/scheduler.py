@@ -57,4 +57,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.D
 def reset(service: Service, session: Session, message: m.Reset) -> m.Done:
     """Drop every block of a namespace that the session has opened."""
     namespace = service.namespace_of(session, message.namespace)
-    return m.Done(message.request_id, service.epoch, service.cache.reset(namespace))
+    count = service.cache.reset(namespace)
+    if service.disks is not None:
+        service.disks.namespace_reset(namespace.fingerprint)
+    return m.Done(message.request_id, service.epoch, count)
