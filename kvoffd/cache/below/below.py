@@ -193,9 +193,10 @@ class Below:
     def opened(self, namespace: Namespace) -> None:
         """A namespace was opened: what is there of it already is told of by and by."""
         for group in range(len(namespace.groups)):
-            told = self._told.get((namespace, group), set())
-            index = self.tier.index(namespace.fingerprint, group)
-            if untold := {key: None for key in index if key not in told}:
+            untold = dict.fromkeys(self.tier.index(namespace.fingerprint, group))
+            for key in self._told.get((namespace, group), ()):
+                untold.pop(key, None)
+            if untold:
                 self._untold[namespace, group] = untold
 
     def joined(self) -> None:

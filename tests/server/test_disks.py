@@ -1,0 +1,194 @@
+"""Directories that hang, fail or come late: the daemon's thread never waits for them, and its end not for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.below_rig import FoldedBelow
+from support.cache_rig import Rig
+
+from kvoffd.config import Config
+from kvoffd.disks import DiskSize
+from kvoffd.errors import KvoffdError
+from kvoffd.server.disks import Disks, State
+from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
+from kvoffd.tiers.tier import TierListener, TierStats
+
+SIZE = DiskSize("/somewhere", 2**30)
+
+
+class FakeDisk:
+    """As much of a DiskTier as Disks uses."""
+
+    def __init__(self, hangs: bool = False, busy: int = 0) -> None:
+        self.hangs = hangs
+        self.busy = busy
+        self.closes: list[float] = []
+
+    def stats(self) -> TierStats:
+        return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, {}))
+
+    def close(self, deadline_s: float) -> bool:
+        self.closes.append(deadline_s)
+        if self.hangs:
+            time.sleep(deadline_s)
+        return not self.hangs
+
+    def drain(self) -> None:
+        """Takes no writes anyway."""
+
+    def tick(self) -> None:
+        """Has nothing to do."""
+
+    def groups(self) -> list[tuple[bytes, int]]:
+        return []
+
+    def report(self) -> object:
+        return type("Report", (), {"open_seconds": 0.0, "found_blocks": 0, "direct": True})()
+
+
+class DisksRig:
+    """Disks whose directories a test opens as it likes, in the threads that Disks makes for that."""
+
+    def __init__(self) -> None:
+        self.rig = Rig()
+        self.calls: list[Callable[[], None]] = []
+        self.go = threading.Event()
+        self.result: FakeDisk | Exception = FakeDisk()
+        self.disks = Disks(
+            Config(),
+            self.rig.cache,
+            FoldedBelow(),
+            self.rig.clock,
+            self.open,  # type: ignore[arg-type]
+            self.calls.append,
+            lambda: False,
+        )
+
+    def open(self, size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> FakeDisk:
+        while not self.go.wait(0.01):
+            if should_stop():
+                raise OpeningStopped("Told to stop.")
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+    def attach(self) -> None:
+        self.disks.attach(SIZE)
+
+    def opened(self) -> None:
+        """Let the thread do its work, and take in what it posts."""
+        self.go.set()
+        deadline = time.monotonic() + 10
+        while not self.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        self.calls.pop()()
+
+    def state(self) -> list[State]:
+        return [disk.state for disk in self.disks._disks.values()]
+
+
+@pytest.fixture
+def rig() -> Iterator[DisksRig]:
+    made = DisksRig()
+    yield made
+    made.disks._stopping = True
+
+
+def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> None:
+    assert rig.disks.below is None
+    assert rig.rig.cache._below is None
+    rig.attach()
+    assert rig.state() == [State.OPENING]
+    rig.opened()
+    assert rig.state() == [State.SERVING]
+
+
+def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -> None:
+    rig.result = DiskError("It is full of water.")
+    rig.attach()
+    rig.opened()
+    assert rig.disks.problems == ["It is full of water."]
+    rig.result = FakeDisk()
+    rig.attach()
+    rig.opened()
+    assert rig.state() == [State.SERVING]
+    assert rig.disks.problems == []
+
+
+def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig) -> None:
+    rig.result = RuntimeError("surprise")
+    rig.attach()
+    rig.opened()
+    assert rig.state() == [State.FAILED]
+    assert "surprise" in rig.disks.problems[0]
+
+
+def test_a_directory_is_attached_once(rig: DisksRig) -> None:
+    rig.attach()
+    with pytest.raises(KvoffdError, match="opening already"):
+        rig.attach()
+    rig.opened()
+    with pytest.raises(KvoffdError, match="serving already"):
+        rig.attach()
+
+
+def test_an_opening_stops_when_its_directory_is_given_up(rig: DisksRig) -> None:
+    rig.attach()
+    rig.disks.detach(SIZE.directory)
+    deadline = time.monotonic() + 10
+    while not rig.calls:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    rig.calls.pop()()
+    assert rig.state() == []
+
+
+def test_a_detached_directory_is_closed_once_it_is_idle_and_the_loop_does_not_wait(rig: DisksRig) -> None:
+    disk = rig.result = FakeDisk(busy=1)
+    rig.attach()
+    rig.opened()
+    rig.disks.detach(SIZE.directory)
+    rig.disks.tick()
+    assert (rig.state(), disk.closes) == ([State.CLOSING], [])
+    disk.busy, disk.hangs = 0, True
+    rig.disks.tick()
+    assert rig.state() == [State.CLOSING]
+    disk.hangs = False
+    rig.disks.tick()
+    assert rig.state() == []
+    assert max(disk.closes) < 0.1
+
+
+def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
+    disk = rig.result = FakeDisk(hangs=True)
+    rig.attach()
+    rig.opened()
+    assert "does not come back" in rig.disks.problems[0]
+    assert not rig.disks.close(60.0), "its threads may still be in the pool"
+    assert disk.closes == [0.0]
+
+
+def test_an_opening_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None:
+    stuck = threading.Event()
+    rig.disks._open_disk = lambda *_: stuck.wait(60.0)  # type: ignore[assignment,return-value]
+    rig.attach()
+    begin = time.monotonic()
+    assert rig.disks.close(60.0)
+    assert time.monotonic() - begin < 30.0
+    stuck.set()
+
+
+def test_a_directory_that_opens_after_the_end_is_closed_again(rig: DisksRig) -> None:
+    disk = FakeDisk()
+    rig.result = disk
+    rig.go.set()
+    rig.attach()
+    assert rig.disks.close(5.0)
+    while rig.calls:
+        rig.calls.pop()()
+    assert disk.closes == [0.0]
