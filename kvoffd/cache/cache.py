@@ -301,6 +301,7 @@ class BlockCache:
                 narrow.append(block)
                 slot_for[number] = shard.offset
         spared = set(ticket.present).union(*[other.present for other in same_job])
+        namespace.nodes[rank] = node
         slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared, node), strict=False))
         for block in narrow:
             self._blocks.reopen_shard(block, rank)

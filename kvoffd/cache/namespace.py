@@ -59,6 +59,8 @@ class Namespace:
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
+        self.nodes: dict[int, int | None] = {}
+        """By rank, the NUMA node that its last store wanted its slots on: what comes up from a tier goes there too."""
         self._key_type = np.dtype((np.void, key_bytes))
 
     @property

@@ -162,6 +162,9 @@ class SimDisk:
         """As Disks."""
         return []
 
+    def namespace_reset(self, fingerprint: bytes) -> None:
+        """As Disks: here no directory comes or goes."""
+
     def handled(self, request: m.AnyRequest) -> None:
         """A request was answered well."""
         if isinstance(request, m.Invalidate):

@@ -25,6 +25,7 @@ class FakeSlots:
         self.used: list[set[int]] = [set() for _ in range(regions)]
         self.free_in: list[list[int]] = [[] for _ in range(regions)]
         self.disowned: set[int] = set()
+        self.nodes_wanted: list[int | None] = []
         self.writes = 0
         self.generation: dict[int, int] = {}
         self.facts: dict[bytes, NamespaceFacts] = {}
@@ -40,6 +41,7 @@ class FakeSlots:
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
         taken: list[int] = []
+        self.nodes_wanted.append(node)
         own = [r for r, size in enumerate(self.size_of) if size == slot_bytes]
         fits = [r for r, size in enumerate(self.size_of) if not size and self.length[r] >= slot_bytes]
         for region in own + fits:

@@ -74,7 +74,9 @@ class Exchange:
         index = namespace.index[group]
         wanted = [source for source in sources if source.id.key not in index]
         slots = [
-            self._blocks.take_slots(namespace.slot_bytes(rank, group), len(wanted), frozenset())
+            self._blocks.take_slots(
+                namespace.slot_bytes(rank, group), len(wanted), frozenset(), namespace.nodes.get(rank)
+            )
             for rank in range(namespace.world_size)
         ]
         count = min(map(len, slots))

@@ -205,6 +205,17 @@ def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: BelowRig) -> Non
     rig.check()
 
 
+def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: BelowRig) -> None:
+    space = rig.open(world_size=2)
+    rig.put_below(space, keys_of(1))
+    for rank in range(2):
+        rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(2), node=rank + 5))
+    rig.states(space, keys_of(1))
+    rig.slots.nodes_wanted.clear()
+    rig.come_up()
+    assert rig.slots.nodes_wanted == [5, 6]
+
+
 def test_first_blocks_come_up_as_they_went_down(rig: BelowRig) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
