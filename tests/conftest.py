@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from support.daemon import DaemonProcess
+
+# A shell starts what runs in its background with SIGINT ignored, and children inherit that: Ctrl-C would be lost on them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
