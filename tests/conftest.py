@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from support.daemon import DaemonProcess
 
-# A shell starts what runs in its background with SIGINT ignored, and children inherit that: Ctrl-C would be lost on them.
+# What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
