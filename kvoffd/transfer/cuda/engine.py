@@ -181,11 +181,11 @@ class _GpuCopier:
     def copy(self, transfer: Transfer, turn: Turn) -> Outcome:
         try:
             outcome = self._launch_steps(transfer, turn)
+            while self._in_flight:
+                self._wait_oldest(turn)
         except BaseException:
             self._settle(turn)
             raise
-        while self._in_flight:
-            self._wait_oldest(turn)
         return outcome
 
     def close(self) -> None:

@@ -181,6 +181,20 @@ def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machin
     assert good.is_copied()
 
 
+def test_an_error_of_the_last_wait_ends_the_transfer_after_its_copies_too(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.fail("cuEventSynchronize", 1, 700)
+    bad = Job(machine, [4 * KIB] * 8)
+    assert bad.wait() is Outcome.FAILED
+    assert bad.is_copied(), "a copy was left in the stream"
+    good = Job(machine, [4 * KIB] * 8)
+    assert good.wait() is Outcome.DONE
+    assert machine.engine.load_of(Direction.STORE).bytes == 2 * 32 * KIB
+    machine.stub.fail("cuEventSynchronize", 0, 700)
+    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert machine.engine.lost
+
+
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
     machine.stub.fail("cuMemcpyAsync", 1, 1)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
