@@ -420,6 +420,10 @@ class BlockCache:
                 self._below.forget(namespace, group, gone)
         return dropped
 
+    def give_up(self, blocks: Iterable[Block]) -> None:
+        """Drop those of the blocks that are incomplete: nobody will complete them. What a tier has of them stays."""
+        self._blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING])
+
     def reset(self, namespace: Namespace) -> int:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
         self._end_leases([lease for lease in self.leases if lease.namespace is namespace])

@@ -255,11 +255,16 @@ class PutRunner:
         for ticket in put.tickets:
             for number in ticket.copy:
                 states[number] = PUT_STORED
-        lacking = sorted({number for ticket in put.tickets for number in ticket.dropped})
+        lacking = {number for ticket in put.tickets for number in ticket.dropped}
         for number in lacking:
             states[number] = PUT_NO_ROOM
         if lacking:
-            self._cache.invalidate(put.namespace, [(put.group, b"".join(put.keys[number] for number in lacking))])
+            self._cache.give_up(
+                block
+                for ticket in put.tickets
+                for number, block in zip(ticket.copy, ticket.blocks, strict=True)
+                if number in lacking
+            )
         self.put_blocks += states.count(PUT_STORED)
         self.put_bytes += put.nbytes
         return bytes(states)

@@ -12,8 +12,9 @@ from server.test_kv_events import replay
 from support.daemon import DaemonProcess
 
 from kvoffd_client.admin import AdminClient
+from kvoffd_client.blocks import BlockClient
 from kvoffd_client.cli import main
-from kvoffd_client.errors import RequestRefused
+from kvoffd_client.errors import BlockUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
@@ -116,6 +117,23 @@ def test_blocks_outlive_the_daemon_and_its_pool(tmp_path: Path) -> None:
                 assert loaded(engine, range(BATCH)) == [sums[number] for number in range(BATCH)]
     finally:
         daemon.close()
+
+
+def test_what_is_put_and_finds_no_room_stays_on_disk(tmp_path: Path) -> None:
+    with daemon_on(tmp_path, block_access="write") as daemon, engine_on(daemon) as engine:
+        with AdminClient(daemon.directory) as admin, BlockClient(daemon.directory) as desk:
+            serving(admin)
+            sums = fill(engine, admin, 48)
+            (namespace,) = admin.namespaces().namespaces
+            there = [info.key for info in desk.list_blocks(namespace.namespace)]
+            held = desk.get_blocks(namespace.namespace, there)
+            assert held[0] is not None
+            with pytest.raises(BlockUnavailable, match="no room"):
+                desk.put_block(namespace.namespace, keys_of(0)[0], held[0].copy())
+            for block in held:
+                assert block is not None
+                block.close()
+            assert loaded(engine, range(1)) == [sums[0]]
 
 
 def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: DaemonProcess) -> None:
