@@ -265,3 +265,28 @@ def test_wait_waits_until_the_daemon_gives_up() -> None:
     rig.client.answer({block_hash(1), block_hash(4)})
     rig.inquiry.begin(GROUPS)
     assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.MISS]
+
+
+def test_wait_does_not_outlast_the_daemon() -> None:
+    rig = DiskRig(WAIT)
+    rig.inquiry.begin(GROUPS)
+    rig.client.answer(set(), coming=[block_hash(1), block_hash(2)])  # nothing is ready, so no lease can die
+    rig.inquiry.begin(GROUPS)
+    assert rig.verdicts(1) == [Verdict.COMING]
+    rig.client.connected = False
+    rig.inquiry.begin(GROUPS)
+    assert rig.verdicts(1, 2) == [Verdict.MISS] * 2
+
+
+def test_wait_does_not_wait_for_a_daemon_that_does_not_answer() -> None:
+    rig = DiskRig(WAIT)
+    rig.ask(coming=2)
+    rig.clock.now += 0.06
+    assert rig.inquiry.begin(GROUPS)
+    rig.clock.now += 0.05
+    assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.COMING]
+    rig.clock.now += 0.06
+    assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.MISS]
+    rig.client.fail()
+    rig.inquiry.begin(GROUPS)
+    assert rig.verdicts(1, 2) == [Verdict.HIT, Verdict.MISS]

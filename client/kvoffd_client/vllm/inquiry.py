@@ -241,7 +241,19 @@ class Inquiry:
         """Whether something in the answer in force comes up from disk and is waited for."""
         if self.answer is None or self.wait.over or not self.answer.ticket.pending:
             return False
+        if not self._is_told:
+            return False
         return self.wait.goes_on(self.answer.ticket.wait_s, self.setting.clock())
+
+    @property
+    def _is_told(self) -> bool:
+        """Whether the daemon answers: only it says when something has come up, or never will."""
+        if self._failed_lately or not self.setting.asker.connected:
+            return False
+        pending = self.pending
+        if pending is None or pending.ticket.done:
+            return True
+        return self.setting.clock() - pending.asked_at < self.setting.deadline_s
 
     def _ask(self, groups: Sequence[Sequence[Key]]) -> None:
         room = MAX_KEYS_PER_LOOKUP // max(1, len(groups))
