@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.blocks import BlockClient, BlockFile
+from kvoffd_client.blocks import Block, BlockClient, BlockFile, Geometry, export_blocks
 from kvoffd_client.blocks import export as export_module
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.blocks import PageSpec, ShardSpec
+from kvoffd_proto.messages import GroupSpec
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]
@@ -143,6 +145,21 @@ def test_prefixes_choose_what_is_exported(cli: Cli, engine: FakeEngine, tmp_path
     assert cli("export", str(file), "--namespace", "tiny", "--prefix", "1", "--prefix", KEYS[4].hex())[0] == 0
     with BlockFile(file) as source:
         assert {entry.key for entry in source.entries} == {KEYS[0], KEYS[4]}
+
+
+def test_chosen_keys_are_all_exported_whatever_their_order(daemon: DaemonProcess, tmp_path: Path) -> None:
+    shards = (ShardSpec(1, [PageSpec(4096)]),) * 2
+    geometry = Geometry(bytes([7]) * 32, "two", 1, 32, (GroupSpec("full", 16),) * 2, "{}", (shards,))
+    wanted = [(1, KEYS[0]), (0, KEYS[1]), (1, KEYS[2]), (0, KEYS[3])]
+    file = tmp_path / "some.safetensors"
+    with BlockClient(daemon.directory) as client:
+        client.restore_namespace(geometry)
+        for group, key in wanted:
+            assert client.put_block("two", key, Block.blank(geometry, group))
+        done = export_blocks(client, "two", file, keys=wanted)
+    assert (done.blocks, done.evicted) == (4, 0)
+    with BlockFile(file) as source:
+        assert [(entry.group, entry.key) for entry in source.entries] == wanted
 
 
 def test_a_file_of_another_engine_is_refused(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:

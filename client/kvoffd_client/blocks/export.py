@@ -11,6 +11,8 @@ import fcntl
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import msgspec
@@ -119,7 +121,8 @@ def _write(
     while start < len(wanted):
         group = wanted[start][0]
         most = max(1, BATCH_BYTES // max(1, geometry.block_bytes(group)))
-        keys = [key for of, key in wanted[start : start + most] if of == group]
+        _, run = next(groupby(wanted[start : start + most], itemgetter(0)))
+        keys = [key for _, key in run]
         start += len(keys)
         for block in client.get_blocks(geometry.fingerprint, keys, group):
             if block is None:
