@@ -118,7 +118,11 @@ class Tier(ABC):
 
     @abstractmethod
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        """The blocks that can be read now, by key: a live view, not to be changed nor kept over other calls."""
+        """The blocks that the tier has, by key: a live view, not to be changed nor kept over other calls."""
+
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        """Those of the ``index`` that may be read now: none of a device that hangs. As live as that."""
+        return self.index(fingerprint, group)
 
     @abstractmethod
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:

@@ -40,11 +40,10 @@ class Tiers(Tier):
         return {name for tier in self._members for name in tier.groups()}
 
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        if len(self._members) == 1:
-            return self._members[0].index(fingerprint, group)
-        # A ChainMap changes its first map only when it is itself changed, which a view never is.
-        maps = [cast(MutableMapping[bytes, TierBlock], tier.index(fingerprint, group)) for tier in self._members]
-        return ChainMap(*maps)
+        return _together([tier.index(fingerprint, group) for tier in self._members])
+
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return _together([tier.readable(fingerprint, group) for tier in self._members])
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
         if block.id in self._writing or self._owners(block.id):
@@ -126,3 +125,10 @@ class Tiers(Tier):
         until = time.monotonic() + deadline_s
         closed = [tier.close(max(0.0, until - time.monotonic())) for tier in self._members]
         return all(closed)
+
+
+def _together(views: Sequence[Mapping[bytes, TierBlock]]) -> Mapping[bytes, TierBlock]:
+    if len(views) == 1:
+        return views[0]
+    # A ChainMap changes its first map only when it is itself changed, which a view never is.
+    return ChainMap(*[cast(MutableMapping[bytes, TierBlock], view) for view in views])

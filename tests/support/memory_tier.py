@@ -65,7 +65,7 @@ class MemoryTier(Tier):
         self.jobs: dict[Job, None] = {}
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
-        self.draining = False
+        self.draining = self.hangs = False
         self._memory = memory
         self._size_bytes = size_bytes
         self._most_jobs = most_jobs
@@ -81,6 +81,9 @@ class MemoryTier(Tier):
         blocks = self.device.blocks
         return {name.key: blocks[name][0] for name in blocks if name[:2] == (fingerprint, group)}
 
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return {} if self.hangs else self.index(fingerprint, group)
+
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
         under_way = {job.block.id for job in self.jobs if not job.reading and not job.forgotten}
         if self.draining or block.id in self.device.blocks or block.id in under_way:
@@ -89,7 +92,7 @@ class MemoryTier(Tier):
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         found = self.device.blocks.get(block_id)
-        return found is not None and self._take(Job(found[0], list(offsets), on_done, deadline, reading=True))
+        return found is not None and not self.hangs and self._take(Job(found[0], list(offsets), on_done, deadline, reading=True))
 
     def _take(self, job: Job) -> bool:
         if len(self.jobs) >= self._most_jobs:

@@ -369,6 +369,8 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert rig.fold.kinds == {"hung": 1}
     assert rig.read(block_of(3)) is None
     assert rig.write(block_of(9)) is None
+    assert block_of(3).id.key in rig.tier.index(ONE, 0)
+    assert not rig.tier.readable(ONE, 0)
     # Its memory is in use for as long as it hangs: it has not ended, and nobody may unmap the pool.
     assert stuck is not None
     assert stuck.result is None
@@ -379,6 +381,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     rig.settle()
     assert stuck.result is DONE
     rig.tier.tick()
+    assert block_of(3).id.key in rig.tier.readable(ONE, 0)
     assert load(rig, 3) is DONE
     assert rig.close()
 

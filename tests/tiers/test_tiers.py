@@ -102,3 +102,14 @@ def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: TiersRig) -> Non
     rig.write_all(space, 4, 5)
     assert rig.held()[1] == before
     assert sum(rig.held()) == 6
+
+
+def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: TiersRig) -> None:
+    space = rig.open()
+    rig.write_all(space, *range(8))
+    rig.cache._blocks._evict(list(space.index[0].values()))
+    lost = [name.key for name in rig.members[0].device.blocks]
+    rig.members[0].hangs = True
+    found = {number: rig.states(space, keys_of(number)) for number in range(8)}
+    assert found == {number: [ABSENT if keys_of(number) in lost else PENDING] for number in range(8)}
+    assert len(rig.tiers.index(space.fingerprint, 0)) == 8

@@ -273,7 +273,7 @@ class Below:
     def _available(self, namespace: Namespace, group: int) -> Callable[[bytes], bool] | None:
         """Says of a key that is not ready whether it is coming or could come; None where no key of the group is."""
         coming = self.promoter.coming(namespace, group)
-        index = self.tier.index(namespace.fingerprint, group)
+        index = self.tier.readable(namespace.fingerprint, group)
         if not index and not coming:
             return None
         pool = namespace.index[group]
@@ -284,7 +284,7 @@ class Below:
     ) -> None:
         """Mark what comes as PENDING, and ask for what does not come yet; up to the first that cannot."""
         coming = self.promoter.coming(namespace, group)
-        index = self.tier.index(namespace.fingerprint, group)
+        index = self.tier.readable(namespace.fingerprint, group)
         for place in places:
             key = keys[place]
             if key not in coming and not (told[place] == ABSENT and self.promoter.want(namespace, index[key])):

@@ -200,15 +200,17 @@ class Promoter:
         return True
 
     def _put_back(self, wanted: Wanted, promotion: Promotion) -> None:
-        """The tier does not read it now: it waits for its turn again, unless it has left the tier."""
+        """The tier does not read it now: it waits for its turn again, unless it has left the tier or that hangs."""
         source = wanted.source
         self._exchange.end_promotion(promotion, ok=False)
-        if source.id.key in self._tier.index(source.id.fingerprint, source.id.group):
+        fingerprint, group, key = source.id
+        if key in self._tier.readable(fingerprint, group):
             self._queue[wanted] = None
             self.queued_bytes += wanted.nbytes
         else:
             self._unlist(wanted)
-            self.failures[TierResult.GONE.value] += 1
+            hangs = key in self._tier.index(fingerprint, group)
+            self.failures[(TierResult.DEADLINE if hangs else TierResult.GONE).value] += 1
 
     def _on_done(self, wanted: Wanted) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:

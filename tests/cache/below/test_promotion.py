@@ -310,3 +310,20 @@ def test_the_wait_is_told_by_the_speed_measured(rig: BelowRig) -> None:
 
 def test_blocks_of_all_states_are_told_apart(rig: BelowRig) -> None:
     assert PENDING not in list(BlockState)
+
+
+def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: BelowRig) -> None:
+    space = rig.open()
+    rig.put_below(space, keys_of(1, 2))
+    assert rig.states(space, keys_of(1)) == [PENDING]
+    rig.tier.hangs = True
+    rig.below.pump()
+    assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
+    assert rig.below.promoter.failures == {"deadline": 1}
+    assert not rig.below.promoter.busy
+    rig.check()
+    rig.tier.hangs = False
+    assert rig.states(space, keys_of(1, 2)) == [PENDING, PENDING]
+    rig.come_up()
+    assert rig.states(space, keys_of(1, 2)) == [READY, READY]
+    rig.check()
