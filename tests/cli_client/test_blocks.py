@@ -17,6 +17,7 @@ from support.daemon import DaemonProcess
 from kvoffd_client.blocks import Block, BlockClient, BlockFile, Geometry, export_blocks
 from kvoffd_client.blocks import export as export_module
 from kvoffd_client.cli import main
+from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec
@@ -145,6 +146,32 @@ def test_prefixes_choose_what_is_exported(cli: Cli, engine: FakeEngine, tmp_path
     assert cli("export", str(file), "--namespace", "tiny", "--prefix", "1", "--prefix", KEYS[4].hex())[0] == 0
     with BlockFile(file) as source:
         assert {entry.key for entry in source.entries} == {KEYS[0], KEYS[4]}
+
+
+def test_no_block_of_a_restarted_daemon_is_read_in_the_pool_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    with DaemonProcess("8MiB", block_access="read") as daemon, BlockClient(daemon.directory) as client:
+        with FakeEngine(daemon.directory, "tiny", blocks=8, page_bytes=4096) as fake:
+            fake.fill(range(8), seed=1)
+            assert fake.store(KEYS, range(8)).ok
+            assert all(client.get_blocks("tiny", KEYS))
+            mapped = client._mapped_pool
+
+            def restarted_meanwhile() -> object:
+                pool = mapped()
+                daemon.stop()
+                daemon.start()
+                assert fake.wait_ready(20)
+                fake.fill(range(8), seed=2)
+                assert fake.store(KEYS, range(8)).ok
+                return pool
+
+            monkeypatch.setattr(client, "_mapped_pool", restarted_meanwhile)
+            with pytest.raises(DaemonUnavailable, match="try again"):
+                client.get_blocks("tiny", KEYS)
+            monkeypatch.undo()
+            for block in client.get_blocks("tiny", KEYS):
+                assert block is not None
+                block.verify()
 
 
 def test_chosen_keys_are_all_exported_whatever_their_order(daemon: DaemonProcess, tmp_path: Path) -> None:

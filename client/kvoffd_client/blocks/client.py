@@ -42,6 +42,7 @@ OPTIONS = ClientOptions(request_timeout_s=60.0)
 """Putting many blocks takes as long as copying them."""
 STAGING_BYTES = 32 << 20
 PAGE_OF_LIST = 4096
+_INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
 
 
 class BlockClient(AdminClient):
@@ -175,12 +176,14 @@ class BlockClient(AdminClient):
         Nothing is compared with its checksum: see ``Block.verify``.
         """
         geometry = self.geometry(namespace)
-        pool = self._mapped_pool()
+        generation, pool = self._mapped_pool()
         made: list[Lease] = []
 
         def request(request_id: int, token: bytes) -> GetBlocks:
             # Made with the lock held: no heartbeat may come between the id and its renewal.
             session = self._block_session
+            if session.generation != generation:  # the offsets would be of another pool
+                raise DaemonUnavailable(_INTERRUPTED)
             made.append(session.new_lease())
             session.leases[made[0].id] = made[0]
             return GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
@@ -223,14 +226,17 @@ class BlockClient(AdminClient):
         block = Block(geometry, group, key, shards, max((shard.first_block for shard in held), default=0), hold.let_go)
         return block
 
-    def _mapped_pool(self) -> Bytes:
-        """The daemon's pool, mapped for reading only: once for each connection."""
+    def _mapped_pool(self) -> tuple[int, Bytes]:
+        """The daemon's pool, mapped for reading only: once for each connection, whose generation comes with it."""
         if self._pool is not None and self._pool[0] == self._generation():
-            return self._pool[1]
+            return self._pool
+        generation = 0
 
         def start(
             session: AdminSession, outcome: list[OpenedPool | KvoffdClientError], now: float, left: float
         ) -> None:
+            nonlocal generation
+            generation = session.generation
             cast(BlockSession, session).open_pool(outcome)
 
         answer: OpenedPool = self._exchange(start)
@@ -241,8 +247,8 @@ class BlockClient(AdminClient):
             raise DaemonUnavailable(f"The daemon's pool cannot be mapped here: {error}.") from error
         finally:
             os.close(fd)
-        self._pool = (self._generation(), np.frombuffer(mapping, dtype=np.uint8))
-        return self._pool[1]
+        self._pool = (generation, np.frombuffer(mapping, dtype=np.uint8))
+        return self._pool
 
     def _release(self, leases: Sequence[Lease]) -> None:
         """End leases. Where the daemon is away they have ended already."""
@@ -313,7 +319,7 @@ class BlockClient(AdminClient):
     ) -> bytes:
         """Put blocks whose bytes are in ``staging()`` already; returns a state for each key, see BlocksPut."""
         if self._staging is None or self._staging[0] != self._generation():
-            raise DaemonUnavailable("The daemon was restarted or ended the session in the middle; try again.")
+            raise DaemonUnavailable(_INTERRUPTED)
         _, segment, memory = self._staging
         reply = self._ask(
             BlocksPut,
