@@ -92,7 +92,9 @@ class MemoryTier(Tier):
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         found = self.device.blocks.get(block_id)
-        return found is not None and not self.hangs and self._take(Job(found[0], list(offsets), on_done, deadline, reading=True))
+        if found is None or self.hangs:
+            return False
+        return self._take(Job(found[0], list(offsets), on_done, deadline, reading=True))
 
     def _take(self, job: Job) -> bool:
         if len(self.jobs) >= self._most_jobs:
