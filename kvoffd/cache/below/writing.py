@@ -14,6 +14,8 @@ from kvoffd.tiers.tier import Tier, TierResult
 
 MAX_COLD_BLOCKS = 1024
 """Blocks at the cold end that are looked at in one tick."""
+LEAST_SWEPT = 1024
+"""Blocks that may wait before those that have left the pool are looked for among them."""
 
 
 class WriteMode(StrEnum):
@@ -71,6 +73,7 @@ class Writer:
         self._engines_busy = engines_busy
         self._trickle_bytes = self._allowance = trickle_bytes
         self._due: dict[Block, None] = {}
+        self._swept_at = LEAST_SWEPT
         self._cold: dict[Block, None] = {}
         self._moving: dict[Block, WriteTicket] = {}
         self.under_way_bytes = 0
@@ -110,6 +113,7 @@ class Writer:
     def tick(self) -> None:
         """Look at the cold end, and go on."""
         self._cold.clear()
+        self._sweep()
         if self.mode is not WriteMode.NEVER and self._free_bytes() < 2 * self._cold_bytes:
             nbytes = 0
             for block in islice(self._policy.candidates(), MAX_COLD_BLOCKS):
@@ -146,6 +150,12 @@ class Writer:
             self._allowance -= nbytes if busy else 0
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _sweep(self) -> None:
+        """Let go of blocks that left the pool before their turn: where a tier hangs, no turn comes."""
+        if len(self._due) > self._swept_at:
+            self._due = {block: None for block in self._due if block.state is BlockState.READY}
+            self._swept_at = 2 * len(self._due) + LEAST_SWEPT
 
     def _next(self) -> Block | None:
         """The next block to write, taken out of where it waits."""

@@ -8,7 +8,7 @@ from support.cache_rig import SLOT_UNIT, keys_of
 
 from kvoffd.cache.below.below import BelowSettings
 from kvoffd.cache.below.budget import DAY_S, WriteBudget
-from kvoffd.cache.below.writing import WriteMode
+from kvoffd.cache.below.writing import LEAST_SWEPT, WriteMode
 from kvoffd.tiers.tier import TierResult
 
 
@@ -208,6 +208,21 @@ def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
     for _ in range(4):
         go_on(rig)
     assert len(rig.device.blocks) == 3
+    rig.check()
+
+
+def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    longest = 0
+    for start in range(0, 6400, 16):
+        rig.put(space, keys_of(*range(start, start + 16)))
+        rig.below.tick()  # what it began is never done
+        longest = max(longest, rig.below.writer.waiting_blocks)
+    assert longest <= LEAST_SWEPT + 2 * space.ready_blocks + 16
+    assert len(rig.tier.jobs) == 2
+    rig.tier.end_all()
+    assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
     rig.check()
 
 
