@@ -188,8 +188,9 @@ class PutRunner:
         sources: list[int] = []
         slots: list[tuple[int, int]] = []
         for rank, length in enumerate(lengths):
+            node = put.namespace.nodes.get(rank)  # where the rank's own stores want them
             ticket = self._cache.begin_store(
-                put.namespace, rank, message.group, message.keys, message.first_block, put.tickets
+                put.namespace, rank, message.group, message.keys, message.first_block, put.tickets, node
             )
             put.tickets.append(ticket)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
