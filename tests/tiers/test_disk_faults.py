@@ -429,3 +429,31 @@ def test_a_slow_disk_can_be_closed_in_short_steps(tmp_path: Path) -> None:
     assert rig.ids() == known - {block_of(2).id}
     assert not {"torn", "started_anew"} & set(rig.fold.kinds)
     assert rig.close()
+
+
+class SlowlyFailing(Slow):
+    """From some time on it takes its time and fails then."""
+
+    fails = False
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        if self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_disk_that_fails_slowly_can_be_closed_in_short_steps(tmp_path: Path) -> None:
+    calls = SlowlyFailing()
+    rig = TierRig(DiskMaker(tmp_path, calls))
+    store(rig, 1, 2)
+    calls.fails = True
+    steps = 0
+    while not rig.tier.close(0.001):
+        steps += 1
+        threading.Event().wait(0.01)
+        assert steps < 1000
+    assert rig.tier.stats().errors == {"record_failed": 3}
+    calls.fails = False
+    rig.open()
+    assert rig.ids() == set(), "what could not be told was given up"
+    assert rig.close()

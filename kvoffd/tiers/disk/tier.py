@@ -135,6 +135,7 @@ class DiskTier(Tier):
         self._pause_s = 0.0
         self._write_after = self._update_after = float("-inf")
         self._head_at = clock()
+        self._last_failures = 0
         self._turns = threading.RLock()
         self._draining = self._closed = self._hangs = self._last_begun = False
 
@@ -354,6 +355,7 @@ class DiskTier(Tier):
             self._records.end(result is TierResult.DONE)
             if result is not TierResult.DONE:
                 self._update_after = self._clock() + _LEAST_PAUSE_S
+                self._last_failures += self._last_begun and result is TierResult.FAILED
             return
         assert job.entry is not None and job.on_done is not None  # noqa: PT018
         end = self._end_read if job.kind is Kind.READ else self._end_write
@@ -433,21 +435,18 @@ class DiskTier(Tier):
         while self._book.empty_slots(_LEAVING_PER_TURN):
             pass
         head = self._file.head
-        tries = 0
         if not self._last_begun:
             self._last_begun = True
             self._records.forget()  # what the head says last must not reach the device before all else
-        while (self._records.differs or head.is_open) and tries < _LAST_TRIES:
+        while (self._records.differs or head.is_open) and self._last_failures < _LAST_TRIES:
             if not self._records.differs:
                 head.is_open = False
                 self._records.note_head()
                 self._records.forget()
-            failed_before = self._voice.errors.total()
             self._submit_update()
             if not self.workers.wait_idle(until):
                 return False
             self._turn()
-            tries += self._voice.errors.total() > failed_before
         if self._records.is_urgent:
             self._give_up_file()
         return True
