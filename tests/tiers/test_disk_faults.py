@@ -457,3 +457,17 @@ def test_a_disk_that_fails_slowly_can_be_closed_in_short_steps(tmp_path: Path) -
     rig.open()
     assert rig.ids() == set(), "what could not be told was given up"
     assert rig.close()
+
+
+def test_a_disk_that_cannot_be_closed_is_closed(tmp_path: Path) -> None:
+    class Stubborn(DiskCalls):
+        def close(self, fd: int) -> None:
+            super().close(fd)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    rig = TierRig(DiskMaker(tmp_path, Stubborn()))
+    store(rig, 1)
+    assert rig.close()
+    assert rig.tier.close(0.0)
+    rig.open()
+    assert load(rig, 1) is DONE

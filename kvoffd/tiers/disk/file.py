@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import stat
@@ -14,6 +15,8 @@ from kvoffd.tiers.disk.calls import ALLOCATE_BYTES, DiskCalls, aligned_buffer, r
 from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
 from kvoffd.tiers.disk.format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, page_up, read_head
 from kvoffd_proto.units import format_size
+
+logger = logging.getLogger(__name__)
 
 _REGIONS = 64
 _LEAST_REGION_BYTES = 16 << 20
@@ -101,10 +104,13 @@ class DiskFile:
         return self._calls.stat(self.fd).st_blocks * 512
 
     def close(self) -> None:
-        """Lets file and lock go; a second call does nothing."""
-        if self.fd >= 0:
-            self._calls.close(self.fd)
-            self.fd = -1
+        """Lets file and lock go, whatever the file system says to that; a second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                self._calls.close(fd)
+            except OSError as error:  # the descriptor is gone all the same
+                logger.warning("Closing %s failed: %s.", self.path, error.strerror or error)
 
     def _claim(self, directory: Path) -> int:
         try:
