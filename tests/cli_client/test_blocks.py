@@ -21,6 +21,7 @@ from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.units import format_size
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]
@@ -118,6 +119,19 @@ def test_one_block_goes_into_a_file_and_back(cli: Cli, engine: FakeEngine, tmp_p
     assert engine.checksums([20]) == engine.checksums([0])
     assert "whole key" in cli("block", "put", str(file), "--namespace", "tiny", "--key", "1234")[2]
     cli("clear", "--namespace", "tiny", "--yes")
+
+
+@pytest.mark.parametrize("layers", [1, 20, 40, 60, 80])
+def test_one_small_block_finds_room_in_the_header(cli: Cli, daemon: DaemonProcess, tmp_path: Path, layers: int) -> None:
+    """However much of its last 4 KiB the header takes without any block."""
+    file, name = tmp_path / "one.safetensors", f"{layers} layers"
+    with FakeEngine(daemon.directory, name, layers=layers, blocks=4, page_bytes=512) as fake:
+        assert fake.store(KEYS[:1], [0]).ok
+        assert cli("block", "get", "11", str(file), "--namespace", name) == (
+            0,
+            f"Block {KEYS[0].hex()} ({format_size(512 * layers)}) is in {file}.\n",
+            "",
+        )
 
 
 def test_a_namespace_moves_to_another_daemon(cli: Cli, engine: FakeEngine, tmp_path: Path) -> None:

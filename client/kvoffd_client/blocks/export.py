@@ -20,7 +20,15 @@ import numpy as np
 
 from kvoffd_client.blocks.block import Block, checksum_of
 from kvoffd_client.blocks.client import BlockClient
-from kvoffd_client.blocks.file import MAX_HEADER_BYTES, BlockFileError, Entry, entry_room, room_for, write_header
+from kvoffd_client.blocks.file import (
+    MAX_HEADER_BYTES,
+    BlockFileError,
+    Entry,
+    entry_room,
+    room_for,
+    room_without_blocks,
+    write_header,
+)
 from kvoffd_client.blocks.geometry import Geometry
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.messages import READY
@@ -179,7 +187,7 @@ class _Part:
             )
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._log, 0)
-        self._used = room_for(self._geometry, [])
+        self._used = room_without_blocks(self._geometry)
         self._log_at = 0
         self._note(msgspec.json.encode(_Plan(self._geometry.to_json(), self._room)).decode())
 
@@ -198,7 +206,7 @@ class _Part:
         if plan.namespace != geometry.to_json():
             raise self._of_another("it is of another namespace, or an engine has described its layers since")
         self._room = plan.room
-        self._used = room_for(geometry, [])
+        self._used = room_without_blocks(geometry)
         self._log_at = len(lines[0]) + 1
         for entry, line in zip(entries, lines[1:], strict=True):
             if not self._is_whole(entry):

@@ -135,10 +135,15 @@ def _sum_of_lists(namespace: str, blocks: str) -> str:
     return f"{checksum_of(f'{namespace} {blocks}'.encode()):016x}"
 
 
+def room_without_blocks(geometry: Geometry) -> int:
+    """Bytes of the length and the header of a file that holds no block."""
+    return LENGTH_BYTES + len(header_of(geometry, ()))
+
+
 def room_for(geometry: Geometry, counts: Sequence[int]) -> int:
-    """Bytes in which the length and the header of a file fit that holds so many blocks of each group."""
+    """Bytes in which the length and the header of a file fit that holds so many blocks of each group; aligned."""
     sums = (0,) * geometry.world_size
-    room = LENGTH_BYTES + len(header_of(geometry, ()))
+    room = room_without_blocks(geometry)
     for group, count in enumerate(counts):
         if count:
             room += count * entry_room(geometry, Entry(group, bytes(geometry.key_bytes), 65535, sums))
