@@ -95,8 +95,8 @@ class Disks:
         self._disks: dict[str, Disk] = {}
         self._tiers = Tiers()
         self._reset_count = 0
-        self._resets: dict[bytes | None, int] = {}
-        """By namespace, the number of its last reset: 1 for the first reset of this life, and so on. None is all."""
+        self._resets: dict[bytes, int] = {}
+        """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
         self._away_since: dict[str, int] = {}
         """By directory that was given up, the resets that it has seen."""
         self._stopping = False
@@ -146,15 +146,15 @@ class Disks:
             assert self.below is not None
             self.below.left(disk.tier)
 
-    def namespace_reset(self, fingerprint: bytes | None) -> None:
-        """A namespace's blocks are stale, as when its weights changed, or all are (None): also those in directories
-        that are coming, going or away. (Those that serve are reached through the cache.)
+    def namespace_reset(self, fingerprint: bytes) -> None:
+        """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
+        going or away. (Those that serve are reached through the cache.)
         """
         self._reset_count += 1
         self._resets[fingerprint] = self._reset_count
         for disk in self._disks.values():
             if disk.state is State.CLOSING and disk.tier is not None:
-                _forget(disk.tier, fingerprint)
+                disk.tier.remove_namespace(fingerprint)
 
     def tick(self) -> None:
         """A few times a second."""
@@ -265,7 +265,7 @@ class Disks:
         seen = self._away_since.pop(disk.size.directory, 0)
         for fingerprint, number in self._resets.items():
             if number > seen:
-                _forget(tier, fingerprint)
+                tier.remove_namespace(fingerprint)
         self._tiers.attach(tier)
         assert self.below is not None
         self.below.joined()
@@ -289,12 +289,6 @@ def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
         )
 
     return open_disk
-
-
-def _forget(tier: DiskTier, fingerprint: bytes | None) -> None:
-    """Forget a namespace, or all (None)."""
-    for name in {name for name, _ in tier.groups()} if fingerprint is None else [fingerprint]:
-        tier.remove_namespace(name)
 
 
 def _stats_of(disk: Disk) -> m.DiskStats:

@@ -162,7 +162,7 @@ class SimDisk:
         """As Disks."""
         return []
 
-    def namespace_reset(self, fingerprint: bytes | None) -> None:
+    def namespace_reset(self, fingerprint: bytes) -> None:
         """As Disks: here no directory comes or goes."""
 
     def handled(self, request: m.AnyRequest) -> None:
