@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from kvoffd_client.cli.disk import disks_page
 from kvoffd_client.cli.rates import rates_between
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.messages import StatsReply
@@ -120,6 +121,14 @@ def test_speeds_are_those_between_the_samples(busy: StatsReply, render: Render) 
 def test_a_restarted_daemon_gives_no_speed_across_its_restart(busy: StatsReply, fresh: StatsReply) -> None:
     assert rates_between(msgspec.structs.replace(fresh, epoch=8, uptime_seconds=1e6), busy).window_seconds is None
     assert rates_between(fresh, busy).window_seconds is None
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.0, "< 1 h"), (909.0, "< 1 h"), (7_200.0, "< 3 h")])
+def test_the_age_of_blocks_on_disk_is_told_to_the_hour(
+    busy: StatsReply, render: Render, seconds: float, shown: str
+) -> None:
+    disk = msgspec.structs.replace(busy.disks[0], oldest_seconds=seconds)
+    assert shown in line_with(render(disks_page([disk], None)), disk.directory)
 
 
 def test_a_closed_namespace_is_no_negative_speed(busy: StatsReply) -> None:

@@ -51,7 +51,7 @@ def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> Renderab
             percent(disk.used_bytes, disk.size_bytes),
             format_size(disk.size_bytes),
             format_count(disk.blocks),
-            format_duration(disk.oldest_seconds) if disk.blocks else "-",
+            _within(disk.oldest_seconds) if disk.blocks else "-",
             format_size(disk.read_bytes),
             format_size(disk.written_bytes),
             format_size(disk.lifetime_written_bytes),
@@ -59,6 +59,11 @@ def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> Renderab
         )
         problems += _problems(disk)
     return Group(table, *problems, *([_traffic(below)] if below is not None else []))
+
+
+def _within(seconds: float) -> str:
+    """An age that is known to the hour, and may be less."""
+    return f"< {format_duration(3600.0 * (seconds // 3600 + 1))}"
 
 
 def _problems(disk: DiskStats) -> list[Text]:
