@@ -128,7 +128,7 @@ def test_the_age_of_blocks_on_disk_is_told_to_the_hour(
     busy: StatsReply, render: Render, seconds: float, shown: str
 ) -> None:
     disk = msgspec.structs.replace(busy.disks[0], oldest_seconds=seconds)
-    assert shown in line_with(render(disks_page([disk], None)), disk.directory)
+    assert shown in line_with(render(disks_page([disk], None), width=120), disk.directory)
 
 
 def test_a_closed_namespace_is_no_negative_speed(busy: StatsReply) -> None:
