@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -64,6 +64,8 @@ class Disk:
     opener: threading.Thread | None = None
     unwanted: bool = False
     """It is to be given up as soon as it is open, or stopped being opened."""
+    cleared: set[bytes | None] = field(default_factory=set)
+    """Namespaces that were cleared while it was being opened; None is all."""
 
 
 class Disks:
@@ -155,6 +157,15 @@ class Disks:
         for disk in self._disks.values():
             if disk.state is State.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
+
+    def cleared(self, fingerprint: bytes | None) -> None:
+        """A namespace, or all (None), was cleared: also in directories that are being opened. What is detached is kept.
+
+        (Those that serve are reached through the cache.)
+        """
+        for disk in self._disks.values():
+            if disk.state is State.OPENING:
+                disk.cleared.add(fingerprint)
 
     def tick(self) -> None:
         """A few times a second."""
@@ -266,6 +277,9 @@ class Disks:
         for fingerprint, number in self._resets.items():
             if number > seen:
                 tier.remove_namespace(fingerprint)
+        known = {fingerprint for fingerprint, _ in tier.groups()}
+        for fingerprint in known if None in disk.cleared else known & disk.cleared:
+            tier.remove_namespace(fingerprint)
         self._tiers.attach(tier)
         assert self.below is not None
         self.below.joined()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from support.below_rig import FoldedBelow
@@ -14,8 +15,10 @@ from kvoffd.config import Config
 from kvoffd.disks import DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.server.disks import Disks, State
+from kvoffd.server.requests.admin import clear
 from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
-from kvoffd.tiers.tier import TierListener, TierStats
+from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
+from kvoffd_proto.messages import Clear, GroupSpec
 
 SIZE = DiskSize("/somewhere", 2**30)
 
@@ -27,6 +30,8 @@ class FakeDisk:
         self.hangs = hangs
         self.busy = busy
         self.closes: list[float] = []
+        self.names = {b"one", b"other"}
+        """Namespaces that it has blocks of."""
 
     def stats(self) -> TierStats:
         return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, {}))
@@ -44,7 +49,14 @@ class FakeDisk:
         """Has nothing to do."""
 
     def groups(self) -> list[tuple[bytes, int]]:
-        return []
+        return [(name, 0) for name in self.names]
+
+    def index(self, fingerprint: bytes, group: int) -> dict[bytes, TierBlock]:
+        return {}
+
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        self.names.discard(fingerprint)
+        return 0
 
     def report(self) -> object:
         return type("Report", (), {"open_seconds": 0.0, "found_blocks": 0, "direct": True})()
@@ -192,3 +204,41 @@ def test_a_directory_that_opens_after_the_end_is_closed_again(rig: DisksRig) -> 
     while rig.calls:
         rig.calls.pop()()
     assert disk.closes == [0.0]
+
+
+def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
+    """As a request does it."""
+    if namespace is not None:
+        rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
+    service = SimpleNamespace(cache=rig.rig.cache, disks=rig.disks, below=rig.disks.below, epoch=1)
+    clear(service, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
+def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
+    rig: DisksRig, namespace: bytes | None, left: set[bytes]
+) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    clear_by_operator(rig, namespace)
+    rig.opened()
+    assert disk.names == left
+
+
+def test_a_reset_reaches_directories_that_come_go_or_are_away(rig: DisksRig) -> None:
+    disk = rig.result = FakeDisk(busy=1)
+    rig.attach()
+    rig.disks.namespace_reset(b"one")
+    rig.opened()
+    assert disk.names == {b"other"}
+    rig.disks.detach(SIZE.directory)
+    rig.disks.namespace_reset(b"other")
+    assert disk.names == set()
+    disk.busy = 0
+    rig.disks.tick()
+    assert rig.state() == []
+    disk.names = {b"one", b"other", b"third"}
+    rig.disks.namespace_reset(b"third")
+    rig.attach()
+    rig.opened()
+    assert disk.names == {b"one", b"other"}, "those resets it has seen"

@@ -165,6 +165,9 @@ class SimDisk:
     def namespace_reset(self, fingerprint: bytes) -> None:
         """As Disks: here no directory comes or goes."""
 
+    def cleared(self, fingerprint: bytes | None) -> None:
+        """As Disks."""
+
     def handled(self, request: m.AnyRequest) -> None:
         """A request was answered well."""
         if isinstance(request, m.Invalidate):

@@ -40,6 +40,8 @@ def clear(service: Service, session: Session, message: m.Clear) -> m.Done:
     count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
     if message.namespace is None and service.below is not None:
         count += service.below.forget_unopened()
+    if service.disks is not None:
+        service.disks.cleared(message.namespace)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return m.Done(message.request_id, service.epoch, count)
 
