@@ -35,7 +35,8 @@ class Promoter:
     """What is wanted waits in order; ``pump`` begins as much as the bound on bytes under way allows.
 
     Args:
-        under_way_bytes: pool bytes that promotions may hold at once. A larger block goes alone.
+        under_way_bytes: pool bytes that promotions may hold at once. A larger block goes alone. What was given up and
+            has not ended, as on a device that hangs, may hold as much again: others go on meanwhile.
         wanted_bytes: bytes that may be under way and wait, together; what is asked for beyond is absent.
         deadline_s: what is not up after so many seconds is absent again.
     """
@@ -59,6 +60,7 @@ class Promoter:
         self._queue: dict[Wanted, None] = {}
         self._moving: dict[Wanted, None] = {}
         self._given_up: set[Wanted] = set()
+        self._given_up_bytes = 0
         self.queued_bytes = 0
         self.under_way_bytes = 0
         self.promoted_blocks = 0
@@ -88,7 +90,8 @@ class Promoter:
     @property
     def wait_s(self) -> float:
         """How long it will take until all that is wanted is up, by that speed; 0 where that is not known."""
-        return (self.queued_bytes + self.under_way_bytes) / self._speed if self._speed else 0.0
+        awaited = self.queued_bytes + self.under_way_bytes - self._given_up_bytes
+        return awaited / self._speed if self._speed else 0.0
 
     def coming(self, namespace: Namespace, group: int) -> dict[bytes, Wanted]:
         """By key, what is wanted of a group. Not to be changed."""
@@ -165,6 +168,7 @@ class Promoter:
         for wanted in [one for one in self._moving if one.deadline <= now and one not in self._given_up]:
             # The tier may still write into its slots: they stay until it says that it does not.
             self._given_up.add(wanted)
+            self._given_up_bytes += wanted.nbytes
             self._unlist(wanted)
             self.failures["overdue"] += 1
             assert wanted.promotion is not None
@@ -176,7 +180,7 @@ class Promoter:
     def _next_batch(self) -> tuple[list[Wanted], Namespace, int]:
         """The first that wait, of one group, as many as may be under way now."""
         first = next(iter(self._queue))
-        room = self._under_way_limit - self.under_way_bytes
+        room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
         batch: list[Wanted] = []
         for wanted in self._queue:
             same = wanted.namespace is first.namespace and wanted.source.id.group == first.source.id.group
@@ -229,7 +233,9 @@ class Promoter:
             self.promoted_bytes += wanted.source.nbytes
         elif result is not TierResult.DONE and wanted not in self._given_up:
             self.failures[result.value] += 1
-        self._given_up.discard(wanted)
+        if wanted in self._given_up:
+            self._given_up.remove(wanted)
+            self._given_up_bytes -= wanted.nbytes
         if result is TierResult.DONE:
             self._time(wanted.source.nbytes)
 

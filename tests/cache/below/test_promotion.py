@@ -327,3 +327,38 @@ def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: BelowRig) -> Non
     rig.come_up()
     assert rig.states(space, keys_of(1, 2)) == [READY, READY]
     rig.check()
+
+
+def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
+    rig = BelowRig(settings=QUIET, regions=8)
+    space = rig.open()
+    for key in range(16):
+        rig.put_below(space, keys_of(key))
+    rig.states(space, keys_of(*range(4)))
+    rig.below.pump()
+    stuck = list(rig.tier.jobs)
+    assert rig.below.promoter.under_way_bytes == rig.slots.pool_bytes // 8 == 4 * SLOT_UNIT
+    rig.clock.now += QUIET.deadline_s
+    rig.below.tick()
+    assert rig.states(space, keys_of(*range(4, 12))) == [PENDING] * 8
+    for _ in range(2):
+        rig.below.pump()
+        begun = [job for job in rig.tier.jobs if job not in stuck]
+        assert len(begun) == 4
+        for job in begun:
+            rig.tier.end(job, rig.clock())
+        assert rig.below.promoter.under_way_bytes <= 8 * SLOT_UNIT
+        rig.check()
+    assert rig.states(space, keys_of(*range(4, 12))) == [READY] * 8
+    assert rig.below.promoter.wait_s == 0.0
+    # However often reads are given up, they hold no more than as much again.
+    rig.states(space, keys_of(12, 13, 14, 15))
+    rig.below.pump()
+    rig.clock.now += QUIET.deadline_s
+    rig.below.tick()
+    rig.states(space, keys_of(*range(4)))
+    rig.below.pump()
+    assert rig.below.promoter.under_way_bytes == 8 * SLOT_UNIT
+    rig.tier.end_all(rig.clock())
+    assert rig.below.promoter.under_way_bytes == 0
+    rig.check()
