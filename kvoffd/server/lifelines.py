@@ -74,9 +74,12 @@ class _Connection:
 
     def read(self) -> None:
         """Take what has arrived. Raises LifelineError or OSError when the stream must end, EOFError at its end."""
-        data, ancillary, flags, _ = self._stream.recvmsg(
-            _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
-        )
+        try:
+            data, ancillary, flags, _ = self._stream.recvmsg(
+                _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return  # only of this call: an answer that finds no room ends the stream
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds = array.array("i")
@@ -234,8 +237,6 @@ class LifelineServer:
     def _readable(self, connection: _Connection) -> None:
         try:
             connection.read()
-        except BlockingIOError:
-            return
         except lifeline.LifelineError as error:
             self.service.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)

@@ -13,6 +13,8 @@ import mmap
 import os
 import select
 import socket
+import struct
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,6 +288,22 @@ def test_descriptors_without_attach_frames_end_the_session(attack: Victim, count
     os.close(null)
     assert client.lifeline_ended()
     client.close()
+
+
+def test_a_peer_that_does_not_read_its_lifeline_is_ended_and_piles_no_descriptors_up(attack: Victim) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    frame = lifeline.encode_frame(lifeline.Attach(1))
+    with WireClient(attack.daemon.directory) as client:
+        with contextlib.suppress(OSError):
+            for count in [1] * 3000 + [16] * 50:  # answers first, until there is no room for more
+                client.send_fds(frame, [null] * count)
+                while struct.unpack("i", fcntl.ioctl(client.stream, termios.TIOCOUTQ, bytes(4)))[0]:
+                    time.sleep(0.0001)  # the daemon reads
+        os.close(null)
+        assert attack.descriptors() < attack.fds + 50
+        with contextlib.suppress(ConnectionResetError):
+            while client.stream.recv(1 << 16):
+                pass
 
 
 def test_leases_are_limited(attack: Victim) -> None:
