@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.below.budget import WriteBudget
@@ -233,13 +234,13 @@ class Below:
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
         """See TierListener. What was forgotten from here is told of already."""
-        gone: dict[tuple[Namespace, int], list[bytes]] = {}
-        for block_id in ids:
-            namespace = self._namespace(block_id)
-            if namespace is not None and not self.has(namespace, block_id.group, block_id.key):
-                gone.setdefault((namespace, block_id.group), []).append(block_id.key)
-        for (namespace, group), keys in gone.items():
-            self._tell_removed(namespace, group, keys)
+        # A reset removes all of a namespace at once, and nothing of that is left to tell: it must not take long.
+        for (fingerprint, group), same in groupby(ids, itemgetter(0, 1)):
+            namespace = self._cache.find_namespace(fingerprint)
+            told = self._told.get((namespace, group)) if namespace is not None else None
+            if namespace is not None and told:
+                keys = [one.key for one in same if one.key in told]
+                self._tell_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
         """See TierListener."""

@@ -362,3 +362,16 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tier.end_all(rig.clock())
     assert rig.below.promoter.under_way_bytes == 0
     rig.check()
+
+
+def test_what_a_reset_removed_is_not_looked_at_block_by_block(rig: BelowRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = rig.open()
+    rig.put_below(space, keys_of(1, 2, 3))
+    asked: list[bytes] = []
+    has = rig.below.has
+    monkeypatch.setattr(rig.below, "has", lambda *name: asked.append(name[2]) or has(*name))
+    rig.cache.reset(space)
+    rig.told.index.clear()  # as the event of the cache says
+    rig.tier.tell()
+    assert asked == []
+    rig.check()
