@@ -471,3 +471,22 @@ def test_a_disk_that_cannot_be_closed_is_closed(tmp_path: Path) -> None:
     assert rig.tier.close(0.0)
     rig.open()
     assert load(rig, 1) is DONE
+
+
+def test_closing_in_short_steps_is_short_with_much_to_forget_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.disk.tier._LEAVING_PER_TURN", 1)
+    rig = TierRig(DiskMaker(tmp_path))
+    store(rig, 1, 2, 3, 4, 5, 6)
+    assert rig.tier.remove_namespace(ONE) == 6
+    steps = 0
+    while not rig.tier.close(0.0):
+        steps += 1
+        threading.Event().wait(0.01)
+        assert steps < 1000
+    assert steps > 5
+    rig.open()
+    assert rig.ids() == set()
+    assert "torn" not in rig.fold.kinds
+    assert rig.close()

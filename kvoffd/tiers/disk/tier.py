@@ -431,9 +431,10 @@ class DiskTier(Tier):
             self.workers.end_waiting(TierResult.DEADLINE)
 
     def _write_last(self, until: float) -> bool:
-        """Leaves a file that says all, and that it was closed in good order; False where the device hangs."""
+        """Leaves a file that says all, and that it was closed in good order; False where that takes too long now."""
         while self._book.empty_slots(_LEAVING_PER_TURN):
-            pass
+            if time.monotonic() >= until:
+                return False
         head = self._file.head
         if not self._last_begun:
             self._last_begun = True
