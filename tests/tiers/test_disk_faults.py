@@ -490,3 +490,41 @@ def test_closing_in_short_steps_is_short_with_much_to_forget_too(
     assert rig.ids() == set()
     assert "torn" not in rig.fold.kinds
     assert rig.close()
+
+
+def test_without_memory_for_its_records_a_disk_goes_on_and_records_them_later(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(rig, 1, 2)
+
+    def none_left(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
+        assert rig.tier.remove([block_of(1).id]) == 1
+        rig.tier.tick()
+        rig.settle()
+    assert rig.fold.kinds["no_memory"] >= 1
+    rig.now += 2.0
+    rig.tier.tick()
+    rig.settle()
+    assert rig.close()
+    rig.open()
+    assert rig.ids() == {block_of(2).id}
+
+
+def test_without_memory_for_its_last_records_a_disk_is_closed_and_brings_nothing_back(
+    rig: TierRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(rig, 1, 2)
+
+    def none_left(nbytes: int) -> memoryview:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
+        assert rig.tier.remove([block_of(1).id]) == 1
+        assert rig.close()
+    rig.open()
+    assert rig.ids() == set()

@@ -71,16 +71,24 @@ class Records:
         self._sync = True
 
     def begin(self) -> Update | None:
-        """The next update; None where there is nothing to write, or one is being written."""
+        """The next update; None where there is nothing to write, or one is being written.
+
+        Raises OSError where there is no memory for its pages; then nothing has changed.
+        """
         if self._running is not None or not self.differs:
             return None
         taken = self._regions.dirty.take(_MOST_REGIONS)
         writes: list[tuple[int, memoryview]] = []
-        if self._head_differs:
-            writes.append(self._write_of_head())
-            self._head_differs = False
-        for number, units in taken.items():
-            writes += self._writes_of(self._regions[number], units)
+        try:
+            if self._head_differs:
+                writes.append(self._write_of_head())
+            for number, units in taken.items():
+                writes += self._writes_of(self._regions[number], units)
+        except OSError:
+            self._regions.dirty.give_back(taken)
+            self.head.number -= self._head_differs  # its next one must not go where the last one is
+            raise
+        self._head_differs = False
         self._running = Update(writes, self._sync, taken)
         self._regions.hold(taken)
         return self._running

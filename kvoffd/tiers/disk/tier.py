@@ -411,7 +411,13 @@ class DiskTier(Tier):
             self._submit_update()
 
     def _submit_update(self) -> None:
-        update = self._records.begin()
+        try:
+            update = self._records.begin()
+        except OSError as error:
+            self._voice.error("no_memory", f"{self.name} could not record what it has: {error.strerror or error}.")
+            self._update_after = self._clock() + _LEAST_PAUSE_S
+            self._last_failures += self._last_begun
+            return
         if update is not None:
             self._submit(Job(Kind.UPDATE, 0, (), self._clock(), update=update))
 
