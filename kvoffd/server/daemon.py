@@ -43,6 +43,7 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+TICK_FAILURES_TOLD_S = 60.0
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
@@ -114,6 +115,7 @@ class Daemon:
         self._stored_fds = take_stored_fds(os.environ)
         self._stop = asyncio.Event()
         self._copy_stuck = False
+        self._tick_failed_at = -TICK_FAILURES_TOLD_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
 
@@ -138,7 +140,7 @@ class Daemon:
                 if not self._copy_stuck:
                     pool.close()
         finally:
-            directory.release()
+            directory.release(keep_lock=self._copy_stuck)
         logger.info("Stopped.")
 
     async def _make_pool(self) -> Pool:
@@ -265,10 +267,9 @@ class Daemon:
         watchdog = asyncio.create_task(keep_watchdog(self._notifier, probe.works))
         try:
             while not self._stop.is_set():
-                service.tick()
+                self._tick(service, lifelines)
                 if service.memory.stuck:
                     _give_up()
-                lifelines.tick()
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub(service, transport, pool))
                 transport.schedule_turn()
@@ -281,6 +282,17 @@ class Daemon:
             self._stop.set()
             if self._scrubbing is not None:
                 await self._scrubbing  # ends with its step; the pool must stay mapped that long
+
+    def _tick(self, service: Service, lifelines: LifelineServer) -> None:
+        """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
+        for tick in (service.tick, lifelines.tick):
+            try:
+                tick()
+            except Exception:
+                now = time.monotonic()
+                if now - self._tick_failed_at >= TICK_FAILURES_TOLD_S:
+                    self._tick_failed_at = now
+                    logger.exception("Regular work failed inside the daemon; it is tried again, told once a minute.")
 
     async def _scrub(self, service: Service, transport: Transport, pool: Pool) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""

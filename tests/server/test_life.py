@@ -15,9 +15,12 @@ import time
 import urllib.request
 from pathlib import Path
 
+import pytest
 from support.daemon import DaemonProcess
 from support.wire import WireClient, ids, keys, stats
 
+from kvoffd.config import Config
+from kvoffd.server.daemon import Daemon
 from kvoffd_client.memory import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
@@ -186,3 +189,22 @@ def test_bad_configuration_is_refused_in_one_sentence(tmp_path):
         refused = serve("--directory", str(tmp_path), *arguments, **environ)
         assert refused.returncode == 2
         assert len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+
+
+def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptureFixture) -> None:
+    daemon = Daemon(Config())
+    ticked: list[str] = []
+
+    class Failing:
+        def tick(self) -> None:
+            ticked.append("service")
+            raise RuntimeError("a bug")
+
+    class Sound:
+        def tick(self) -> None:
+            ticked.append("lifelines")
+
+    for _ in range(3):
+        daemon._tick(Failing(), Sound())  # type: ignore[arg-type]
+    assert ticked == ["service", "lifelines"] * 3
+    assert len(caplog.records) == 1, "told once a minute"
