@@ -73,15 +73,20 @@ class DaemonDirectory:
         """Give a socket that was just bound its mode."""
         path.chmod(SOCKET_MODE)
 
-    def release(self) -> None:
-        """Remove the sockets and give the directory up. The lock file stays: removing it would be a race."""
+    def release(self, keep_lock: bool = False) -> None:
+        """Remove the sockets and give the directory up. The lock file stays: removing it would be a race.
+
+        ``keep_lock`` leaves it locked until the last thread of the process is gone: for when one still hangs in a call
+        that may write into the pool, which a successor would have taken over by then.
+        """
         if self._lock_fd < 0:
             return
         try:
             self._unlink_sockets()
         finally:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+            if not keep_lock:
+                os.close(self._lock_fd)
+                self._lock_fd = -1
 
     def _remove_stale_sockets(self) -> None:
         if stale := self._unlink_sockets():

@@ -40,3 +40,15 @@ def test_sockets_that_cannot_be_removed_do_not_keep_the_lock(tmp_path: Path, mon
     again = DaemonDirectory(tmp_path)
     again.acquire()
     again.release()
+
+
+def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
+    directory = DaemonDirectory(tmp_path)
+    directory.acquire()
+    directory.sockets.jobs.touch()
+    directory.release(keep_lock=True)
+    assert not directory.sockets.jobs.exists()
+    with pytest.raises(DirectoryError):
+        DaemonDirectory(tmp_path).acquire()
+    directory.release()
+    DaemonDirectory(tmp_path).acquire()
