@@ -128,7 +128,14 @@ def test_the_age_of_blocks_on_disk_is_told_to_the_hour(
     busy: StatsReply, render: Render, seconds: float, shown: str
 ) -> None:
     disk = msgspec.structs.replace(busy.disks[0], oldest_seconds=seconds)
-    assert shown in line_with(render(disks_page([disk], None), width=120), disk.directory)
+    assert f"the oldest {shown}\n" in render(disks_page([disk], None))
+
+
+def test_the_page_of_disks_loses_nothing_on_a_narrow_terminal(busy: StatsReply, render: Render) -> None:
+    disk = msgspec.structs.replace(busy.disks[0], directory="/mnt/nvme0/kvoffd", errors={"io_error": 1_234_567})
+    text = render(disks_page([disk, disk], busy.below), width=80)
+    assert text.count("/mnt/nvme0/kvoffd: serving, errors 1,234,567\n") == 2
+    assert "…" not in text
 
 
 def test_a_closed_namespace_is_no_negative_speed(busy: StatsReply) -> None:

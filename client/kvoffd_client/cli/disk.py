@@ -37,28 +37,26 @@ def disks(where: Where, *, as_json: bool) -> int:
 
 
 def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> RenderableType:
-    """One line per directory, what is wrong with it, and what moves."""
+    """Some lines per directory, what is wrong with it, and what moves."""
     if not found:
         return Text("No disk is attached; start the daemon with --disk DIRECTORY=SIZE, or use kvoffd-cli disk attach.")
-    table = section("directory")
-    table.add_column("state", no_wrap=True)
-    add_numbers(table, ("used", "of", "blocks", "oldest", "read", "written", "ever written", "errors"))
-    problems: list[Text] = []
-    for disk in found:
-        table.add_row(
-            fitting(disk.directory),
-            Text(printable(disk.state), style="" if disk.state == "serving" else "yellow"),
-            percent(disk.used_bytes, disk.size_bytes),
-            format_size(disk.size_bytes),
-            format_count(disk.blocks),
-            _within(disk.oldest_seconds) if disk.blocks else "-",
-            format_size(disk.read_bytes),
-            format_size(disk.written_bytes),
-            format_size(disk.lifetime_written_bytes),
-            format_count(sum(disk.errors.values())),
-        )
-        problems += _problems(disk)
-    return Group(table, *problems, *([_traffic(below)] if below is not None else []))
+    lines = [line for disk in found for line in (_directory(disk), *_problems(disk))]
+    return Group(*lines, *([_traffic(below)] if below is not None else []))
+
+
+def _directory(disk: DiskStats) -> Text:
+    """Names and numbers together, since a table of all of it would not fit a terminal of 80 columns."""
+    oldest = f", the oldest {_within(disk.oldest_seconds)}" if disk.blocks else ""
+    return Text.assemble(
+        (printable(disk.directory), "bold"),
+        ": ",
+        (printable(disk.state), "" if disk.state == "serving" else "yellow"),
+        f", errors {format_count(sum(disk.errors.values()))}"
+        f"\n    used {percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}, "
+        f"{format_count(disk.blocks)} blocks{oldest}"
+        f"\n    read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start and "
+        f"{format_size(disk.lifetime_written_bytes)} ever",
+    )
 
 
 def _within(seconds: float) -> str:
