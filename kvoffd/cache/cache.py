@@ -140,12 +140,8 @@ class BlockCache:
         """
         split = [(group, namespace.split(group, keys)) for group, keys in groups]
         self._settle()
-        lease = self.leases.get(lease_id)
+        lease = self._lease_to_fill(lease_id, owner, namespace)
         if lease is not None:
-            if lease.owner != owner or lease.namespace is not namespace:
-                raise UnknownLease(
-                    f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
-                )
             return LookupAnswer([states_under(lease, group, keys) for group, keys in split], lease.pinned)
         states = [states_of(namespace, group, keys) for group, keys in split]
         ready = sum(told.count(READY) for told in states)
@@ -165,6 +161,13 @@ class BlockCache:
         counters.keys_ready += ready
         counters.prefix_keys_ready += sum(len(told) - len(told.lstrip(_READY_BYTE)) for told in states)
         return LookupAnswer(states, ready)
+
+    def _lease_to_fill(self, lease_id: int, owner: int, namespace: Namespace) -> Lease | None:
+        """The lease that lives under this id, None where there is none yet. Raises UnknownLease if it is another's."""
+        lease = self.leases.get(lease_id)
+        if lease is not None and (lease.owner != owner or lease.namespace is not namespace):
+            raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
+        return lease
 
     def _settle(self) -> None:
         """Enter the pins of the last lookup. Put off until anything else is asked for, so that the reply goes first.
@@ -189,12 +192,8 @@ class BlockCache:
         """
         split = namespace.split(group, keys)
         self._settle()
-        lease = self.leases.get(lease_id)
+        lease = self._lease_to_fill(lease_id, owner, namespace)
         if lease is not None:
-            if lease.owner != owner or lease.namespace is not namespace:
-                raise UnknownLease(
-                    f"The lease {lease_id} belongs to another session or namespace; choose a new lease id."
-                )
             return list(map(lease.by_key(group).get, split))
         index = namespace.index[group]
         found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]

@@ -94,15 +94,12 @@ class SlotAllocator:
         if slot_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= slot_bytes <= self.region_bytes:
             raise ValueError(f"{slot_bytes} bytes are no slot size; ask slot_bytes() for one.")
         taken: list[int] = []
-        if node in self._nodes:
-            self._take_on(node, slot_bytes, count, taken)
-            wanted = count - len(taken)
-            for other in self._nodes:
-                self._take_on(other, slot_bytes, count, taken)
-            self.spilled_slots += wanted - (count - len(taken))
-        else:
-            for other in self._nodes:
-                self._take_on(other, slot_bytes, count, taken)
+        near_first = sorted(self._nodes, key=lambda other: other != node)
+        for other in near_first:
+            before = len(taken)
+            self._take_on(other, slot_bytes, count, taken)
+            if near_first[0] == node != other:
+                self.spilled_slots += len(taken) - before
         self.used_bytes += len(taken) * slot_bytes
         taken.sort()
         return taken

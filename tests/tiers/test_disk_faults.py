@@ -492,13 +492,15 @@ def test_closing_in_short_steps_is_short_with_much_to_forget_too(
     assert rig.close()
 
 
+def none_left(nbytes: int) -> memoryview:
+    """In place of ``aligned_buffer``: there is no memory."""
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def test_without_memory_for_its_records_a_disk_goes_on_and_records_them_later(
     rig: TierRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(rig, 1, 2)
-
-    def none_left(nbytes: int) -> memoryview:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
         patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
@@ -518,9 +520,6 @@ def test_without_memory_for_its_last_records_a_disk_is_closed_and_brings_nothing
     rig: TierRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(rig, 1, 2)
-
-    def none_left(nbytes: int) -> memoryview:
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     with monkeypatch.context() as patch:
         patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
