@@ -75,26 +75,26 @@ class Blocks:
         first_blocks: Sequence[int],
     ) -> list[Block]:
         """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        index = namespace.index[group]
-        blocks: list[Block] = []
-        for key, offset, first_block in zip(keys, offsets, first_blocks, strict=True):
-            block = index.get(key)
-            if block is None:
-                block = index[key] = Block(namespace, group, key)
-                namespace.move(block, WRITING)
-            else:
-                self.half_stored.pop(block, None)
+        index, tenants, half_stored = namespace.index[group], self.tenants, self.half_stored
+        fresh = [Block(namespace, group, key) for key in keys if key not in index]
+        index.update((block.key, block) for block in fresh)
+        namespace.move_all(fresh, ABSENT, WRITING)
+        blocks = [index[key] for key in keys]
+        added = 0
+        for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
+            if half_stored:
+                half_stored.pop(block, None)
             shard = block.shards.get(rank)
             if shard is None:
                 shard = block.shards[rank] = Shard(offset, slot_bytes)
                 block.slot_bytes += slot_bytes
-                namespace.bytes_in[WRITING] += slot_bytes
-                self.tenants[offset] = block
+                added += slot_bytes
+                tenants[offset] = block
             else:
                 shard.checksum = 0
                 self.believe(shard)
             shard.first_block = first_block
-            blocks.append(block)
+        namespace.bytes_in[WRITING] += added
         self._slots.mark_all_writing(offsets, namespace.fingerprint, group, keys, rank, namespace.world_size)
         return blocks
 
@@ -139,8 +139,8 @@ class Blocks:
 
     def _make_ready(self, tail_first: Sequence[Block]) -> None:
         namespace = tail_first[0].namespace
+        namespace.move_all(tail_first, WRITING, READY)
         for block in tail_first:
-            namespace.move(block, READY)
             self._policy.insert(block)
         namespace.counters.stored_blocks += len(tail_first)
         self._listener.stored(namespace, tail_first[0].group, [block.key for block in reversed(tail_first)])

@@ -159,7 +159,8 @@ METRICS: tuple[MetricSpec, ...] = (
     _copying(
         "kvoffd_checksum_cpu_seconds_total",
         "counter",
-        "CPU time of all threads that went into the checksums of jobs, in seconds.",
+        "CPU time of all threads that went into the checksums of jobs, in seconds; without those that a copy takes "
+        "along the way, as in host memory.",
         lambda side: side.checksum_seconds,
     ),
     _copying(

@@ -290,7 +290,14 @@ class JobRunner:
         rank, sizes = job.registration.rank, job.registration.namespace.shard_bytes(job.registration.rank)
         assert sizes is not None, f"rank {rank} has registered"
         slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
-        return Inspection(self._cache.slots.digests, slots, whole_after=plan.whole_after.tolist()) if slots else None
+        if not slots:
+            return None
+        return Inspection(
+            self._cache.slots.digests,
+            slots,
+            whole_after=plan.whole_after.tolist(),
+            pool_address=self._pool_address,
+        )
 
     def _inspect_load(self, job: Job) -> Inspection | None:
         self._verify_due += self._verify_share

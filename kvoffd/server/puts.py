@@ -201,7 +201,9 @@ class PutRunner:
         sizes = np.array([length for _, length in slots], dtype=np.uint64)
         destinations = np.array([offset for offset, _ in slots], dtype=np.uint64) + np.uint64(self._pool_address)
         put.nbytes = sum(length for _, length in slots)
-        put.inspection = Inspection(self._cache.slots.digests, slots, put.expected) if slots else None
+        if slots:
+            digests = self._cache.slots.digests
+            put.inspection = Inspection(digests, slots, put.expected, pool_address=self._pool_address)
         copied = sizes > 0  # a rank without a layer in the group has a slot and no bytes
         return Plan(destinations[copied], np.array(sources, dtype=np.uint64)[copied], sizes[copied], put.nbytes)
 

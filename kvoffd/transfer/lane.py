@@ -29,11 +29,12 @@ class Turn:
         sums: the checksums that follow the copy.
     """
 
-    __slots__ = ("_clock", "_transfer", "in_place", "sums")
+    __slots__ = ("_account", "_clock", "_transfer", "in_place", "sums")
 
-    def __init__(self, clock: Callable[[], float], transfer: Transfer) -> None:
+    def __init__(self, clock: Callable[[], float], transfer: Transfer, account: Callable[[float, int], None]) -> None:
         self._clock = clock
         self._transfer = transfer
+        self._account = account
         self.in_place = 0
         self.sums: StoreSums | None = None
 
@@ -46,6 +47,13 @@ class Turn:
     def copied(self, nbytes: int) -> None:
         """So many bytes more of the plan are in place, in its order."""
         self.in_place += nbytes  # only ever by one thread
+
+    def inspect(self, inspection: Inspection, sums: Sequence[int] | None = None) -> Outcome:
+        """Take or compare checksums, all or those that a copier did not find (``Inspection.enter``), and count them."""
+        began = time.thread_time()
+        outcome = inspection.run(self.ending) if sums is None else inspection.enter(sums, self.ending)
+        self._account(time.thread_time() - began, inspection.nbytes())
+        return outcome or Outcome.DONE
 
 
 class Copier(Protocol):
@@ -86,7 +94,7 @@ class Lane:
     Args:
         name: of the threads.
         clock: what deadlines are measured on, in seconds.
-        following: None for a lane that no stores come to.
+        following: None for a lane that no stores come to, or whose copiers see to their checksums.
     """
 
     def __init__(
@@ -248,19 +256,15 @@ class Lane:
         if (early := turn.ending()) is not None:
             return early
         inspection = transfer.inspection
-        if inspection is not None and transfer.direction is Direction.STORE:
-            turn.sums = self._follow(transfer, inspection, turn)
-        elif inspection is not None:
-            began = time.thread_time()
-            outcome = inspection.run(turn.ending)
-            self.account(time.thread_time() - began, inspection.nbytes())
-            if outcome is not None:
+        if inspection is not None and transfer.direction is Direction.LOAD:
+            if (outcome := turn.inspect(inspection)) is not Outcome.DONE:
                 return outcome
+        elif inspection is not None and self._following is not None:
+            turn.sums = self._follow(transfer, inspection, turn, self._following)
         return copier.copy(transfer, turn)
 
-    def _follow(self, transfer: Transfer, inspection: Inspection, turn: Turn) -> StoreSums:
-        following, threads = self._following, self._sums
-        assert following is not None, "A lane for stores takes checksums."
+    def _follow(self, transfer: Transfer, inspection: Inspection, turn: Turn, following: Following) -> StoreSums:
+        threads = self._sums
         assert threads is not None
         began = time.perf_counter()
         followers = following.followers if inspection.nbytes() > following.inline_bytes else 0
@@ -292,7 +296,7 @@ class Lane:
                 self._wake.wait()
             transfer = next(iter(self._queue))
             del self._queue[transfer]
-            turn = self._running[transfer] = Turn(self.clock, transfer)
+            turn = self._running[transfer] = Turn(self.clock, transfer, self.account)
             return transfer, turn
 
 

@@ -59,8 +59,8 @@ def plan_copy(
         slot_address: [keys] address of each key's slot; ignored where the key is not chosen.
         chosen: [keys] which keys to copy; all when None.
 
-    Neighbours that touch on both sides become one piece. Pieces are ordered key, sub-block, layer: the layers of an
-    engine block are then one arithmetic series wherever tensors are evenly spaced, which HostEngine copies in one call.
+    Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
+    sub-block, so that every slot is filled from its first byte on.
     """
     per_key = layout.blocks_per_key
     layers = layout.page_bytes.size
@@ -79,7 +79,6 @@ def plan_copy(
     size = np.broadcast_to(layout.page_bytes, engine.shape)
     row = np.broadcast_to(np.arange(ids.size)[:, None], engine.shape)
     if per_key > 1:
-        # Memory order of the slots, key, layer, sub-block, so that mergeable pieces are neighbours.
         order = _slot_order(key, ids.size, layers)
         engine, pool, size = (array.reshape(-1)[order] for array in (engine, pool, size))
         row = row.reshape(-1)[order]
@@ -90,9 +89,6 @@ def plan_copy(
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)
         engine, pool, row = engine[heads], pool[heads], row[heads]
-    if per_key > 1:
-        back = np.argsort(row, kind="stable")
-        engine, pool, size = engine[back], pool[back], size[back]
     nbytes = int(ids.size) * int(layout.page_bytes.sum())
     size = np.ascontiguousarray(size)
     if direction is Direction.LOAD:

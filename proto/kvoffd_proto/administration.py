@@ -55,7 +55,11 @@ class DirectionStats(Wire, frozen=True):
     running_jobs: Annotated[Count, Meta(description="Jobs that run now.")]
     bytes_per_second: Annotated[float, Meta(ge=0, description="Bytes copied per second over the last ten seconds.")]
     checksum_seconds: Annotated[
-        Seconds, Meta(description="CPU time of all threads that went into the checksums of jobs, in seconds.")
+        Seconds,
+        Meta(
+            description="CPU time of all threads that went into the checksums of jobs, in seconds; without those that "
+            "a copy takes along the way."
+        ),
     ] = 0.0
     checksum_bytes: Annotated[ByteCount, Meta(description="Bytes of which a job had checksums taken or compared.")] = 0
 

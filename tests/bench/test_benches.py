@@ -34,7 +34,7 @@ def small_jobs(daemon: DaemonProcess) -> Report:
     return bench_jobs(daemon.directory, quiet, rounds=3, samples=20, in_flight=8)
 
 
-@pytest.mark.parametrize(("bench", "cases"), [(small_lookup, 12), (small_copy, 6), (small_jobs, 5)])
+@pytest.mark.parametrize(("bench", "cases"), [(small_lookup, 12), (small_copy, 10), (small_jobs, 5)])
 def test_a_bench_reports_every_case_with_its_floor(
     daemon: DaemonProcess, bench: Callable[[DaemonProcess], Report], cases: int
 ) -> None:

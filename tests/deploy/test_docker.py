@@ -61,7 +61,7 @@ def test_what_is_copied_into_the_image_is_what_the_package_is_built_from() -> No
     ignore = (DOCKER / "Dockerfile.dockerignore").read_text()
     root = DOCKER.parents[1]
     kept = [line[1:] for line in ignore.splitlines() if line.startswith("!")]
-    assert {"pyproject.toml", "README.md", "LICENSE", "kvoffd", "client", "proto"} == set(kept)
+    assert {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "kvoffd", "client", "proto"} == set(kept)
     assert all((root / name).exists() for name in kept)
     assert (DOCKER / "engine.Dockerfile.dockerignore").read_text() == ignore
 

@@ -14,11 +14,11 @@ from support.stub_cuda import fresh_stub
 
 from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.host import HostEngine, copy_stroke
+from kvoffd.transfer.host import HostEngine
+from kvoffd.transfer.host_copy import HostCopy
 from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.lane import MOST_BEHIND
 from kvoffd.transfer.plan import Plan
-from kvoffd.transfer.strokes import Stroke
 
 FOREVER = float("inf")
 PIECE = 4096
@@ -61,14 +61,16 @@ class Rig:
 
 
 class HostRig(Rig):
+    """With steps of eight pieces or a few more, so that jobs have many."""
+
     def __init__(self) -> None:
         super().__init__()
 
-        def copy(stroke: Stroke) -> None:
+        def step(copy: HostCopy, limit_bytes: int) -> int:
             self.step()
-            copy_stroke(stroke)
+            return copy.step(limit_bytes)
 
-        self.engine = HostEngine(clock=self.clock, copy=copy)
+        self.engine = HostEngine(clock=self.clock, step=step, step_bytes=8 * PIECE)
 
 
 class CudaRig(Rig):
@@ -459,6 +461,7 @@ def test_a_small_store_never_leaves_its_thread(rig: Rig) -> None:
     assert not any("sums" in name for name in sums.threads)
 
 
+@pytest.mark.parametrize("rig", [CudaRig], indirect=True)
 def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(rig: Rig) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
@@ -473,6 +476,7 @@ def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(rig: Rig) 
     assert slow.outcome() is Outcome.DONE
 
 
+@pytest.mark.parametrize("rig", [CudaRig], indirect=True)
 def test_copies_do_not_run_far_ahead_of_checksums(rig: Rig) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()

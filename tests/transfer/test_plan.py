@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.copy_buffers import address_of, execute, random_bytes, reference_copy
 
-from kvoffd.transfer.host import copy_stroke
+from kvoffd.transfer.host_copy import HostCopy
 from kvoffd.transfer.layout import GroupLayout, build_layouts, check_blocks
 from kvoffd.transfer.plan import Direction, Plan, concatenate, plan_copy
-from kvoffd.transfer.strokes import iterate_strokes
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 
@@ -85,9 +84,10 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, l
             assert int(plan.size.sum()) == nbytes
             if how == "pieces":
                 execute(plan)
-            for stroke in (s for part in iterate_strokes(plan, limit_bytes) for s in part if how == "strokes"):
-                assert stroke[2] * stroke[3] * stroke[6] <= limit_bytes
-                copy_stroke(stroke)
+            else:
+                copy = HostCopy(plan)
+                while (step := copy.step(limit_bytes)) > 0:
+                    assert step < 2 * limit_bytes
         return engine.tobytes(), pool.tobytes(), nbytes
 
     # A load of two keys into one block leaves either's bytes; ids are distinct wherever there are enough of them.
@@ -95,7 +95,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, l
         return
     expected = run("reference")
     assert run("pieces") == expected
-    assert run("strokes") == expected
+    assert run("steps") == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -156,14 +156,9 @@ def test_blocks_whose_layers_lie_side_by_side_are_one_piece() -> None:
     assert plan.size.tolist() == [16384, 16384]
 
 
-def test_the_layers_of_a_block_follow_each_other() -> None:
-    """The order HostEngine's strided copies rest on."""
-    layout = evenly_spaced(16, 16, 4096, 2)
-    plan = plan_of(layout, [9, 1], [0])
-    blocks = ((plan.source - np.uint64(2**40)) // np.uint64(4096) % np.uint64(16)).tolist()
-    assert blocks == [9] * 16 + [1] * 16
-    ((stroke,),) = iterate_strokes(plan, 1 << 20)
-    assert stroke[3] * stroke[6] == 32
+def test_pieces_fill_their_slots_from_the_first_byte_on() -> None:
+    plan = plan_of(evenly_spaced(16, 16, 4096, 2), [9, 1, 3, 5], [2**20, 0])
+    assert plan.destination.tolist() == [2**20 + at for at in range(0, 2**17, 4096)] + list(range(0, 2**17, 4096))
 
 
 def test_nothing_chosen_is_an_empty_plan() -> None:
@@ -171,7 +166,7 @@ def test_nothing_chosen_is_an_empty_plan() -> None:
     ids, slots = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.uint64)
     plan = plan_copy(layout, Direction.LOAD, ids, 0, slots, np.zeros(2, dtype=np.bool_))
     assert (plan.pieces, plan.nbytes) == (0, 0)
-    assert list(iterate_strokes(plan, 1 << 20)) == []
+    assert HostCopy(plan).step(1 << 20) == 0
 
 
 def test_plans_are_joined_end_to_end() -> None:

@@ -10,7 +10,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from kvoffd_client.bench.engine import KEY_BYTES, BenchEngine, BlockIds, random_keys
+from kvoffd_client.bench.engine import BenchEngine, BlockIds, random_keys
 from kvoffd_client.bench.memcpy import Memcpy
 from kvoffd_client.bench.meter import CpuMeter
 from kvoffd_client.bench.report import Cost, Curve, Progress, Report, Result
@@ -22,6 +22,12 @@ LAYERS = 16
 MAX_BLOCK_BYTES = 4 * MIB
 """With large pieces fewer layers make a block, so that every pool has room for it."""
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
+JOBS = 4
+"""In a stream, for each copy thread."""
+WAYS = 5
+"""Of copying, for each size of pieces: the three above, and single stores and loads."""
+IN_FLIGHT = 2
+"""For each copy thread: one job is copied while the next one is taken in, as under an engine that has much to do."""
 
 
 def bench_copy(
@@ -32,21 +38,24 @@ def bench_copy(
     rounds: int = 7,
     threads: int = 1,
 ) -> Report:
-    """Measure stores, loads, and both at once of ``total_bytes`` each in pieces, alternating with the floor.
+    """Measure streams of stores, of loads, and both at once, then single jobs, in pieces, alternating with the floor.
 
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
-    no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included, for as
-    many jobs at once as the daemon has copy ``threads`` for each direction; the floor copies with as many threads.
-    Raises BenchFailed, DaemonUnavailable.
+    no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included. Jobs of
+    ``total_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of four per thread, of which
+    two are in flight; then as many at a time as there are threads. The floor copies ``total_bytes`` with as many
+    threads. The pool must hold four times that much. Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []
     with Memcpy(total_bytes, 2 * threads) as memcpy, CpuMeter(directory) as meter:
         for piece in piece_sizes:
             progress(f"pieces of {format_size(piece)}")
             layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece))
-            keys = total_bytes // (layers * piece)
-            with BenchEngine(directory, f"copy {format_size(piece)}", layers, 2 * keys, piece) as engine:
-                results += _measure(_Copies(engine, keys, threads), memcpy, meter, format_size(piece), rounds, threads)
+            keys = max(1, total_bytes // (layers * piece * threads))
+            blocks = 2 * IN_FLIGHT * threads * keys
+            with BenchEngine(directory, f"copy {format_size(piece)}", layers, blocks, piece) as engine:
+                copies = _Copies(engine, keys, threads)
+                results += _measure(copies, memcpy, meter, total_bytes, format_size(piece), rounds)
     with_threads = f"{threads} threads' memcpy" if threads > 1 else "one thread's memcpy"
     floor = f"{with_threads} of as many bytes in large pieces between two memfds; at once: by twice as many threads"
     return Report("copy", floor, results, _curves(piece_sizes, results))
@@ -58,69 +67,100 @@ class _Way:
 
     name: str
     copy: Callable[[], float]
-    directions: int
+    directions: int = 1
+    jobs: int = 1
+    """For each thread and direction."""
     speeds: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
 
 
 class _Copies:
-    """Stores and loads of ``keys`` keys, in so many jobs, by one engine with twice as many blocks."""
+    """Jobs of ``keys`` keys each, by one engine with blocks for as many stores and loads as are in flight at most."""
 
-    def __init__(self, engine: BenchEngine, keys: int, jobs: int) -> None:
+    def __init__(self, engine: BenchEngine, keys: int, threads: int) -> None:
         self._engine = engine
-        self._jobs = min(jobs, keys)
-        self._random = np.random.default_rng(1)
         self._keys = keys
-        self._stored = b""
-        self.nbytes = keys * engine.job_bytes
+        self._random = np.random.default_rng(1)
+        self._stored: list[bytes] = []
+        self.threads = threads
+        self.job_bytes = keys * engine.job_bytes
 
     def store(self) -> float:
-        """Store keys that are new; return the seconds."""
+        """Store keys that are new, in a stream; return the seconds."""
         self._engine.forget()
-        self._stored = random_keys(self._keys)
-        return self._timed(self._parts(self._stored, 0), ())
+        self._stored = self._names(JOBS)
+        return self._stream(self._stored, [], IN_FLIGHT)
 
     def load(self) -> float:
-        """Load what was stored."""
-        return self._timed((), self._parts(self._stored, 0))
+        """Load what was stored, in a stream."""
+        return self._stream([], self._stored, IN_FLIGHT)
 
     def both(self) -> float:
-        """Store new keys while those of the last store are loaded into other blocks."""
-        return self._timed(self._parts(random_keys(self._keys), 0), self._parts(self._stored, self._keys))
+        """Store new keys while those of the last stream are loaded. Only half as many: they must fit the pool too."""
+        return self._stream(self._names(JOBS // 2), self._stored[: JOBS // 2 * self.threads], IN_FLIGHT)
 
-    def _timed(self, stores: Sequence[tuple[bytes, BlockIds]], loads: Sequence[tuple[bytes, BlockIds]]) -> float:
-        leases = [self._engine.lookup(names)[0].lease_id for names, _ in loads]
+    def store_alone(self) -> float:
+        """Store new keys, in one job for each thread."""
+        self._engine.forget()
+        self._stored = self._names(1)
+        return self._stream(self._stored, [], 1)
+
+    def load_alone(self) -> float:
+        """Load what ``store_alone`` stored, in one job for each thread."""
+        return self._stream([], self._stored, 1)
+
+    def _names(self, jobs: int) -> list[bytes]:
+        return [random_keys(self._keys) for _ in range(jobs * self.threads)]
+
+    def _stream(self, stores: Sequence[bytes], loads: Sequence[bytes], in_flight: int) -> float:
+        """Begin the jobs in order, as many as may be in flight of each kind, and a new one for each that ends."""
+        engine, most = self._engine, in_flight * self.threads
+        leases = [engine.lookup(names)[0].lease_id for names in loads]
+        # By kind; a block is in one job at a time.
+        blocks = [[self._blocks(half * most + place) for place in range(most)] for half in range(2)]
+        free = [list(range(most)) for _ in range(2)]
+        begun: dict[int, tuple[int, int]] = {}
+        waiting = [list(range(len(stores)))[::-1], list(range(len(loads)))[::-1]]
         begin = time.perf_counter()
-        for index in range(self._jobs):
-            if index < len(stores):
-                self._engine.begin_store(*stores[index])
-            if index < len(loads):
-                self._engine.begin_load(leases[index], *loads[index])
-        results = self._engine.results(len(stores) + len(loads))
-        seconds = time.perf_counter() - begin
-        self._engine.check("store" if stores else "load", results, self.nbytes * (bool(stores) + bool(loads)))
-        return seconds
+        while begun or any(waiting):
+            for kind in (0, 1):
+                while waiting[kind] and free[kind]:
+                    index, place = waiting[kind].pop(), free[kind].pop()
+                    if kind:
+                        job = engine.begin_load(leases[index], loads[index], blocks[kind][place])
+                    else:
+                        job = engine.begin_store(stores[index], blocks[kind][place])
+                    begun[job] = (kind, place)
+            for result in engine.results(1):
+                kind, place = begun.pop(result.job_id)
+                free[kind].append(place)
+                engine.check((STORE, LOAD)[kind], [result], self.job_bytes)
+        return time.perf_counter() - begin
 
-    def _parts(self, names: bytes, first_block: int) -> list[tuple[bytes, BlockIds]]:
-        """The keys by job, each block once, in an order without neighbours that could be merged."""
-        blocks = (self._random.permutation(self._keys) + first_block).astype(np.int32)
-        return [
-            (names[part[0] * KEY_BYTES : (part[-1] + 1) * KEY_BYTES], blocks[part])
-            for part in np.array_split(np.arange(self._keys), self._jobs)
-        ]
+    def _blocks(self, place: int) -> BlockIds:
+        """A job's share of the engine's blocks, each once, in an order without neighbours that could be merged."""
+        return (self._random.permutation(self._keys) + place * self._keys).astype(np.int32)
 
 
-def _measure(copies: _Copies, memcpy: Memcpy, meter: CpuMeter, piece: str, rounds: int, threads: int) -> list[Result]:
-    ways = (_Way(STORE, copies.store, 1), _Way(LOAD, copies.load, 1), _Way(BOTH, copies.both, 2))
+def _measure(
+    copies: _Copies, memcpy: Memcpy, meter: CpuMeter, total_bytes: int, piece: str, rounds: int
+) -> list[Result]:
+    ways = (
+        _Way(STORE, copies.store, jobs=JOBS),
+        _Way(LOAD, copies.load, jobs=JOBS),
+        _Way(BOTH, copies.both, directions=2, jobs=JOBS // 2),
+        _Way(f"{STORE}, one at a time", copies.store_alone),
+        _Way(f"{LOAD}, one at a time", copies.load_alone),
+    )
     for round_number in range(rounds + 1):
         for way in ways:
-            nbytes = way.directions * copies.nbytes
+            nbytes = way.directions * way.jobs * copies.threads * copies.job_bytes
             meter.start()
             seconds = way.copy()
             meter.stop()
             cost = meter.cost(nbytes / 1e9, "GB", checksums=True)
-            floor = memcpy.speed(copies.nbytes, way.directions * threads)
+            floor = memcpy.speed(total_bytes, way.directions * copies.threads)
             if round_number:  # the first one warms up
                 way.speeds.append(nbytes / seconds / 1e9)
                 way.floors.append(floor / 1e9)
@@ -140,9 +180,9 @@ def _measure(copies: _Copies, memcpy: Memcpy, meter: CpuMeter, piece: str, round
 def _curves(piece_sizes: Sequence[int], results: Sequence[Result]) -> list[Curve]:
     curves: list[Curve] = []
     for index, way in enumerate((STORE, LOAD, BOTH)):
-        found = results[index::3]
+        found = results[index::WAYS]
         curves.append(Curve(way, [(size, item.value) for size, item in zip(piece_sizes, found, strict=True)]))
     for index, name in ((0, "memcpy, one direction"), (2, "memcpy, at once")):
-        points = [(size, item.floor) for size, item in zip(piece_sizes, results[index::3], strict=True)]
+        points = [(size, item.floor) for size, item in zip(piece_sizes, results[index::WAYS], strict=True)]
         curves.append(Curve(name, points, is_floor=True))
     return curves

@@ -300,8 +300,9 @@ def copy(
 ) -> Action:
     """Measure stores and loads.
 
-    64 MiB in pieces of 16 KiB to 1 MiB, each direction and both at once, against memcpy of the same bytes. Stores
-    128 MiB of blocks of its own, for which a full pool evicts others, and drops them at the end.
+    Jobs of 64 MiB in pieces of 16 KiB to 1 MiB: in streams of each direction and both at once, then one at a time,
+    against memcpy of the same bytes. Stores 384 MiB of blocks of its own for each copy thread, for which a full pool
+    evicts others, and drops them at the end.
     """
     from kvoffd_client.bench.copy import bench_copy
 

@@ -1,0 +1,258 @@
+/* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes.
+ *
+ * Called by host_copy.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
+ * it makes wider versions of the loop, and the loader picks one.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "XXH3 reads little-endian words"
+#endif
+
+#if defined(WIDEST) /* by a test, for one version of the loop */
+#elif defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDEST __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define WIDEST
+#endif
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+/* Read so far ahead of the copy: a page, so that the walk for its address is over when its bytes are wanted. */
+enum { AHEAD = 4096 };
+
+/* XXH3, 64 bits, seed 0, as its specification has it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). */
+enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, SHORTEST = 241, SCRAMBLE_KEY = 128, LAST_KEY = 121, MERGE_KEY = 11 };
+static const uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
+static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9;
+static const uint64_t PRIME64_4 = 0x85EBCA77C2B2AE63, PRIME64_5 = 0x27D4EB2F165667C5, PRIME_MX1 = 0x165667919E3779F9;
+static const uint8_t KEY[192] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4,
+    0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e,
+    0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43,
+    0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb,
+    0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3, 0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19,
+    0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7,
+    0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78,
+    0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e, 0x2b, 0x16,
+    0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
+    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alias));
+#if defined(SWAP_PAIRS) /* wrongly, by a test */
+#elif defined(__clang__)
+#define SWAP_PAIRS(v) __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6)
+#else
+#define SWAP_PAIRS(v) __builtin_shuffle(v, (stripe){1, 0, 3, 2, 5, 4, 7, 6})
+#endif
+
+/* One plan on its way. host_copy.py has the same structure. */
+struct copying {
+    const uint64_t *destination, *source, *size; /* [pieces] */
+    uint64_t pieces;
+    const uint64_t *slot, *slot_bytes; /* [slots] address and length of the slots that are filled, in this order */
+    uint64_t *sum;                     /* [slots] becomes the slot's checksum; stays 0 where it cannot be taken here */
+    uint64_t slots;
+
+    uint64_t piece, piece_done; /* the next piece, and the bytes of it that are copied */
+    uint64_t at_slot, filled;   /* the slot being filled, and its bytes from the first one on that are in place */
+    uint64_t sums[8];
+};
+
+static ALWAYS_INLINE stripe load(const void *from)
+{
+    return *(const stripe *)from;
+}
+
+static ALWAYS_INLINE stripe scrambled(stripe sums)
+{
+    sums ^= sums >> 47;
+    sums ^= load(KEY + SCRAMBLE_KEY);
+    return (sums & 0xffffffff) * PRIME32_1 + (((sums >> 32) * PRIME32_1) << 32);
+}
+
+static ALWAYS_INLINE stripe added(stripe sums, stripe data, const uint8_t *key)
+{
+    stripe keyed = data ^ load(key);
+    return sums + SWAP_PAIRS(data) + (keyed & 0xffffffff) * (keyed >> 32);
+}
+
+/* Past the caches: they would read every line before it is overwritten, which costs half as much again as the copy, and
+ * would lose all they hold to bytes that are not read soon. `to` is aligned to a stripe. */
+static ALWAYS_INLINE void put(uint8_t *to, const stripe *data)
+{
+#if defined(__SSE2__)
+    for (int part = 0; part < 4; part++)
+        _mm_stream_si128((__m128i *)to + part, ((const __m128i *)data)[part]);
+#else
+    *(stripe *)to = *data;
+#endif
+}
+
+/* Copies `count` stripes to `to`, the first of them being number `first` of its slot, and adds them to the slot's sums,
+ * if there are any. What will be copied after them lies at `next`. */
+static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
+                                  uint64_t *slot_sums, const uint8_t *next)
+{
+    stripe sums = {0};
+    uint64_t nbytes = count * STRIPE;
+
+    if (slot_sums)
+        sums = load(slot_sums);
+    for (uint64_t at = 0; at < nbytes;) {
+        uint64_t in_block = first % STRIPES_PER_BLOCK, left = (nbytes - at) / STRIPE;
+        uint64_t run = left < STRIPES_PER_BLOCK - in_block ? left : STRIPES_PER_BLOCK - in_block;
+        for (uint64_t i = 0; i < run; i++, at += STRIPE) {
+            __builtin_prefetch(at + AHEAD < nbytes ? from + at + AHEAD : next + (at + AHEAD - nbytes));
+            stripe data = load(from + at);
+            if (slot_sums)
+                sums = added(sums, data, KEY + 8 * (in_block + i));
+            put(to + at, &data);
+        }
+        first += run;
+        if (slot_sums && first % STRIPES_PER_BLOCK == 0)
+            sums = scrambled(sums);
+    }
+    if (slot_sums)
+        memcpy(slot_sums, &sums, sizeof sums);
+}
+
+WIDEST static void copy_summed(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
+                               const uint8_t *next)
+{
+    stripes(to, from, count, first, slot_sums, next);
+}
+
+WIDEST static void copy_stripes(uint8_t *to, const uint8_t *from, uint64_t count, const uint8_t *next)
+{
+    stripes(to, from, count, 0, NULL, next);
+}
+
+static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
+{
+    uint64_t whole = (uint64_t)to % STRIPE ? 0 : nbytes / STRIPE;
+
+    copy_stripes(to, from, whole, next);
+    memcpy(to + whole * STRIPE, from + whole * STRIPE, nbytes - whole * STRIPE);
+}
+
+/* A checksum's state before the first byte. */
+static void begin_slot(struct copying *c)
+{
+    const uint64_t start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                               PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+
+    memcpy(c->sums, start, sizeof start);
+    c->filled = 0;
+}
+
+static uint64_t word(const uint8_t *from)
+{
+    uint64_t value;
+
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static uint64_t checksum(const struct copying *c)
+{
+    uint64_t length = c->slot_bytes[c->at_slot], hash = length * PRIME64_1;
+    const uint8_t *end = (const uint8_t *)c->slot[c->at_slot] + length;
+    stripe last = added(load(c->sums), load(end - STRIPE), KEY + LAST_KEY);
+
+    for (int i = 0; i < 4; i++) {
+        unsigned __int128 product = (unsigned __int128)(last[2 * i] ^ word(KEY + MERGE_KEY + 16 * i)) *
+                                    (last[2 * i + 1] ^ word(KEY + MERGE_KEY + 16 * i + 8));
+        hash += (uint64_t)product ^ (uint64_t)(product >> 64);
+    }
+    hash ^= hash >> 37;
+    hash *= PRIME_MX1;
+    return hash ^ hash >> 32;
+}
+
+/* Copies `nbytes` to where the slot is filled up to, and takes them into its checksum. */
+static void fill(struct copying *c, uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
+{
+    uint64_t in_sums = (c->slot_bytes[c->at_slot] - 1) / STRIPE; /* stripes; the last bytes are a stripe of their own */
+    uint64_t number = c->filled / STRIPE, head = -c->filled % STRIPE;
+
+    if (head) { /* the rest of a stripe that an earlier piece began */
+        if (head > nbytes)
+            head = nbytes;
+        memcpy(to, from, head);
+        to += head, from += head, nbytes -= head, c->filled += head;
+        if (c->filled % STRIPE == 0 && number < in_sums)
+            copy_summed(to - STRIPE, to - STRIPE, 1, number, c->sums, from);
+        number++;
+    }
+    uint64_t count = nbytes / STRIPE;
+    if (number + count > in_sums)
+        count = number < in_sums ? in_sums - number : 0;
+    copy_summed(to, from, count, number, c->sums, next);
+    memcpy(to + count * STRIPE, from + count * STRIPE, nbytes - count * STRIPE);
+    c->filled += nbytes;
+    if (c->filled == c->slot_bytes[c->at_slot])
+        c->sum[c->at_slot] = checksum(c);
+}
+
+/* Copies up to `nbytes` that begin at `to`, at most to the end of its slot; returns how many. */
+static uint64_t copy_into_slot(struct copying *c, uint8_t *to, const uint8_t *from, uint64_t nbytes,
+                               const uint8_t *next)
+{
+    uint64_t address = (uint64_t)to;
+
+    while (c->at_slot < c->slots && address - c->slot[c->at_slot] >= c->slot_bytes[c->at_slot]) {
+        c->at_slot++;
+        begin_slot(c);
+    }
+    if (c->at_slot == c->slots) {
+        copy_plain(to, from, nbytes, next);
+        return nbytes;
+    }
+    uint64_t length = c->slot_bytes[c->at_slot], offset = address - c->slot[c->at_slot];
+    if (nbytes > length - offset) {
+        nbytes = length - offset;
+        next = from + nbytes;
+    }
+    /* Of a slot that is not filled from its first byte on `filled` stays behind for good. */
+    if (length >= SHORTEST && c->slot[c->at_slot] % STRIPE == 0 && offset == c->filled)
+        fill(c, to, from, nbytes, next);
+    else
+        copy_plain(to, from, nbytes, next);
+    return nbytes;
+}
+
+/* Copies the next `limit` bytes, up to twice that, or all that are left; returns how many: 0 when none were left. */
+uint64_t kvoffd_copy(struct copying *c, uint64_t limit)
+{
+    uint64_t copied = 0;
+
+    if (c->piece == 0 && c->piece_done == 0)
+        begin_slot(c);
+    while (copied < limit && c->piece < c->pieces) {
+        uint8_t *to = (uint8_t *)c->destination[c->piece] + c->piece_done;
+        const uint8_t *from = (const uint8_t *)c->source[c->piece] + c->piece_done;
+        uint64_t left = c->size[c->piece] - c->piece_done;
+        uint64_t nbytes = left < limit ? left : limit;
+        const uint8_t *next = from + nbytes;
+        if (nbytes == left && c->piece + 1 < c->pieces)
+            next = (const uint8_t *)c->source[c->piece + 1];
+        if (c->slots)
+            nbytes = copy_into_slot(c, to, from, nbytes, next);
+        else
+            copy_plain(to, from, nbytes, next);
+        copied += nbytes;
+        c->piece_done += nbytes;
+        if (c->piece_done == c->size[c->piece])
+            c->piece++, c->piece_done = 0;
+    }
+#if defined(__SSE2__)
+    _mm_sfence(); /* whoever hears of these bytes sees them */
+#endif
+    return copied;
+}

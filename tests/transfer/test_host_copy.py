@@ -1,0 +1,170 @@
+"""The copy loop in C: it moves what the plan says, and its checksums are those of the library."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.copy_buffers import address_of, random_bytes
+
+from kvoffd.transfer import host_copy
+from kvoffd.transfer.host_copy import HostCopy, NoCopyLoop, load_library
+from kvoffd.transfer.plan import Plan
+
+STRIPE, BLOCK = 64, 1024  # of XXH3
+SHORTEST = 241
+
+
+class Buffers:
+    """Two buffers of random bytes. Offsets are counted from their first address that is a multiple of a stripe."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.source, self.pool = random_bytes(nbytes + 2 * STRIPE, 1), random_bytes(nbytes + 2 * STRIPE, 2)
+        self.before = self.pool.copy()
+        self.from_address = address_of(self.source) + -address_of(self.source) % STRIPE
+        self.to_address = address_of(self.pool) + -address_of(self.pool) % STRIPE
+
+    def plan(self, pieces: list[tuple[int, int, int]]) -> Plan:
+        """Of pieces given by offset in the pool, offset in the source, and size."""
+        to, source, size = (np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True))
+        nbytes = int(size.sum())
+        return Plan(to + np.uint64(self.to_address), source + np.uint64(self.from_address), size, nbytes)
+
+    def slots(self, *slots: tuple[int, int]) -> list[tuple[int, int]]:
+        return [(self.to_address + offset, length) for offset, length in slots]
+
+    def read(self, offset: int, length: int) -> bytes:
+        return ctypes.string_at(self.to_address + offset, length)
+
+    def expected(self, pieces: list[tuple[int, int, int]]) -> bytes:
+        """The whole pool after the pieces were copied."""
+        wanted = self.before.copy()
+        to, back = (a - address_of(b) for a, b in ((self.to_address, self.pool), (self.from_address, self.source)))
+        for offset, source, size in pieces:
+            wanted[to + offset : to + offset + size] = self.source[back + source : back + source + size]
+        return wanted.tobytes()
+
+
+def compile_loop(directory: Path, *flags: str) -> Path:
+    path, source = directory / "libhost_copy.so", host_copy.LIBRARY.with_name("host_copy.c")
+    common = ["-O3", "-std=gnu11", "-Wno-psabi", "-fPIC", "-shared"]
+    subprocess.run(["gcc", *common, *flags, "-o", str(path), str(source)], check=True, timeout=60)
+    return path
+
+
+@functools.cache
+def only(version: str) -> ctypes.CDLL:
+    """One version of the loop, as a compiler makes it that makes no others."""
+    wider = f'__attribute__((target("{version}")))' if version.startswith("avx") else ""
+    plain = ["-U__SSE2__"] if version == "without streaming" else []
+    with tempfile.TemporaryDirectory() as directory:
+        return load_library(compile_loop(Path(directory), *plain, f"-DWIDEST={wider}"))
+
+
+@pytest.fixture(params=["installed", "avx2", "avx512f", "default", "without streaming"])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    if request.param.startswith("avx") and request.param not in flags:
+        pytest.skip(f"this machine has no {request.param}")
+    return load_library() if request.param == "installed" else only(request.param)
+
+
+def run(copy: HostCopy, limit_bytes: int = 2**62) -> int:
+    return sum(iter(lambda: copy.step(limit_bytes), 0))
+
+
+def cut(length: int, at: list[int]) -> list[int]:
+    """Sizes of the parts that ``length`` falls into at these places."""
+    places = sorted({0, length, *(place for place in at if 0 < place < length)})
+    return [end - begin for begin, end in itertools.pairwise(places)]
+
+
+@pytest.mark.parametrize("length", [*range(SHORTEST, 330), *range(1000, 1100), 2047, 2048, 2049, 65537, 2**20])
+def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: ctypes.CDLL, length: int) -> None:
+    buffers = Buffers(length)
+    copy = HostCopy(buffers.plan([(0, 5, length)]), buffers.slots((0, length)), library)
+    assert run(copy) == length
+    assert copy.sums() == [xxhash.xxh3_64_intdigest(buffers.read(0, length))]
+    assert buffers.pool.tobytes() == buffers.expected([(0, 5, length)])
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_slots_are_filled_in_pieces_and_steps_of_any_size(library: ctypes.CDLL, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=4), "lengths")
+    gaps = data.draw(st.lists(st.sampled_from([0, 0, STRIPE, 1000]), min_size=len(lengths), max_size=len(lengths)))
+    offsets: list[int] = []
+    end = 0
+    for length, gap in zip(lengths, gaps, strict=True):
+        offsets.append(end + gap)
+        end += gap + length + (-length % STRIPE if data.draw(st.booleans()) else 0)
+    pieces: list[tuple[int, int, int]] = []
+    skipped = data.draw(st.integers(0, lengths[0] - 1) | st.just(0), "skipped")
+    source = 0
+    for index, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        begin = skipped if index == 0 else 0
+        for size in cut(length - begin, data.draw(st.lists(st.integers(1, length), max_size=6))):
+            pieces.append((offset + begin, source, size))
+            begin += size
+            source += size + data.draw(st.sampled_from([0, 1, 64]))
+    if data.draw(st.booleans(), "merged"):  # as a plan merges pieces that touch on both sides, across slots too
+        pieces = merged(pieces)
+    buffers = Buffers(max(end, source) + 64)
+    copy = HostCopy(buffers.plan(pieces), buffers.slots(*zip(offsets, lengths, strict=True)), library)
+    assert run(copy, data.draw(st.sampled_from([1, 63, 64, 1000, 4096, 2**30]), "limit")) == sum(lengths) - skipped
+    assert buffers.pool.tobytes() == buffers.expected(pieces)
+    for index, (offset, length, found) in enumerate(zip(offsets, lengths, copy.sums(), strict=True)):
+        takes = length >= SHORTEST and offset % STRIPE == 0 and not (index == 0 and skipped)
+        assert found == (xxhash.xxh3_64_intdigest(buffers.read(offset, length)) if takes else 0)
+
+
+def merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    found = [pieces[0]]
+    for to, source, size in pieces[1:]:
+        last_to, last_source, last_size = found[-1]
+        if (last_to + last_size, last_source + last_size) == (to, source):
+            found[-1] = (last_to, last_source, last_size + size)
+        else:
+            found.append((to, source, size))
+    return found
+
+
+def test_a_slot_that_is_not_full_yet_has_no_checksum() -> None:
+    buffers = Buffers(8192)
+    copy = HostCopy(buffers.plan([(0, 0, 4096), (4096, 4096, 4096)]), buffers.slots((0, 4096), (4096, 4096)))
+    assert copy.step(4096) == 4096
+    assert [bool(found) for found in copy.sums()] == [True, False]
+    assert run(copy) == 4096
+    assert all(copy.sums())
+
+
+def test_one_wrong_bit_is_another_checksum() -> None:
+    buffers = Buffers(4096)
+    begin = buffers.from_address - address_of(buffers.source)
+    sums = set()
+    for bit in range(0, 8 * 4096, 37):
+        buffers.source[begin + bit // 8] ^= 1 << bit % 8
+        copy = HostCopy(buffers.plan([(0, 0, 4096)]), buffers.slots((0, 4096)))
+        run(copy)
+        sums.update(copy.sums())
+    assert len(sums) == len(range(0, 8 * 4096, 37))
+
+
+def test_an_installation_without_the_loop_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(NoCopyLoop, match="install kvoffd again where there is a C compiler"):
+        load_library(tmp_path / "libhost_copy.so")
+
+
+def test_a_loop_that_was_compiled_wrongly_never_copies(tmp_path: Path) -> None:
+    path = compile_loop(tmp_path, "-DSWAP_PAIRS(v)=(v)")
+    with pytest.raises(NoCopyLoop, match="compiled wrongly"):
+        load_library(path)
