@@ -86,6 +86,16 @@ METRICS: tuple[MetricSpec, ...] = (
         "Of the ready and leaving bytes, those under a lease, a copy or an operator's pin.",
         lambda stats: stats.pool.pinned_bytes,
     ),
+    _gauge(
+        "kvoffd_pool_page_locked_bytes",
+        "Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages.",
+        lambda stats: stats.pool.page_locked_bytes,
+    ),
+    _gauge(
+        "kvoffd_pool_unlockable_bytes",
+        "Bytes whose pages the CUDA driver would not lock: GPUs copy them slowly.",
+        lambda stats: stats.pool.unlockable_bytes,
+    ),
     _counter(
         "kvoffd_pool_spilled_slots_total",
         "Slots that had to be taken on another NUMA node than their GPU's.",

@@ -9,6 +9,7 @@ from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.transfer.cuda.gpu import GpuMemory
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
+from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
 from kvoffd.transfer.segments import MappedSegment
 from kvoffd_proto.errors import ErrorCode
@@ -156,6 +157,11 @@ class MemoryMapper:
         """Counters of one direction over all engines."""
         load = self._host.load_of(direction)
         return load if self._gpu_mapper is None else load.plus(self._gpu_mapper.gpus.load_of(direction))
+
+    @property
+    def pinning(self) -> PinProgress:
+        """How much of the pool is pinned for GPUs."""
+        return PinProgress(0, 0, 0) if self._gpu_mapper is None else self._gpu_mapper.gpus.pinning
 
     def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> _HostMemory:
         mapped: list[MappedSegment] = []

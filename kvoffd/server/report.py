@@ -91,6 +91,7 @@ class Reporter:
     def _pool(self) -> m.PoolStats:
         cache = self._service.cache
         balance = cache.balance()
+        pinning = self._service.memory.pinning
         return m.PoolStats(
             cache.slots.pool_bytes,
             cache.slots.pool_bytes,
@@ -102,6 +103,8 @@ class Reporter:
             balance.pinned_bytes,
             balance.quarantined_bytes,
             cache.slots.spilled_slots,
+            pinning.pinned_bytes,
+            pinning.refused_bytes,
         )
 
     def _integrity(self) -> m.IntegrityStats:

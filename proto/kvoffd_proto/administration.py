@@ -83,6 +83,16 @@ class PoolStats(Wire, frozen=True):
     spilled_slots: Annotated[
         Count, Meta(description="Slots since the start that had to be taken on another NUMA node than their GPU's.")
     ]
+    page_locked_bytes: Annotated[
+        ByteCount,
+        Meta(
+            description="Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the "
+            "first engine on a GPU, in steps, until the last one goes."
+        ),
+    ] = 0
+    unlockable_bytes: Annotated[
+        ByteCount, Meta(description="Bytes whose pages the CUDA driver would not lock: GPUs copy them slowly.")
+    ] = 0
 
 
 class IntegrityStats(Wire, frozen=True):

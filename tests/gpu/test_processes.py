@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from support.gpu_machine import Machine
 from support.stub_cuda import wait_until
@@ -113,6 +115,23 @@ def test_a_daemon_without_gpu_engines_has_made_no_context(machine: Machine) -> N
         if machine.is_stub:
             assert machine.driver_log() == []
         assert machine.daemon.stop() == 0
+
+
+def test_the_pool_is_page_locked_while_an_engine_is_on_a_gpu(machine: Machine) -> None:
+    with AdminClient(machine.daemon.directory) as admin:
+        assert admin.stats().pool.page_locked_bytes == 0
+        with machine.exporter("ordinary") as worker:
+            worker.wait_ready()
+            wait_until(lambda: admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes)
+        wait_until(lambda: admin.stats().pool.page_locked_bytes == 0)
+
+
+def test_what_the_driver_does_not_lock_is_told(stub_machine: Callable[..., Machine]) -> None:
+    machine = stub_machine({"STUB_FAIL": "cuMemHostRegister_v2:0:2"})
+    with machine.exporter("ordinary") as worker, AdminClient(machine.daemon.directory) as admin:
+        worker.wait_ready()
+        wait_until(lambda: admin.stats().pool.unlockable_bytes == admin.stats().pool.pool_bytes)
+        assert admin.stats().pool.page_locked_bytes == 0
 
 
 def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:

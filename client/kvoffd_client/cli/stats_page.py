@@ -147,6 +147,9 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
     if pool.spilled_slots:
         spilled = f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU"
         yield Text(f"{'':{TITLE_CELLS}}{spilled}", style="yellow")
+    if 0 < pool.page_locked_bytes < pool.pool_bytes:
+        locked = f"{format_size(pool.page_locked_bytes)} are page-locked for GPUs so far; the rest is copied slowly"
+        yield Text(f"{'':{TITLE_CELLS}}{locked}", style="yellow")
     if blocks.pinned_blocks:
         many = "" if blocks.pinned_blocks == 1 else "s"
         size = format_size(blocks.pinned_bytes)

@@ -12,7 +12,7 @@ from kvoffd.transfer.cuda.device import Device, find_device, list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaMissing
 from kvoffd.transfer.cuda.gpu import HANGING_S, Gpu, OnMapped
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
-from kvoffd.transfer.cuda.pinning import PinnedPool
+from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad
 
 
@@ -60,6 +60,11 @@ class Gpus:
         if self._driver is not None:
             found.append(self._pool.problem)
         return [problem for problem in found if problem is not None]
+
+    @property
+    def pinning(self) -> PinProgress:
+        """How much of the pool is pinned."""
+        return self._pool.progress if self._driver is not None else PinProgress(0, 0, 0)
 
     def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         """Maps the memory of registration ``owner`` on the GPU with this UUID and then calls ``on_mapped``.
