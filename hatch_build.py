@@ -1,4 +1,4 @@
-"""Compiles the daemon's copy loop when kvoffd is built or installed; hatch calls it."""
+"""Compiles the daemon's loops in C when kvoffd is built or installed; hatch calls it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "kvoffd/transfer/host_copy.c"
-LIBRARY = "kvoffd/transfer/libhost_copy.so"
+SOURCES = ["kvoffd/cache/key_states.c", "kvoffd/transfer/host_copy.c"]
+LIBRARY = "kvoffd/libkvoffd.so"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-shared"]
 
 
-class CopyLoop(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the shared library next to its source, and into the wheel, which is then one for this platform.
+class CompiledLoops(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the library into the tree and into the wheel, which is then one for this platform.
 
     Where there is no compiler kvoffd is installed without it: the connector in an engine's image needs none, and a
     daemon says at its start what is missing.
@@ -33,9 +33,10 @@ class CopyLoop(BuildHookInterface):  # type: ignore[type-arg]
         named = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
         compiler = next((words for words in map(shlex.split, named) if words and shutil.which(words[0])), None)
         if compiler is None:
-            print(f"None of {named} is installed: kvoffd is built without the daemon's copy loop.", file=sys.stderr)
+            print(f"None of {named} is installed: kvoffd is built without what its daemon needs.", file=sys.stderr)
             return
-        subprocess.run([*compiler, *FLAGS, "-o", str(root / LIBRARY), str(root / SOURCE)], check=True)
+        sources = [str(root / source) for source in SOURCES]
+        subprocess.run([*compiler, *FLAGS, "-o", str(root / LIBRARY), *sources], check=True)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append(LIBRARY)

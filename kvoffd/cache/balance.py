@@ -90,6 +90,9 @@ def _audit_index(namespaces: Iterable[Namespace], policy: EvictionPolicy, blocks
                 assert (block.namespace, block.group, block.key) == (namespace, group, key)
                 assert block.state in (BlockState.WRITING, BlockState.READY)
                 assert block.shards, "an empty block in the index"
+            told = namespace.states_of(group, b"".join(index))
+            assert list(told) == [block.state for block in index.values()], "lookups tell other states"
+            assert namespace.indexed(group) == len(index), "lookups find keys that are not there"
     assert indexed == sum(block.state is not BlockState.LEAVING for block in blocks)
     candidates = list(policy.candidates())
     assert len(candidates) == len(policy)

@@ -147,12 +147,18 @@ class Blocks:
 
     def adopt(self, namespaces: Mapping[bytes, Namespace], blocks: Sequence[Sequence[SlotRecord]]) -> None:
         """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
-        fresh: dict[tuple[Namespace, int], list[bytes]] = {}
+        fresh: dict[tuple[Namespace, int], list[Block]] = {}
         for records in blocks:
             first = records[0]
             namespace = namespaces[first.fingerprint]
             block = namespace.index[first.group][first.key] = Block(namespace, first.group, first.key)
-            namespace.move(block, READY)
+            fresh.setdefault((namespace, first.group), []).append(block)
+        for (namespace, _), found in fresh.items():
+            namespace.move_all(found, ABSENT, READY)
+        for records in blocks:
+            first = records[0]
+            namespace = namespaces[first.fingerprint]
+            block = namespace.index[first.group][first.key]
             for record in records:
                 shard = block.shards[record.rank] = Shard(record.offset, record.slot_bytes)
                 shard.first_block = record.first_block
@@ -165,10 +171,10 @@ class Blocks:
             namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
             self._policy.insert(block)
-            fresh.setdefault((namespace, first.group), []).append(first.key)
         for namespace in namespaces.values():
             self._listener.cleared(namespace)
-        for (namespace, group), keys in fresh.items():
+        for (namespace, group), found in fresh.items():
+            keys = [block.key for block in found]
             for start in range(0, len(keys), MAX_KEYS_TOLD):
                 self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_TOLD])
 
@@ -190,8 +196,8 @@ class Blocks:
             if block in self.kept:
                 del self.kept[block]
                 self.unpin([block])
-            self._leave(block)
             block.namespace.counters.invalidated_blocks += 1
+        self._leave(blocks)
 
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
@@ -227,21 +233,28 @@ class Blocks:
             assert block.state is READY
             assert not block.pins
             self._policy.remove(block, evicted=True)
-            self._leave(block)
             block.namespace.counters.evicted_blocks += 1
             removed.setdefault((block.namespace, block.group), []).append(block.key)
+        self._leave(blocks)
         for (namespace, group), keys in removed.items():
             self._listener.removed(namespace, group, keys)
 
-    def _leave(self, block: Block) -> None:
-        del block.namespace.index[block.group][block.key]
-        block.namespace.move(block, LEAVING)
-        if not block.pins:
-            self._free_written(block)
-            return
-        for shard in block.shards.values():
-            if shard.written:  # who holds it may go on reading, but a successor must not bring it back
-                self._slots.disown(shard.offset)
+    def _leave(self, blocks: Sequence[Block]) -> None:
+        alike: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
+        for block in blocks:
+            alike.setdefault((block.namespace, block.group, block.state), []).append(block)
+        for (namespace, group, state), some in alike.items():
+            index = namespace.index[group]
+            for block in some:
+                del index[block.key]
+            namespace.move_all(some, state, LEAVING)
+        for block in blocks:
+            if not block.pins:
+                self._free_written(block)
+                continue
+            for shard in block.shards.values():
+                if shard.written:  # who holds it may go on reading, but a successor must not bring it back
+                    self._slots.disown(shard.offset)
 
     def _free_written(self, block: Block) -> None:
         for rank in [rank for rank, shard in block.shards.items() if shard.written]:

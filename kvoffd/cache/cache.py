@@ -13,7 +13,7 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.integrity import Integrity, Look
 from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
-from kvoffd.cache.lookup import Found, LookupAnswer, states_of, states_under
+from kvoffd.cache.lookup import Found, LookupAnswer, states_under
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import OperatorPins
 from kvoffd.cache.policies import EvictionPolicy
@@ -138,18 +138,19 @@ class BlockCache:
         that lives already nothing is pinned, asked for nor counted, and only its own blocks are called ready.
         Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
         """
-        split = [(group, namespace.split(group, keys)) for group, keys in groups]
+        states = [namespace.states_of(group, keys) for group, keys in groups]
         self._settle()
         lease = self._lease_to_fill(lease_id, owner, namespace)
         if lease is not None:
-            return LookupAnswer([states_under(lease, group, keys) for group, keys in split], lease.pinned)
-        states = [states_of(namespace, group, keys) for group, keys in split]
+            states = [states_under(lease, group, namespace.split(group, keys)) for group, keys in groups]
+            return LookupAnswer(states, lease.pinned)
         ready = sum(told.count(READY) for told in states)
         if ready:
             lease = Lease(lease_id, owner, namespace)
             self.leases.add(lease, self._clock())
-            self._unsettled = Found(lease, split, states)
+            self._unsettled = Found(lease, groups, states)
         if self._below is not None and ready < sum(map(len, states)):
+            split = [(group, namespace.split(group, keys)) for group, keys in groups]
             states = self._below.find(namespace, split, states)
             if not again:
                 namespace.counters.keys_pending += sum(told.count(PENDING) for told in states)
@@ -176,8 +177,9 @@ class BlockCache:
         """
         if self._unsettled is None:
             return
-        (lease, split, states), self._unsettled = self._unsettled, None
-        for (group, keys), told in zip(split, states, strict=True):
+        (lease, groups, states), self._unsettled = self._unsettled, None
+        for (group, all_keys), told in zip(groups, states, strict=True):
+            keys = lease.namespace.split(group, all_keys)
             if told.count(READY) < len(keys):
                 keys = [key for key, state in zip(keys, told, strict=True) if state == READY]
             blocks = list(map(lease.namespace.index[group].__getitem__, keys))

@@ -7,10 +7,6 @@ from typing import NamedTuple
 
 from kvoffd.cache.block import BlockState
 from kvoffd.cache.lease import Lease
-from kvoffd.cache.namespace import Namespace
-
-_STATE_OF_PRESENCE = bytes([BlockState.ABSENT, BlockState.READY]) + bytes(254)
-"""Translates False and True, as bytes."""
 
 
 class LookupAnswer(NamedTuple):
@@ -27,16 +23,8 @@ class Found(NamedTuple):
     """A lookup whose pins are not entered yet. By group of the request."""
 
     lease: Lease
-    keys: list[tuple[int, list[bytes]]]
+    keys: Sequence[tuple[int, bytes]]
     states: list[bytes]
-
-
-def states_of(namespace: Namespace, group: int, keys: list[bytes]) -> bytes:
-    """One byte a key."""
-    index = namespace.index[group]
-    if not namespace.writing_blocks:  # a lookup of many keys spends its time in this line, and no block is looked at
-        return bytes(list(map(index.__contains__, keys))).translate(_STATE_OF_PRESENCE)
-    return bytes([BlockState.ABSENT if block is None else block.state for block in map(index.get, keys)])
 
 
 def states_under(lease: Lease, group: int, keys: Sequence[bytes]) -> bytes:

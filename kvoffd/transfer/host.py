@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from kvoffd.native import native
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.host_copy import HostCopy, load_library
+from kvoffd.transfer.host_copy import HostCopy, try_out
 from kvoffd.transfer.lane import Lane, Turn
 
 # A deadline and an abandon are looked at once a step: 8 MiB are half a millisecond. After each the thread waits for the
@@ -29,7 +30,7 @@ class HostEngine(TransferEngine):
         step: Callable[[HostCopy, int], int] = HostCopy.step,
         step_bytes: int = STEP_BYTES,
     ) -> None:
-        load_library()  # now, and not when the first engine stores
+        try_out(native())
         copiers = [_HostCopier(step, step_bytes)] * threads_per_direction
         self._lanes = {direction: Lane(f"kvoffd-{direction.value}", clock, copiers) for direction in Direction}
 

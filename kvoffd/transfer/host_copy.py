@@ -8,22 +8,15 @@ an EPYC in pieces of 16, 64 and 256 KiB, memcpy of one large buffer being 1: loo
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from kvoffd.errors import KvoffdError
+from kvoffd.native import Native, NotCompiled, native
 from kvoffd.transfer.plan import Plan
 
 _STRIPE_BYTES = 64
-LIBRARY = Path(__file__).with_name("libhost_copy.so")
-
-
-class NoCopyLoop(KvoffdError):
-    """The compiled half of the copy loop is not there. The message says what to do."""
 
 
 class _Copying(ctypes.Structure):
@@ -45,15 +38,15 @@ class HostCopy:
     Args:
         slots: address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
             taken along the way.
-        library: what ``load_library`` returns; that of this installation when None.
+        library: whose loop it is; this installation's when None.
 
     Raises:
-        NoCopyLoop: kvoffd was installed without it.
+        NotCompiled: kvoffd was installed without it.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: ctypes.CDLL | None = None) -> None:
+    def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
         self.plan = plan
-        self._step = (library or _loaded()).kvoffd_copy
+        self._step = (library or native()).copy
         self._columns = (
             *(np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)),
             *(np.array(column, dtype=np.uint64) for column in (zip(*slots, strict=True) if slots else ((), ()))),
@@ -77,22 +70,12 @@ class HostCopy:
         return self._sums.tolist()
 
 
-def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    """Load the compiled loop and try it. Raises NoCopyLoop."""
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise NoCopyLoop(
-            f"The daemon's copy loop cannot be loaded ({error}); install kvoffd again where there is a C compiler."
-        ) from error
-    library.kvoffd_copy.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-    library.kvoffd_copy.restype = ctypes.c_uint64
-    _try_out(library)
-    return library
+def try_out(library: Native) -> None:
+    """Copy a little in pieces of odd sizes: a compiler that got it wrong must not write a byte of anybody's.
 
-
-def _try_out(library: ctypes.CDLL) -> None:
-    """Copy a little in pieces of odd sizes: a compiler that got it wrong must not write a byte of anybody's."""
+    Raises:
+        NotCompiled: it did.
+    """
     source = np.arange(4096, dtype=np.uint8) * np.uint8(7)
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES
@@ -104,7 +87,4 @@ def _try_out(library: ctypes.CDLL) -> None:
         pass
     copied = pool[begin : begin + 4096]
     if not np.array_equal(copied, source) or copy.sums() != [xxhash.xxh3_64_intdigest(source.data)]:
-        raise NoCopyLoop("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
-
-
-_loaded = functools.cache(load_library)
+        raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.copy_buffers import address_of, random_bytes
 
-from kvoffd.transfer import host_copy
-from kvoffd.transfer.host_copy import HostCopy, NoCopyLoop, load_library
+from kvoffd.native import LIBRARY, Native, NotCompiled, native
+from kvoffd.transfer.host_copy import HostCopy, try_out
 from kvoffd.transfer.plan import Plan
 
 STRIPE, BLOCK = 64, 1024  # of XXH3
@@ -54,28 +54,29 @@ class Buffers:
         return wanted.tobytes()
 
 
-def compile_loop(directory: Path, *flags: str) -> Path:
-    path, source = directory / "libhost_copy.so", host_copy.LIBRARY.with_name("host_copy.c")
+def compile_all(directory: Path, *flags: str) -> Path:
+    path, root = directory / "libkvoffd.so", LIBRARY.parent
+    sources = [str(source) for source in root.glob("*/*.c")]
     common = ["-O3", "-std=gnu11", "-Wno-psabi", "-fPIC", "-shared"]
-    subprocess.run(["gcc", *common, *flags, "-o", str(path), str(source)], check=True, timeout=60)
+    subprocess.run(["gcc", *common, *flags, "-o", str(path), *sources], check=True, timeout=60)
     return path
 
 
 @functools.cache
-def only(version: str) -> ctypes.CDLL:
+def only(version: str) -> Native:
     """One version of the loop, as a compiler makes it that makes no others."""
     wider = f'__attribute__((target("{version}")))' if version.startswith("avx") else ""
     plain = ["-U__SSE2__"] if version == "without streaming" else []
     with tempfile.TemporaryDirectory() as directory:
-        return load_library(compile_loop(Path(directory), *plain, f"-DWIDEST={wider}"))
+        return Native(compile_all(Path(directory), *plain, f"-DWIDEST={wider}"))
 
 
 @pytest.fixture(params=["installed", "avx2", "avx512f", "default", "without streaming"])
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+def library(request: pytest.FixtureRequest) -> Native:
     flags = Path("/proc/cpuinfo").read_text().split()
     if request.param.startswith("avx") and request.param not in flags:
         pytest.skip(f"this machine has no {request.param}")
-    return load_library() if request.param == "installed" else only(request.param)
+    return native() if request.param == "installed" else only(request.param)
 
 
 def run(copy: HostCopy, limit_bytes: int = 2**62) -> int:
@@ -89,7 +90,7 @@ def cut(length: int, at: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [*range(SHORTEST, 330), *range(1000, 1100), 2047, 2048, 2049, 65537, 2**20])
-def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: ctypes.CDLL, length: int) -> None:
+def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: Native, length: int) -> None:
     buffers = Buffers(length)
     copy = HostCopy(buffers.plan([(0, 5, length)]), buffers.slots((0, length)), library)
     assert run(copy) == length
@@ -99,7 +100,7 @@ def test_a_slot_of_any_length_has_the_checksum_of_the_library(library: ctypes.CD
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_slots_are_filled_in_pieces_and_steps_of_any_size(library: ctypes.CDLL, data: st.DataObject) -> None:
+def test_slots_are_filled_in_pieces_and_steps_of_any_size(library: Native, data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 5 * BLOCK), min_size=1, max_size=4), "lengths")
     gaps = data.draw(st.lists(st.sampled_from([0, 0, STRIPE, 1000]), min_size=len(lengths), max_size=len(lengths)))
     offsets: list[int] = []
@@ -159,12 +160,12 @@ def test_one_wrong_bit_is_another_checksum() -> None:
     assert len(sums) == len(range(0, 8 * 4096, 37))
 
 
-def test_an_installation_without_the_loop_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(NoCopyLoop, match="install kvoffd again where there is a C compiler"):
-        load_library(tmp_path / "libhost_copy.so")
-
-
 def test_a_loop_that_was_compiled_wrongly_never_copies(tmp_path: Path) -> None:
-    path = compile_loop(tmp_path, "-DSWAP_PAIRS(v)=(v)")
-    with pytest.raises(NoCopyLoop, match="compiled wrongly"):
-        load_library(path)
+    try_out(native())
+    with pytest.raises(NotCompiled, match="compiled wrongly"):
+        try_out(Native(compile_all(tmp_path, "-DSWAP_PAIRS(v)=(v)")))
+
+
+def test_an_installation_that_was_not_compiled_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(NotCompiled, match="install kvoffd again where there is a C compiler"):
+        Native(tmp_path / "libkvoffd.so")

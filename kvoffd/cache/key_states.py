@@ -1,0 +1,76 @@
+"""The state of every key of a group, for lookups of many keys at once: ``key_states.c``.
+
+The index is a dict of blocks; this is what a lookup asks of it, and nothing else. Measured on one core of an EPYC with
+60,000 keys in the index, a lookup of 1,000: splitting the keys and asking the dict for each 90 µs, this 8 µs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+import numpy as np
+
+from kvoffd.native import native
+
+_FEWEST = 64
+
+
+class _Table(ctypes.Structure):
+    """``struct table`` of key_states.c."""
+
+    _fields_ = (
+        ("entries", ctypes.c_void_p),
+        ("capacity", ctypes.c_uint64),
+        ("used", ctypes.c_uint64),
+        ("key_bytes", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64 * 2),
+    )
+
+
+class KeyStates:
+    """One byte for each key that is there, 1 to 255; 0 for all others.
+
+    Args:
+        key_bytes: length of every key.
+    """
+
+    def __init__(self, key_bytes: int) -> None:
+        self._native = native()
+        self._key_bytes = key_bytes
+        self._stride = -(-(key_bytes + 1) // 8) * 8
+        self._seed = (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16))
+        self._use(_FEWEST)
+
+    def __len__(self) -> int:
+        """Keys that are there."""
+        return int(self._table.used)
+
+    def of(self, keys: bytes) -> bytes:
+        """The states of keys that lie end to end."""
+        count = len(keys) // self._key_bytes
+        states = ctypes.create_string_buffer(count)
+        self._native.states(self._reference, keys, count, states)
+        return states.raw
+
+    def set(self, keys: bytes, state: int) -> None:
+        """Give all of the keys, which lie end to end, this state; 0 takes them out."""
+        count = len(keys) // self._key_bytes
+        if state and 2 * (self._table.used + count) > self._table.capacity:
+            self._grow(self._table.used + count)
+        self._native.set_states(self._reference, keys, count, state)
+        if not self._table.used and self._table.capacity > _FEWEST:
+            self._use(_FEWEST)
+
+    def _grow(self, keys: int) -> None:
+        before, entries = self._table, self._entries
+        self._use(1 << (4 * keys - 1).bit_length())
+        self._native.move_states(ctypes.byref(before), self._reference)
+        del entries  # it had to live until here
+
+    def _use(self, capacity: int) -> None:
+        self._entries = np.zeros(capacity * self._stride, dtype=np.uint8)
+        at = self._entries.ctypes.data
+        self._table = _Table(at, capacity, 0, self._key_bytes, self._stride, self._seed)
+        self._reference = ctypes.byref(self._table)
