@@ -69,8 +69,8 @@ class Connection(Generic[S]):
             )
 
     def flush(self) -> None:
-        """Call with the lock held, after the session sent something: wakes the I/O thread where that is needed."""
-        if self._sleeping_until and (self._link.readable() or self.session.wake_at() < self._sleeping_until):
+        """Call with the lock held, after the sockets were used: wakes the I/O thread where that is needed."""
+        if self._sleeping_until and (self._link.missed() or self.session.wake_at() < self._sleeping_until):
             self._wake_thread()
 
     def _wake_thread(self) -> None:
@@ -110,22 +110,27 @@ class Connection(Generic[S]):
 
     def _lead(self, ready: Callable[[], bool], deadline: float) -> bool:
         # What stands between a send and this thread's sleep delays the request where both share a CPU with ZeroMQ.
+        woken = False
         while True:
             with self.lock:
                 self._leader_sleeps = False
-                arrived = self._link.readable()
-                if arrived and not self._closing and not ready():
+                if not self._closing and not ready() and (woken or self._link.missed()):
+                    woken = False
                     self._guarded_take_in()
                 pause = deadline - time.monotonic()
                 if self._closing or ready() or pause <= 0.0:
+                    # What woke this thread wakes no other, so if it was not taken in here somebody must be told.
+                    if woken and self._sleeping_until and self._link.readable():
+                        self._wake_thread()
                     self.flush()
                     return ready()
                 if self.session.wake_at() < self._sleeping_until:
                     self._wake_thread()
-                if arrived:
+                if self._link.missed():
                     continue
                 self._leader_sleeps = True
             self._link.sleep_for_messages(pause)
+            woken = True
 
     def _guarded_take_in(self) -> None:
         try:
@@ -184,8 +189,7 @@ class Connection(Generic[S]):
         # Completions before replies before the end: what arrived before the daemon died still counts.
         session = self.session
         now = time.monotonic()
-        published = self._link.receive_events(MESSAGES_PER_TURN)
-        replied = self._link.receive_jobs(MESSAGES_PER_TURN)
+        published, replied = self._link.receive(MESSAGES_PER_TURN)
         for frames in published:
             if len(frames) == 3:
                 session.publication(frames[0], frames[1], frames[2], now)

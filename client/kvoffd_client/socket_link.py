@@ -29,8 +29,8 @@ class SocketLink:
     """Carries what a ``Session`` sends and collects what arrived. Its owner's lock guards every call but ``sleep``.
 
     Sleeping is done by epoll on the raw descriptors and not by zmq's poller, which would use the sockets: so other
-    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered, so a sleeper must have seen
-    ``readable()`` False after the last use of the sockets.
+    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered: what comes after a socket was
+    seen empty ends a sleep, but not what a later use of the socket has noticed. ``missed()`` says whether there is any.
     """
 
     def __init__(self, paths: SocketPaths, options: ClientOptions) -> None:
@@ -46,6 +46,8 @@ class SocketLink:
         self._lifeline: socket.socket | None = None
         self._jobs: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
+        self._used = False
+        """Since both sockets were seen empty."""
         self._unsent: deque[Sequence[bytes]] = deque()
         self._received: list[int] = []
         self._draining: dict[int, socket.socket] = {}
@@ -117,6 +119,7 @@ class SocketLink:
         jobs = self._jobs
         if jobs is None:
             return False
+        self._used = True
         if self._unsent:
             self._send_queued()
         if not self._unsent and self._try_send(jobs, frames):
@@ -173,8 +176,12 @@ class SocketLink:
 
     # --- what the I/O thread asks for ------------------------------------------------------------
 
+    def missed(self) -> bool:
+        """Whether a message waits that will not end a sleep. What waited for room has been sent where there is any."""
+        return (self._used or bool(self._unsent)) and self.readable()
+
     def readable(self) -> bool:
-        """Whether receive() would find a message now. If not, what waited for room has been sent where there is any."""
+        """Whether a message waits. If not, what waited for room has been sent where there is any."""
         if _has_message(self._events):
             return True
         jobs = self._jobs
@@ -182,18 +189,19 @@ class SocketLink:
             # It is this look that makes ZeroMQ notice a connection that is up or room that is there, and it notices
             # each once: so a look that finds room must be followed by sending, and sending by another look.
             events = cast(int, jobs.getsockopt(zmq.EVENTS))
-            if events & zmq.POLLIN or not (self._unsent and events & zmq.POLLOUT):
-                return bool(events & zmq.POLLIN)
+            if events & zmq.POLLIN:
+                return True
+            if not (self._unsent and events & zmq.POLLOUT):
+                break
             self._send_queued()
+        self._used = False
         return False
 
-    def receive_events(self, limit: int) -> list[list[bytes]]:
-        """Up to ``limit`` messages of the events socket."""
-        return self._receive(self._events, limit)
-
-    def receive_jobs(self, limit: int) -> list[list[bytes]]:
-        """Up to ``limit`` messages of the jobs socket."""
-        return self._receive(self._jobs, limit)
+    def receive(self, limit: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
+        """Up to ``limit`` messages each of the events and of the jobs socket."""
+        published, replied = self._receive(self._events, limit), self._receive(self._jobs, limit)
+        self._used = bool(self._unsent) or max(len(published), len(replied)) >= limit
+        return published, replied
 
     @staticmethod
     def _receive(connected: zmq.Socket[bytes] | None, limit: int) -> list[list[bytes]]:
