@@ -227,11 +227,10 @@ class JobRunner:
             return
         job.answered = True
         for ticket in job.store_tickets:
-            keys = b"".join(block.key for block in ticket.blocks)
-            if keys:
-                job.failed.append(GroupKeys(ticket.group, keys))
-                # So that others may store these keys, elsewhere in the pool.
-                self._cache.invalidate(ticket.namespace, [(ticket.group, keys)])
+            if ticket.blocks:
+                job.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
+            # So that others may store these keys, elsewhere in the pool.
+            self._cache.give_up(ticket.blocks)
         self._answer(job, ErrorCode.SESSION_ENDED if job.session.ended else ErrorCode.DEADLINE, 0)
         job.session.job_hangs(job)
 

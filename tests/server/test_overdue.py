@@ -1,0 +1,67 @@
+"""A store whose copy does not come back: it is answered, and lets go of its keys but of nobody else's blocks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from support.cache_rig import Rig, keys_of
+
+from kvoffd.server.jobs import Job, JobRunner
+from kvoffd.server.session import CompletionLog
+from kvoffd.transfer.engine import Direction, Outcome
+from kvoffd_proto.errors import ErrorCode
+
+WRITING, READY, ABSENT = 1, 2, 0
+
+
+def hung_store(rig: Rig, runner: JobRunner, keys: bytes) -> Job:
+    """A store of an engine's that was accepted, and whose copy hangs."""
+    namespace = rig.cache.namespaces[0]
+    session = SimpleNamespace(
+        id=1,
+        ended=False,
+        store_bytes=0,
+        completions=CompletionLog(1, 1),
+        job_hangs=lambda job: None,
+        copy_came_back=lambda job: None,
+    )
+    registration = SimpleNamespace(namespace=namespace, job_ended=lambda: None)
+    job = Job(1, cast(Any, session), cast(Any, registration), Direction.STORE, rig.clock())
+    job.store_tickets.append(rig.cache.begin_store(namespace, 0, 0, keys))
+    runner._running[job] = None
+    return job
+
+
+def runner_of(rig: Rig) -> JobRunner:
+    return JobRunner(rig.cache, 0, rig.clock, 30.0, lambda job, outcome: None)
+
+
+def test_its_keys_are_free_for_others_and_its_slots_are_not() -> None:
+    rig = Rig()
+    namespace, runner = rig.open(), runner_of(rig)
+    job = hung_store(rig, runner, keys_of(1, 2))
+    free = rig.slots.free_bytes
+    runner.transfer_overdue(job)
+    assert job.session.completions.flush(0) is not None
+    (completions,) = job.session.completions.replay()
+    (result,) = completions.results
+    assert (result.ok, result.error) == (False, ErrorCode.DEADLINE)
+    assert rig.states(namespace, keys_of(1, 2)) == [ABSENT, ABSENT]
+    assert rig.slots.free_bytes == free
+    rig.put(namespace, keys_of(1))
+    assert rig.states(namespace, keys_of(1, 2)) == [READY, ABSENT]
+    runner.transfer_done(job, Outcome.FAILED)
+    assert rig.states(namespace, keys_of(1, 2)) == [READY, ABSENT]
+    assert rig.slots.free_bytes == free + namespace.slot_bytes(0, 0)
+    rig.cache.balance()
+
+
+def test_what_others_stored_under_its_keys_stays() -> None:
+    rig = Rig()
+    namespace, runner = rig.open(), runner_of(rig)
+    job = hung_store(rig, runner, keys_of(1))
+    rig.cache.clear(namespace)
+    rig.put(namespace, keys_of(1))
+    runner.transfer_overdue(job)
+    assert rig.states(namespace, keys_of(1)) == [READY]
