@@ -80,8 +80,7 @@ def adopt(
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
     plan = plan_adoption(namespaces, slots, store.slot_bytes)
-    for record in plan.refused:
-        store.free(record.offset)
+    store.free([record.offset for record in plan.refused])
     opened = {facts.fingerprint: _open(facts, store) for facts in plan.namespaces}
     blocks.adopt(opened, plan.blocks)
     nbytes = sum(namespace.ready_bytes for namespace in opened.values())

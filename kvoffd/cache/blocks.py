@@ -62,7 +62,7 @@ class Blocks:
 
     def give_back_slot(self, offset: int) -> None:
         """Return a slot that was taken and not used."""
-        self._slots.free(offset)
+        self._slots.free([offset])
 
     def start_shards(
         self,
@@ -120,7 +120,7 @@ class Blocks:
         for block, checksum in zip(reversed(blocks), reversed(sums), strict=True):
             shard = block.shards[rank]
             if block.state is LEAVING:
-                self._free_shard(block, rank)
+                self._free_shards([(block, rank)])
                 continue
             shard.written = True
             shard.checksum = checksum
@@ -180,8 +180,8 @@ class Blocks:
 
     def abandon_shards(self, blocks: Sequence[Block], rank: int) -> None:
         """A store failed: its shards go; what other ranks wrote of the blocks waits for another one."""
+        self._free_shards([(block, rank) for block in blocks])
         for block in blocks:
-            self._free_shard(block, rank)
             if block.state is WRITING and not block.writers:
                 self.half_stored[block] = self._clock()
 
@@ -240,46 +240,47 @@ class Blocks:
             self._listener.removed(namespace, group, keys)
 
     def _leave(self, blocks: Sequence[Block]) -> None:
-        alike: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
-        for block in blocks:
-            alike.setdefault((block.namespace, block.group, block.state), []).append(block)
-        for (namespace, group, state), some in alike.items():
+        for (namespace, group, state), alike in _by_books(blocks):
             index = namespace.index[group]
-            for block in some:
+            for block in alike:
                 del index[block.key]
-            namespace.move_all(some, state, LEAVING)
+            namespace.move_all(alike, state, LEAVING)
+        self._free_written([block for block in blocks if not block.pins])
         for block in blocks:
-            if not block.pins:
-                self._free_written(block)
+            if block.pins:
+                for shard in block.shards.values():
+                    if shard.written:  # who holds it may go on reading, but a successor must not bring it back
+                        self._slots.disown(shard.offset)
+
+    def _free_written(self, blocks: Iterable[Block]) -> None:
+        self._free_shards([(block, rank) for block in blocks for rank, shard in block.shards.items() if shard.written])
+
+    def _free_shards(self, shards: Sequence[tuple[Block, int]]) -> None:
+        """Give slots back, by block and rank; a block without any is gone."""
+        offsets: list[int] = []
+        gone: list[Block] = []
+        for block, rank in shards:
+            shard = block.shards.pop(rank)
+            block.missing += shard.written
+            block.slot_bytes -= shard.slot_bytes
+            block.namespace.bytes_in[block.state] -= shard.slot_bytes
+            del self.tenants[shard.offset]
+            self.unverified.pop(shard, None)
+            if not block.shards:
+                gone.append(block)
+            if not shard.corrupt:
+                offsets.append(shard.offset)
                 continue
-            for shard in block.shards.values():
-                if shard.written:  # who holds it may go on reading, but a successor must not bring it back
-                    self._slots.disown(shard.offset)
-
-    def _free_written(self, block: Block) -> None:
-        for rank in [rank for rank, shard in block.shards.items() if shard.written]:
-            self._free_shard(block, rank)
-
-    def _free_shard(self, block: Block, rank: int) -> None:
-        """Give a slot back; a block without any is gone."""
-        namespace = block.namespace
-        shard = block.shards.pop(rank)
-        block.missing += shard.written
-        block.slot_bytes -= shard.slot_bytes
-        namespace.bytes_in[block.state] -= shard.slot_bytes
-        del self.tenants[shard.offset]
-        if shard.corrupt:
             # It stays handed out, so that nobody else gets it.
             self._slots.disown(shard.offset)
             self.quarantined[shard.offset] = shard.slot_bytes
             self.quarantined_bytes += shard.slot_bytes
-        else:
-            self._slots.free(shard.offset)
-        self.unverified.pop(shard, None)
-        if not block.shards:
-            if block.state is WRITING:
-                del namespace.index[block.group][block.key]
-            namespace.move(block, ABSENT)
+        self._slots.free(offsets)
+        for (namespace, group, state), alike in _by_books(gone):
+            if state is WRITING:
+                for block in alike:
+                    del namespace.index[group][block.key]
+            namespace.move_all(alike, state, ABSENT)
 
     # --- pins ------------------------------------------------------------------------------------
 
@@ -303,6 +304,14 @@ class Blocks:
                 loose += 1
                 loose_bytes += block.slot_bytes
                 if block.state is LEAVING:
-                    self._free_written(block)
+                    self._free_written([block])
         self.pinned_blocks -= loose
         self.pinned_bytes -= loose_bytes
+
+
+def _by_books(blocks: Iterable[Block]) -> Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]:
+    """Blocks that are in the same books together: those of a namespace, a group and a state."""
+    alike: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
+    for block in blocks:
+        alike.setdefault((block.namespace, block.group, block.state), []).append(block)
+    return alike.items()

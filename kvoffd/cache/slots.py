@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -112,5 +112,5 @@ class SlotStore(Protocol):
     def disown(self, offset: int) -> None:
         """Strike out the record of a slot that is ready. It stays handed out, but no successor may serve its bytes."""
 
-    def free(self, offset: int) -> None:
-        """Take a slot back, whatever its record says."""
+    def free(self, offsets: Collection[int]) -> None:
+        """Take slots back, whatever their records say."""

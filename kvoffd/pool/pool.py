@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import PoolTooLarge
@@ -184,7 +184,7 @@ class Pool:
 
     def disown(self, offset: int) -> None:
         """Strikes the record of a slot out, which stays handed out."""
-        self._table.free(offset)
+        self._table.free([offset])
 
     def mark_writing(self, offset: int, owner: SlotOwner) -> None:
         """Notes that a shard will be written there now; what was there is not to be trusted from here on."""
@@ -219,10 +219,10 @@ class Pool:
         """The checksums of slots, given by offset and length: never 0. For any thread, until ``close``."""
         return digests(self._bytes, slots)
 
-    def free(self, offset: int) -> None:
-        """Takes a slot back, whatever its record says."""
-        self._slots.give_back(offset)
-        self._table.free(offset)
+    def free(self, offsets: Collection[int]) -> None:
+        """Takes slots back, whatever their records say."""
+        self._slots.give_back(offsets)
+        self._table.free(offsets)
 
     def close(self) -> None:
         """Lets all memory go; a second call does nothing. No copy may be using it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
@@ -120,18 +120,33 @@ class SlotAllocator:
         if not runs:
             del self._runs[slot_bytes, node]
 
-    def give_back(self, offset: int) -> None:
-        """Takes a slot back. One that is not handed out is a bug of the caller's and raises ValueError."""
-        region = self._region_of(offset)
-        if offset not in region.in_use:
-            raise ValueError(f"Offset {offset} is no slot in use.")
-        region.in_use.remove(offset)
+    def give_back(self, offsets: Collection[int]) -> None:
+        """Takes slots back. One that is not handed out is a bug of the caller's: ValueError, and none was taken."""
+        ordered = sorted(offsets)
+        regions = [self._region_of(offset) for offset in ordered]
+        for offset, region, before in zip(ordered, regions, [-1, *ordered], strict=False):
+            if offset not in region.in_use or offset == before:
+                raise ValueError(f"Offset {offset} is no slot in use, or given back twice.")
+        begin = 0
+        for end in range(1, len(ordered) + 1):
+            region = regions[begin]
+            if (
+                end == len(ordered)
+                or regions[end] is not region
+                or ordered[end] - ordered[end - 1] != region.slot_bytes
+            ):
+                self._give_back_run(region, ordered[begin:end])
+                begin = end
+
+    def _give_back_run(self, region: _Region, offsets: Sequence[int]) -> None:
+        """Takes neighbours back."""
+        region.in_use.difference_update(offsets)
         slot_bytes = region.slot_bytes
-        self.used_bytes -= slot_bytes
+        self.used_bytes -= len(offsets) * slot_bytes
         size_and_node = (slot_bytes, region.node)
         runs = self._runs.setdefault(size_and_node, RunIndex())
         slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
-        runs.add(offset, 1, slot_bytes, region.base, slots_end)
+        runs.add(offsets[0], len(offsets), slot_bytes, region.base, slots_end)
         if not region.in_use:
             runs.remove(region.base, slot_bytes)
             if not runs:

@@ -145,7 +145,7 @@ class SlotTable:
         self._generation += len(records)
         for offset, record, state, key in zip(offsets, records, states, keys, strict=True):
             if state != _FREE:
-                self.free(offset)
+                self.free([offset])
             place, entry_generation = self._fingerprints.hold(fingerprint)
             words[record // 8] = _WRITING
             generation += 1
@@ -180,13 +180,14 @@ class SlotTable:
             CRC.pack_into(buffer, record + CRC_AT, crc32(buffer[record + OWNER_AT : record + CRC_AT]))
             words[record // 8] = _READY
 
-    def free(self, offset: int) -> None:
-        """Notes that the slot holds nothing, whatever it held."""
-        record = self._record(offset)
-        if self._words[record // 8] != _FREE:
-            self._words[record // 8] = _FREE
-            _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
-            self._fingerprints.let_go(Entry(place, generation))
+    def free(self, offsets: Iterable[int]) -> None:
+        """Notes that the slots hold nothing, whatever they held."""
+        words = self._words
+        for record in [self._record(offset) for offset in offsets]:
+            if words[record // 8] != _FREE:
+                words[record // 8] = _FREE
+                _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
+                self._fingerprints.let_go(Entry(place, generation))
 
     def scan(self) -> list[SlotRecord]:
         """What a successor of the daemon would find: see ``scan_table``."""

@@ -52,7 +52,7 @@ def written() -> Written:
             table.mark_ready(offset, 0, 5000 if key % 3 // 2 else SLOT_BYTES, 1 + number)
             whole |= set(scan_table(table.fd))
         if number % 11 == 4:
-            table.free(offset)
+            table.free([offset])
     data = os.pread(table.fd, table.size_bytes, 0)
     table.close()
     return Written(data, frozenset(whole), _adopted_blocks(data))

@@ -77,7 +77,7 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     next_table, inheritance = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
     assert [record.offset for record in inheritance.slots] == [0, 8192]
     assert inheritance.namespaces == [facts_of(NAMES[0])]
-    next_table.free(0)
+    next_table.free([0])
     store(next_table, 16384, NAMES[1])
     store(next_table, 8192, NAMES[1])  # the last slot of the first namespace
     found = next_table.scan()
@@ -179,7 +179,7 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
 
     def free(offset: int) -> None:
         before.pop(offset, None)
-        at_every_line(lambda: table.free(offset), look)
+        at_every_line(lambda: table.free([offset]), look)
 
     for name in NAMES:
         at_every_line(lambda name=name: table.note_namespace(facts_of(name)), look)  # type: ignore[misc]
@@ -229,7 +229,7 @@ def test_flipped_bytes_bring_nothing_to_life(flips: list[tuple[float, int]]) -> 
         for number, offset in enumerate(offsets):
             store(table, offset, NAMES[number % 2], bytes([number]) * 8)
         true = table.scan()
-        table.free(8192)
+        table.free([8192])
         table.mark_writing(REGION, NAMES[0], 0, b"k" * 8, 0, 1)
         ready = [record for record in true if record.offset not in (8192, REGION)]
         geometry = Geometry.of(POOL, REGION)
@@ -351,7 +351,7 @@ def test_held_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], 
     for slot_bytes, count in takes:
         size_of.update(dict.fromkeys(first.take(slot_bytes, count), slot_bytes))
     for offset in data.draw(st.lists(st.sampled_from(sorted(size_of)), unique=True)) if size_of else []:
-        first.give_back(offset)
+        first.give_back([offset])
         del size_of[offset]
     second = SlotAllocator(POOL, REGION)
     second.hold(size_of.items())
@@ -365,7 +365,7 @@ def test_held_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], 
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
         size_of.update(dict.fromkeys(taken, slot_bytes))
     for offset in size_of:
-        second.give_back(offset)
+        second.give_back([offset])
     assert second.free_bytes == POOL
 
 

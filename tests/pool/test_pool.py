@@ -33,7 +33,7 @@ def test_the_pool_is_a_slot_store(pool: Pool) -> None:
     store.mark_ready(offset, 0, 50_000)
     (record,) = scan_table(pool.memory_fds[1])
     assert (record.offset, record.slot_bytes, record.key, record.world_size) == (offset, 53248, OWNER.key, 2)
-    store.free(offset)
+    store.free([offset])
     assert store.free_bytes == store.pool_bytes
     assert list(scan_table(pool.memory_fds[1])) == []
 
@@ -46,12 +46,12 @@ def test_a_region_that_changed_its_slot_size_describes_itself(pool: Pool) -> Non
             pool.mark_ready(offset, 0, nbytes)
         assert [(r.offset, r.slot_bytes) for r in scan_table(pool.memory_fds[1])] == [(o, nbytes) for o in offsets]
         for offset in offsets:
-            pool.free(offset)
+            pool.free([offset])
 
 
 def test_slots_taken_but_never_written_can_be_freed(pool: Pool) -> None:
     for offset in pool.take(8192, 10):
-        pool.free(offset)
+        pool.free([offset])
     assert pool.free_bytes == pool.pool_bytes
 
 

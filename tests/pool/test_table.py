@@ -85,15 +85,15 @@ def test_a_writer_that_died_before_its_first_field_left_nothing_ready(table: Slo
 def test_records_of_a_namespace_that_holds_no_slot_any_more_are_dropped(table: SlotTable) -> None:
     store(table, 0)
     before = os.pread(table.fd, 128, record_at(table, 0))
-    table.free(0)
+    table.free([0])
     os.pwrite(table.fd, before, record_at(table, 0))
     assert found(table) == []
 
 
 def test_a_freed_slot_is_gone_and_can_be_written_again(table: SlotTable) -> None:
     store(table, 0)
-    table.free(0)
-    table.free(0)
+    table.free([0])
+    table.free([0])
     assert found(table) == []
     store(table, 0, name=b"b")
     assert [record.fingerprint for record in table.scan()] == [b"b" * 32]
@@ -112,7 +112,7 @@ def test_a_torn_record_is_dropped(table: SlotTable, byte: int) -> None:
 def test_ready_over_the_fields_of_a_writer_that_died_is_dropped(table: SlotTable) -> None:
     """The state alone is not believed: fields of a WRITING record have no right checksum."""
     store(table, 0)
-    table.free(0)
+    table.free([0])
     table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)
     os.pwrite(table.fd, SlotState.READY.to_bytes(8, "little"), record_at(table, 0))
     assert found(table) == []
@@ -121,7 +121,7 @@ def test_ready_over_the_fields_of_a_writer_that_died_is_dropped(table: SlotTable
 def test_a_namespace_place_used_again_does_not_adopt_old_records(table: SlotTable) -> None:
     store(table, 0, name=b"a")
     before = os.pread(table.fd, 128, record_at(table, 0))
-    table.free(0)
+    table.free([0])
     store(table, 65536, name=b"b")  # takes the place that a had
     os.pwrite(table.fd, before, record_at(table, 0))
     assert [(record.offset, record.fingerprint) for record in table.scan()] == [(65536, b"b" * 32)]
@@ -136,7 +136,7 @@ def test_more_namespaces_than_the_table_names_are_served_but_not_found() -> None
             with_few.mark_ready(index * 8192, 0, 1)
         assert found(with_few) == [index * 8192 for index in range(64)]
         for index in range(100):
-            with_few.free(index * 8192)
+            with_few.free([index * 8192])
         store(with_few, 0)
         assert found(with_few) == [0]
     finally:
@@ -161,7 +161,7 @@ def test_misuse_is_refused(table: SlotTable) -> None:
         table.mark_writing(2 * 65536, b"a" * 32, 0, b"k", 0, 1)
     for offset in (-8192, 1000, POOL, POOL - 4096):
         with pytest.raises(ValueError, match="No slot begins"):
-            table.free(offset)
+            table.free([offset])
     with pytest.raises(ValueError, match="at most 64"):
         table.mark_writing(65536, b"a" * 32, 0, b"k" * 65, 0, 1)
     with pytest.raises(ValueError, match="32 bytes"):

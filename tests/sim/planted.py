@@ -218,7 +218,7 @@ PLANTED = (
         "a successor brings back what was invalidated",
         "kvoffd.pool.pool",
         "Pool.disown",
-        "self._table.free(offset)",
+        "self._table.free([offset])",
         "pass",
     ),
     Planted(

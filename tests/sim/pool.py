@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,14 +121,15 @@ class WatchedPool:
         self.commits += 1
         self.verify(slot.owner, offset, first_block, length)
 
-    def free(self, offset: int) -> None:
-        slot = self.slots.pop(offset)
-        if slot.transfers:
-            raise Broken("a slot was let go while a transfer uses it")
-        self.before_write()
-        for page in range(offset // PAGE, (offset + slot.size) // PAGE):
-            del self._slot_of_page[page]
-        self._inner.free(offset)
+    def free(self, offsets: Collection[int]) -> None:
+        for offset in offsets:
+            slot = self.slots.pop(offset)
+            if slot.transfers:
+                raise Broken("a slot was let go while a transfer uses it")
+            self.before_write()
+            for page in range(offset // PAGE, (offset + slot.size) // PAGE):
+                del self._slot_of_page[page]
+            self._inner.free([offset])
 
     # --- for the copies --------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
 from kvoffd.cache.slots import NamespaceFacts, SlotRecord
@@ -100,16 +100,17 @@ class FakeSlots:
         assert self.records[offset][0] == "ready"
         self.disowned.add(offset)
 
-    def free(self, offset: int) -> None:
-        del self.records[offset]
-        self.disowned.discard(offset)
-        region = offset // self.region_bytes
-        self.used[region].remove(offset)
-        self.free_in[region].append(offset)
-        self.free_bytes += self.size_of[region]
-        if not self.used[region]:
-            self.size_of[region] = 0
-            self.free_in[region] = []
+    def free(self, offsets: Collection[int]) -> None:
+        for offset in offsets:
+            del self.records[offset]
+            self.disowned.discard(offset)
+            region = offset // self.region_bytes
+            self.used[region].remove(offset)
+            self.free_in[region].append(offset)
+            self.free_bytes += self.size_of[region]
+            if not self.used[region]:
+                self.size_of[region] = 0
+                self.free_in[region] = []
 
     def left_behind(self) -> list[SlotRecord]:
         """What a successor would find, were the owner of these slots dead now."""
