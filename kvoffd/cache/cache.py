@@ -11,9 +11,8 @@ from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.integrity import Integrity, Look
-from kvoffd.cache.lease import Lease, LeaseBook
 from kvoffd.cache.listener import CacheListener
-from kvoffd.cache.lookup import Found, LookupAnswer, states_under
+from kvoffd.cache.lookup import LookupAnswer, Lookups
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import OperatorPins
 from kvoffd.cache.policies import EvictionPolicy
@@ -21,10 +20,9 @@ from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
 from kvoffd_proto.blocks import ShardSpec
-from kvoffd_proto.messages import PENDING, GroupSpec
+from kvoffd_proto.messages import GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
-_READY_BYTE = bytes([READY])
 
 
 class BlockCache:
@@ -46,8 +44,10 @@ class BlockCache:
     ) -> None:
         self.slots = slots
         self.policy = policy
-        self.leases = LeaseBook(lease_ttl_s)
         self._blocks = Blocks(slots, policy, listener, clock)
+        self._lookups = Lookups(self._blocks, policy, clock, lease_ttl_s)
+        self._settle = self._lookups.settle
+        self.leases = self._lookups.leases
         self.integrity = Integrity(self._blocks)
         self.operator_pins = OperatorPins(self._blocks, slots.pool_bytes)
         self._listener = listener
@@ -56,7 +56,6 @@ class BlockCache:
         self._namespaces: dict[bytes, Namespace] = {}
         self._stores: set[StoreTicket] = set()
         self._loads: set[LoadTicket] = set()
-        self._unsettled: Found | None = None
         self.exchange = Exchange(self, self._blocks, self._stores, self._settle)
         self._below: BelowHooks | None = None
 
@@ -132,80 +131,35 @@ class BlockCache:
     def lookup(
         self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]], again: bool = False
     ) -> LookupAnswer:
-        """Say which keys are ready, and pin those under the lease. ``groups``: (group, keys end to end, root first).
-
-        What a tier below has is asked for, and pending. ``again``: it was asked before, and counted then. Under a lease
-        that lives already nothing is pinned, asked for nor counted, and only its own blocks are called ready.
-        Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
-        """
-        states = [namespace.states_of(group, keys) for group, keys in groups]
-        self._settle()
-        lease = self._lease_to_fill(lease_id, owner, namespace)
-        if lease is not None:
-            states = [states_under(lease, group, namespace.split(group, keys)) for group, keys in groups]
-            return LookupAnswer(states, lease.pinned)
-        ready = sum(told.count(READY) for told in states)
-        if ready:
-            lease = Lease(lease_id, owner, namespace)
-            self.leases.add(lease, self._clock())
-            self._unsettled = Found(lease, groups, states)
-        if self._below is not None and ready < sum(map(len, states)):
-            split = [(group, namespace.split(group, keys)) for group, keys in groups]
-            states = self._below.find(namespace, split, states)
-            if not again:
-                namespace.counters.keys_pending += sum(told.count(PENDING) for told in states)
-        if again:
-            return LookupAnswer(states, ready)
-        counters = namespace.counters
-        counters.lookups += 1
-        counters.keys_asked += sum(map(len, states))
-        counters.keys_ready += ready
-        counters.prefix_keys_ready += sum(len(told) - len(told.lstrip(_READY_BYTE)) for told in states)
-        return LookupAnswer(states, ready)
-
-    def _lease_to_fill(self, lease_id: int, owner: int, namespace: Namespace) -> Lease | None:
-        """The lease that lives under this id, None where there is none yet. Raises UnknownLease if it is another's."""
-        lease = self.leases.get(lease_id)
-        if lease is not None and (lease.owner != owner or lease.namespace is not namespace):
-            raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-        return lease
-
-    def _settle(self) -> None:
-        """Enter the pins of the last lookup. Put off until anything else is asked for, so that the reply goes first.
-
-        Whatever may take a ready block away, or tells about pins, settles before.
-        """
-        if self._unsettled is None:
-            return
-        (lease, groups, states), self._unsettled = self._unsettled, None
-        for (group, all_keys), told in zip(groups, states, strict=True):
-            keys = lease.namespace.split(group, all_keys)
-            if told.count(READY) < len(keys):
-                keys = [key for key, state in zip(keys, told, strict=True) if state == READY]
-            blocks = list(map(lease.namespace.index[group].__getitem__, keys))
-            self._blocks.pin(blocks)
-            if blocks:
-                lease.blocks.setdefault(group, []).extend(blocks)
+        """Say which keys are ready, and pin those under the lease: see ``Lookups``."""
+        return self._lookups.lookup(namespace, lease_id, owner, groups, again)
 
     def hold(self, namespace: Namespace, lease_id: int, owner: int, group: int, keys: bytes) -> list[Block | None]:
-        """As a lookup of one group, but for an operator: nothing is counted, and the blocks themselves are returned.
+        """As a lookup of one group, but for an operator: see ``Lookups``."""
+        return self._lookups.hold(namespace, lease_id, owner, group, keys)
 
-        Under a lease that lives already only its own blocks are. Raises BadGeometry, BadKeys, UnknownLease.
-        """
-        split = namespace.split(group, keys)
-        self._settle()
-        lease = self._lease_to_fill(lease_id, owner, namespace)
-        if lease is not None:
-            return list(map(lease.by_key(group).get, split))
-        index = namespace.index[group]
-        found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
-        blocks = [block for block in found if block is not None]
-        if blocks:
-            lease = Lease(lease_id, owner, namespace)
-            lease.blocks[group] = blocks
-            self.leases.add(lease, self._clock())
-            self._blocks.pin(blocks)
-        return found
+    def touch(self, lease_id: int) -> None:
+        """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
+        self._lookups.touch(lease_id)
+
+    def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
+        """Give leases their full time again; returns those that are not alive, or not the owner's."""
+        return self._lookups.renew(owner, lease_ids)
+
+    def release(self, owner: int, lease_ids: Iterable[int]) -> int:
+        """End leases of the owner; those that are not alive are no error. Returns how many ended."""
+        leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        return self._lookups.end([lease for lease in leases if lease is not None])
+
+    def end_owner(self, owner: int) -> int:
+        """End all leases of a session that is gone. Returns how many. Its tickets end when its copies have."""
+        return self._lookups.end(self.leases.of_owner(owner))
+
+    def expire(self) -> int:
+        """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
+        now = self._clock()
+        ended = self._lookups.end(self.leases.overdue(now))
+        return ended + self._blocks.drop_half_stored(now - self._half_stored_timeout_s)
 
     def pin(self, namespace: Namespace, group: int, keys: bytes) -> int:
         """Keep ready blocks for an operator; returns how many were not kept before. See OperatorPins."""
@@ -216,53 +170,6 @@ class BlockCache:
     def unpin(self, namespace: Namespace, group: int, keys: bytes) -> int:
         """Undo ``pin``; returns how many were kept."""
         return self.operator_pins.unpin(namespace, group, namespace.split(group, keys))
-
-    def touch(self, lease_id: int) -> None:
-        """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
-        self._settle()
-        lease = self.leases.get(lease_id)
-        if lease is not None:
-            for blocks in lease.blocks.values():
-                ready = [block for block in blocks if block.state is READY]
-                self.policy.touch(ready)
-                if self._below is not None:
-                    self._below.used(ready)
-
-    # --- leases ----------------------------------------------------------------------------------
-
-    def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
-        """Give leases their full time again; returns those that are not alive, or not the owner's."""
-        now = self._clock()
-        ended: list[int] = []
-        for lease_id in lease_ids:
-            if (lease := self.leases.owned(owner, lease_id)) is None:
-                ended.append(lease_id)
-            else:
-                self.leases.renew(lease, now)
-        return ended
-
-    def release(self, owner: int, lease_ids: Iterable[int]) -> int:
-        """End leases of the owner; those that are not alive are no error. Returns how many ended."""
-        leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        return self._end_leases([lease for lease in leases if lease is not None])
-
-    def end_owner(self, owner: int) -> int:
-        """End all leases of a session that is gone. Returns how many. Its tickets end when its copies have."""
-        return self._end_leases(self.leases.of_owner(owner))
-
-    def _end_leases(self, leases: Sequence[Lease]) -> int:
-        self._settle()
-        for lease in leases:
-            self.leases.remove(lease)
-            for blocks in lease.blocks.values():
-                self._blocks.unpin(blocks)
-        return len(leases)
-
-    def expire(self) -> int:
-        """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
-        now = self._clock()
-        ended = self._end_leases(self.leases.overdue(now))
-        return ended + self._blocks.drop_half_stored(now - self._half_stored_timeout_s)
 
     # --- store -----------------------------------------------------------------------------------
 
@@ -386,7 +293,7 @@ class BlockCache:
         if lease is not None:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
-                self._end_leases([lease])
+                self._lookups.end([lease])
 
     def judge(self, look: Look, found: int) -> bool:
         """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
@@ -427,7 +334,7 @@ class BlockCache:
 
     def reset(self, namespace: Namespace) -> int:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
-        self._end_leases([lease for lease in self.leases if lease.namespace is namespace])
+        self._lookups.end([lease for lease in self.leases if lease.namespace is namespace])
         return self.clear(namespace)
 
     def clear(self, namespace: Namespace | None = None) -> int:
