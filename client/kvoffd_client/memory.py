@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -44,6 +45,8 @@ class SharedMemory:
             # The daemon maps it too: a shrunk file would kill it with SIGBUS, so it takes sealed ones only.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, size_bytes)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
             _touch(self._map, size_bytes)
         except BaseException:
             os.close(self.fd)

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool import memory
-from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.memory import PoolMemory, lacks_huge_pages
 
 MIB = 1 << 20
 
@@ -43,7 +43,9 @@ def test_touching_makes_the_asked_size_resident_and_no_more(size_bytes: int) -> 
     try:
         assert resident_bytes(pool.fd) == 0
         assert pool.touch(2, progress.append) == size_bytes
-        assert resident_bytes(pool.fd) == -(-size_bytes // 4096) * 4096
+        # The last page is a huge one where the machine gives such to shared memory.
+        page_bytes = 4096 if lacks_huge_pages() else 2 * MIB
+        assert size_bytes <= resident_bytes(pool.fd) <= -(-size_bytes // page_bytes) * page_bytes
         assert progress == sorted(progress)
         assert progress[-1] == size_bytes
     finally:
@@ -111,20 +113,48 @@ def test_closing_twice_is_harmless_and_the_address_is_gone() -> None:
         _ = pool.address
 
 
+def flags_of(address: int) -> list[str]:
+    """What the kernel notes of the mapping that begins there (proc_pid_smaps(5))."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith(f"{address:x}-"):
+            inside = True
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []
+
+
 def test_core_dumps_leave_the_memory_out() -> None:
     pool = PoolMemory.create(MIB, "test")
     try:
-        flags: list[str] = []
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if line.startswith(f"{pool.address:x}-"):
-                inside = True
-            elif inside and line.startswith("VmFlags:"):
-                flags = line.split()[1:]
-                break
-        assert "dd" in flags
+        assert "dd" in flags_of(pool.address)
     finally:
         pool.close()
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+def test_huge_pages_are_asked_for_with_the_first_touch() -> None:
+    pool = PoolMemory.create(4 * MIB, "test")
+    try:
+        assert "hg" not in flags_of(pool.address), "a slot table is sparse, and never touched as a whole"
+        pool.touch(1, lambda _: None)
+        assert "hg" in flags_of(pool.address)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("setting", "lacks"),
+    [("always within_size advise [never] deny force", True), ("always [advise] never", False), (None, False)],
+)
+def test_a_machine_that_gives_shared_memory_no_huge_pages_is_known(
+    setting: str | None, lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shmem_enabled"
+    if setting is not None:
+        path.write_text(setting)
+    monkeypatch.setattr(memory, "_HUGE_SHARED_PAGES", path)
+    assert memory.lacks_huge_pages() is lacks
 
 
 def test_no_descriptor_left_for_the_memory_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
