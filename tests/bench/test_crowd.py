@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ def test_every_member_works_and_says_how_much() -> None:
         done = crowd.stop()
     assert len(done) == 2
     assert all(member.seconds > 0 for member in done)
+
+
+def test_members_work_from_each_start_to_the_next_stop() -> None:
+    with Echo() as echo, Crowd("echoes", echo.directory, 1, 1) as crowd:
+        for _ in range(3):
+            crowd.start()
+            time.sleep(0.05)
+            (done,) = crowd.stop()
+            assert done.count > 0
 
 
 @pytest.mark.parametrize("role", ["lookups", "copies"])

@@ -13,6 +13,7 @@ import numpy as np
 from kvoffd_client.bench.engine import BenchEngine, BlockIds, random_keys
 from kvoffd_client.bench.memcpy import Memcpy
 from kvoffd_client.bench.meter import CpuMeter
+from kvoffd_client.bench.place import BOTH, LOAD, STORE, WAYS, HostPlace, Place
 from kvoffd_client.bench.report import Cost, Curve, Progress, Report, Result
 from kvoffd_proto.units import format_size
 
@@ -21,11 +22,12 @@ LAYERS = 16
 """As many as a model of 1 B parameters has: what one key costs is spread over so many pieces."""
 MAX_BLOCK_BYTES = 4 * MIB
 """With large pieces fewer layers make a block, so that every pool has room for it."""
-STORE, LOAD, BOTH = "store", "load", "store and load at once"
+HOST_PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
+HOST_BYTES = 64 * MIB
 JOBS = 4
 """In a stream, for each copy thread."""
-WAYS = 5
-"""Of copying, for each size of pieces: the three above, and single stores and loads."""
+ALONE = 2
+"""Ways of copying besides WAYS: single stores and loads."""
 IN_FLIGHT = 2
 """For each copy thread: one job is copied while the next one is taken in, as under an engine that has much to do."""
 
@@ -33,32 +35,54 @@ IN_FLIGHT = 2
 def bench_copy(
     directory: Path,
     progress: Progress,
-    piece_sizes: Sequence[int] = (16 * KIB, 64 * KIB, 256 * KIB, MIB),
-    total_bytes: int = 64 * MIB,
+    piece_sizes: Sequence[int] = HOST_PIECES,
+    total_bytes: int = HOST_BYTES,
     rounds: int = 7,
     threads: int = 1,
 ) -> Report:
+    """Measure copies of host memory; see ``measure_copies``. The floor is memcpy by as many threads.
+
+    Raises BenchFailed, DaemonUnavailable.
+    """
+    with Memcpy(total_bytes, 2 * threads) as memcpy:
+        place = HostPlace(memcpy, total_bytes, threads)
+        results = measure_copies(directory, progress, place, piece_sizes, total_bytes, rounds, threads)
+        return Report("copy", place.floor, results, curves_of(place, piece_sizes, results))
+
+
+def measure_copies(
+    directory: Path,
+    progress: Progress,
+    place: Place,
+    piece_sizes: Sequence[int],
+    total_bytes: int,
+    rounds: int,
+    threads: int = 1,
+    then: Callable[[Copies, str], None] | None = None,
+) -> list[Result]:
     """Measure streams of stores, of loads, and both at once, then single jobs, in pieces, alternating with the floor.
 
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
     no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included. Jobs of
     ``total_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of four per thread, of which
-    two are in flight; then as many at a time as there are threads. The floor copies ``total_bytes`` with as many
-    threads. The pool must hold four times that much. Raises BenchFailed, DaemonUnavailable.
+    two are in flight; then as many at a time as there are threads. The pool must hold four times ``total_bytes``.
+    ``then`` is called with the engine's jobs after each size of pieces. Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []
-    with Memcpy(total_bytes, 2 * threads) as memcpy, CpuMeter(directory) as meter:
+    with CpuMeter(directory) as meter:
         for piece in piece_sizes:
-            progress(f"pieces of {format_size(piece)}")
+            size = format_size(piece)
+            progress(f"pieces of {size}")
             layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece))
             keys = max(1, total_bytes // (layers * piece * threads))
             blocks = 2 * IN_FLIGHT * threads * keys
-            with BenchEngine(directory, f"copy {format_size(piece)}", layers, blocks, piece) as engine:
-                copies = _Copies(engine, keys, threads)
-                results += _measure(copies, memcpy, meter, total_bytes, format_size(piece), rounds)
-    with_threads = f"{threads} threads' memcpy" if threads > 1 else "one thread's memcpy"
-    floor = f"{with_threads} of as many bytes in large pieces between two memfds; at once: by twice as many threads"
-    return Report("copy", floor, results, _curves(piece_sizes, results))
+            memory = place.allocate(layers * blocks * piece)
+            with BenchEngine(directory, f"copy {size}", layers, blocks, piece, memory) as engine:
+                copies = Copies(engine, keys, threads)
+                results += _measure(copies, place, meter, size, rounds)
+                if then is not None:
+                    then(copies, size)
+    return results
 
 
 @dataclass
@@ -67,6 +91,8 @@ class _Way:
 
     name: str
     copy: Callable[[], float]
+    floor: str
+    """Which of WAYS."""
     directions: int = 1
     jobs: int = 1
     """For each thread and direction."""
@@ -75,7 +101,7 @@ class _Way:
     costs: list[Cost] = field(default_factory=list)
 
 
-class _Copies:
+class Copies:
     """Jobs of ``keys`` keys each, by one engine with blocks for as many stores and loads as are in flight at most."""
 
     def __init__(self, engine: BenchEngine, keys: int, threads: int) -> None:
@@ -85,6 +111,8 @@ class _Copies:
         self._stored: list[bytes] = []
         self.threads = threads
         self.job_bytes = keys * engine.job_bytes
+        self.both_bytes = 2 * (JOBS // 2) * threads * self.job_bytes
+        """Bytes that ``both`` copies."""
 
     def store(self) -> float:
         """Store keys that are new, in a stream; return the seconds."""
@@ -143,15 +171,13 @@ class _Copies:
         return (self._random.permutation(self._keys) + place * self._keys).astype(np.int32)
 
 
-def _measure(
-    copies: _Copies, memcpy: Memcpy, meter: CpuMeter, total_bytes: int, piece: str, rounds: int
-) -> list[Result]:
+def _measure(copies: Copies, place: Place, meter: CpuMeter, piece: str, rounds: int) -> list[Result]:
     ways = (
-        _Way(STORE, copies.store, jobs=JOBS),
-        _Way(LOAD, copies.load, jobs=JOBS),
-        _Way(BOTH, copies.both, directions=2, jobs=JOBS // 2),
-        _Way(f"{STORE}, one at a time", copies.store_alone),
-        _Way(f"{LOAD}, one at a time", copies.load_alone),
+        _Way(STORE, copies.store, STORE, jobs=JOBS),
+        _Way(LOAD, copies.load, LOAD, jobs=JOBS),
+        _Way(BOTH, copies.both, BOTH, directions=2, jobs=JOBS // 2),
+        _Way(f"{STORE}, one at a time", copies.store_alone, STORE),
+        _Way(f"{LOAD}, one at a time", copies.load_alone, LOAD),
     )
     for round_number in range(rounds + 1):
         for way in ways:
@@ -160,7 +186,7 @@ def _measure(
             seconds = way.copy()
             meter.stop()
             cost = meter.cost(nbytes / 1e9, "GB", checksums=True)
-            floor = memcpy.speed(total_bytes, way.directions * copies.threads)
+            floor = place.speed(way.floor)
             if round_number:  # the first one warms up
                 way.speeds.append(nbytes / seconds / 1e9)
                 way.floors.append(floor / 1e9)
@@ -177,12 +203,14 @@ def _measure(
     ]
 
 
-def _curves(piece_sizes: Sequence[int], results: Sequence[Result]) -> list[Curve]:
-    curves: list[Curve] = []
-    for index, way in enumerate((STORE, LOAD, BOTH)):
-        found = results[index::WAYS]
-        curves.append(Curve(way, [(size, item.value) for size, item in zip(piece_sizes, found, strict=True)]))
-    for index, name in ((0, "memcpy, one direction"), (2, "memcpy, at once")):
-        points = [(size, item.floor) for size, item in zip(piece_sizes, results[index::WAYS], strict=True)]
-        curves.append(Curve(name, points, is_floor=True))
-    return curves
+def curves_of(place: Place, piece_sizes: Sequence[int], results: Sequence[Result]) -> list[Curve]:
+    """What ``measure_copies`` found, for the plot."""
+    found = {way: results[index :: len(WAYS) + ALONE] for index, way in enumerate(WAYS)}
+
+    def curve(name: str, values: Sequence[float], *, is_floor: bool = False) -> Curve:
+        return Curve(name, list(zip(piece_sizes, values, strict=True)), is_floor)
+
+    measured = [curve(way, [result.value for result in found[way]]) for way in WAYS]
+    return measured + [
+        curve(name, [result.floor for result in found[way]], is_floor=True) for way, name in place.curves
+    ]

@@ -1,7 +1,8 @@
 """Many clients at once, each a process of its own, as engines are.
 
 Run as ``python -m kvoffd_client.bench.crowd ROLE DIRECTORY SIZE``: sets up and prints ``ready``; works from the first
-line on standard input to the second, or to its end; prints how often it did its work and in how many seconds.
+line on standard input to the second, or to its end; prints how often it did its work and in how many seconds. So
+again with every two lines more.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from types import TracebackType
 import numpy as np
 import zmq
 
+from kvoffd_client.bench.compute import Compute
 from kvoffd_client.bench.echo import connect_dealer, echo_request
 from kvoffd_client.bench.engine import BenchEngine, random_keys
 from kvoffd_client.bench.report import BenchFailed
@@ -63,7 +65,15 @@ def _echoes(directory: Path, keys: int) -> Iterator[None]:
             dealer.recv()
 
 
-ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes}
+def _computes(_: Path, ordinal: int) -> Iterator[None]:
+    """Has this GPU compute."""
+    with Compute(ordinal) as compute:
+        while True:
+            yield
+            compute.step()
+
+
+ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": _computes}
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,8 @@ def run(role: str, directory: Path, size: int) -> None:
     work = ROLES[role](directory, size)
     next(work)
     print("ready", flush=True)
-    if sys.stdin.readline():
+    # Between stretches, and until the parent has done with all, others may be at work in what closing clears.
+    while sys.stdin.readline():
         reader = threading.Thread(target=sys.stdin.readline, daemon=True)
         reader.start()
         count, begin = 0, time.perf_counter()
@@ -146,7 +157,6 @@ def run(role: str, directory: Path, size: int) -> None:
             next(work)
             count += 1
         print(json.dumps([count, time.perf_counter() - begin]), flush=True)
-        sys.stdin.readline()  # the others may be at work in the namespace that closing clears
     work.close()  # type: ignore[attr-defined]
 
 

@@ -12,9 +12,9 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd_client.bench.place import EngineMemory, HostMemory
 from kvoffd_client.bench.report import BenchFailed
 from kvoffd_client.errors import DaemonUnavailable
-from kvoffd_client.memory import SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.options import ClientOptions
 from kvoffd_client.registration import Registration
@@ -37,29 +37,38 @@ def random_keys(count: int) -> bytes:
 
 
 class BenchEngine:
-    """A worker with ``layers`` x ``blocks`` touched pages of ``page_bytes``, and a scheduler.
+    """A worker with ``layers`` x ``blocks`` pages of ``page_bytes``, and a scheduler.
 
     The namespace is named for the geometry and not for the run, so that repeated benches leave one behind and not many.
+
+    Args:
+        memory: of that many bytes, which the engine closes; touched memory of the host when None.
 
     Raises:
         DaemonUnavailable: no daemon, or it refuses.
     """
 
-    def __init__(self, directory: Path, label: str, layers: int, blocks: int, page_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        label: str,
+        layers: int,
+        blocks: int,
+        page_bytes: int,
+        memory: EngineMemory | None = None,
+    ) -> None:
         self.job_bytes = layers * page_bytes
         """Bytes of one key."""
         namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
-        self._memory = SharedMemory(layers * blocks * page_bytes, "kvoffd-bench")
-        self._memory.view.fill(0x5A)
+        self._memory = memory if memory is not None else HostMemory(layers * blocks * page_bytes)
+        layer_bytes = blocks * page_bytes
         tensors = tuple(
-            TensorLayout(
-                segment=0, offset_bytes=layer * blocks * page_bytes, stride_bytes=page_bytes, num_blocks=blocks
-            )
+            TensorLayout(0, self._memory.offset_bytes + layer * layer_bytes, page_bytes, blocks)
             for layer in range(layers)
         )
         pages = tuple(PageRef(tensor=layer, page_bytes=page_bytes) for layer in range(layers))
         registration = Registration(
-            rank=0, blocks_per_key=1, memories=(self._memory,), tensors=tensors, groups=(pages,)
+            rank=0, blocks_per_key=1, memories=(self._memory.registered,), tensors=tensors, groups=(pages,)
         )
         # A bench waits for slow answers instead of calling them misses.
         options = ClientOptions(request_timeout_s=WAIT_S)
@@ -156,9 +165,12 @@ class BenchEngine:
         """End the sessions and free the memory; drop the blocks where the daemon still answers."""
         if self.scheduler.connected:
             self.scheduler.reset()
+        # Memory of a GPU must not be freed while the daemon has it mapped; what stays goes with this process.
+        let_go = self.worker.unregister(WAIT_S)
         self.worker.close()
         self.scheduler.close()
-        self._memory.close()
+        if let_go:
+            self._memory.close()
 
     def __enter__(self) -> BenchEngine:
         return self

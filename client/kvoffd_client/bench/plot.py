@@ -36,7 +36,7 @@ def draw(report: Report, path: Path) -> None:
     floors = [curve for curve in report.curves if curve.is_floor]
     for curve, colour in zip(measured, COLOURS, strict=False):
         axes.plot(*zip(*curve.points, strict=True), marker="o", color=colour, label=curve.name)
-    for curve, dashes in zip(floors, ("--", ":"), strict=False):
+    for curve, dashes in zip(floors, ("--", ":", "-."), strict=False):
         axes.plot(*zip(*curve.points, strict=True), linestyle=dashes, color="0.35", label=f"floor: {curve.name}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [_whole(size) for size in sizes])
@@ -45,7 +45,8 @@ def draw(report: Report, path: Path) -> None:
     axes.set_xlabel("bytes of a piece (one layer's page of one block)")
     axes.set_ylabel("GB/s")
     facts = machine()
-    axes.set_title(f"kvoffd {facts['kvoffd']}: {report.bench}\n{facts['cpu']}, {facts['cpus']} CPUs", fontsize=10)
+    gpu = "" if report.gpu is None else f"{report.gpu.name}, "
+    axes.set_title(f"kvoffd {facts['kvoffd']}: {report.bench}\n{gpu}{facts['cpu']}, {facts['cpus']} CPUs", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:

@@ -6,7 +6,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -90,6 +90,26 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class GpuFacts:
+    """What makes results on a GPU comparable, and what the daemon takes of its memory.
+
+    Attributes:
+        name: as NVIDIA sells it.
+        uuid: of the GPU, or of the MIG instance.
+        driver: its release and the CUDA version it knows.
+        unlockable_bytes: of the pool; the driver would not pin them, so that their copies are slow.
+        daemon_bytes: by how much the GPU's free memory shrank while the daemon took it into use; None where the daemon
+            had a GPU in use already.
+    """
+
+    name: str
+    uuid: str
+    driver: str
+    unlockable_bytes: int
+    daemon_bytes: int | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All results of one bench.
 
@@ -98,18 +118,22 @@ class Report:
         floor: what the floor is, in a sentence.
         results: in the order in which they were measured.
         curves: what a plot of them shows; empty where there is nothing to draw.
+        gpu: the GPU that it was measured on; None for host memory.
     """
 
     bench: str
     floor: str
     results: Sequence[Result]
     curves: Sequence[Curve] = ()
+    gpu: GpuFacts | None = None
 
     def to_object(self) -> dict[str, object]:
         """The one object that ``--json`` prints."""
+        gpu = {} if self.gpu is None else {"gpu": asdict(self.gpu)}
         return {
             "bench": self.bench,
             "machine": machine(),
+            **gpu,
             "results": [item.to_object() for item in self.results],
         }
 

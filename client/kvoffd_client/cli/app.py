@@ -290,9 +290,20 @@ def lookup(context: typer.Context, directory: Directory = None, json: Json = Fal
 def copy(
     context: typer.Context,
     directory: Directory = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="host|cuda", help="Where the engine's memory lies: host, or cuda, a GPU.")
+    ] = "host",
+    piece_size: Annotated[
+        list[str] | None,
+        typer.Option("--piece-size", metavar="SIZE", help="A size of pieces, such as 64KiB; may be given repeatedly."),
+    ] = None,
     threads: Annotated[
         int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor takes as many.")
     ] = 1,
+    gpu: Annotated[int, typer.Option("--gpu", min=0, max=1023, help="Which GPU, as CUDA counts them here.")] = 0,
+    compute: Annotated[
+        bool, typer.Option("--compute", help="Measure too what another process that computes on the GPU feels.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw throughput against piece size.")
     ] = None,
@@ -303,10 +314,15 @@ def copy(
     Jobs of 64 MiB in pieces of 16 KiB to 1 MiB: in streams of each direction and both at once, then one at a time,
     against memcpy of the same bytes. Stores 384 MiB of blocks of its own for each copy thread, for which a full pool
     evicts others, and drops them at the end.
-    """
-    from kvoffd_client.bench.copy import bench_copy
 
-    return _bench(context, partial(bench_copy, threads=threads), directory, json, plot)
+    With --memory cuda the engine's memory lies on a GPU, jobs have 128 MiB, of which 768 MiB are stored, and the floor
+    is one large copy from or to pinned memory. The daemon's memory on the GPU is measured where it has no GPU in use
+    yet: its context, its mappings, and what the driver keeps there about the pinned pool.
+    """
+    from kvoffd_client.cli.bench import choose_copy
+
+    bench = choose_copy(memory, piece_size or [], threads, gpu, compute=compute)
+    return _bench(context, bench, directory, json, plot)
 
 
 @bench_app.command()

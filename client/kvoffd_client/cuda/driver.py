@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
+from typing import ClassVar
 
 from kvoffd_client.errors import KvoffdClientError
 
@@ -48,7 +50,7 @@ class _AllocationProperties(ctypes.Structure):
 
 
 _INT, _SIZE, _ADDRESS, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
-_PROTOTYPES: dict[str, tuple[type, ...]] = {
+PROTOTYPES: Mapping[str, tuple[type, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuGetErrorName": (_INT, _POINTER),
     "cuDeviceGetUuid_v2": (_POINTER, _INT),
@@ -72,15 +74,20 @@ class ExportDriver:
     Args:
         library: path of libcuda; KVOFFD_CUDA_LIBRARY or the system's when None.
 
+    Attributes:
+        prototypes: the arguments of each call; more of them in a subclass that makes more calls.
+
     Raises:
         KvoffdClientError: it is not there, or is too old.
     """
+
+    prototypes: ClassVar[Mapping[str, tuple[type, ...]]] = PROTOTYPES
 
     def __init__(self, library: str | None = None) -> None:
         path = library or os.environ.get(LIBRARY_VARIABLE) or DEFAULT_LIBRARY
         try:
             self._library = ctypes.CDLL(path)
-            for name, argtypes in _PROTOTYPES.items():
+            for name, argtypes in self.prototypes.items():
                 function = getattr(self._library, name)
                 function.argtypes = argtypes
                 function.restype = ctypes.c_int
