@@ -87,7 +87,7 @@ class PoolStats(Wire, frozen=True):
         ByteCount,
         Meta(
             description="Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the "
-            "first engine on a GPU, in steps, until the last one goes."
+            "first engine on a GPU, in steps, until the last one has gone and all is unlocked."
         ),
     ] = 0
     unlockable_bytes: Annotated[

@@ -12,6 +12,7 @@ from support.gpu_machine import Machine
 from support.stub_cuda import Ranges, wait_until
 
 from kvoffd_client.admin import AdminClient
+from kvoffd_client.bench import copy_gpu
 from kvoffd_client.bench.copy_gpu import bench_copy_gpu
 from kvoffd_client.bench.report import BenchFailed
 from kvoffd_client.cli import main
@@ -84,9 +85,17 @@ def test_the_bench_copies_what_it_says_on_the_gpu(make: MakeMachine) -> None:
     assert machine.driver_log().count(f"copy {4 * MIB}") == (2 + 1) * (1 + 1 + 2 + 1 + 1), "the floor"
 
 
+def test_a_second_bench_finds_the_gpu_let_go_and_measures_the_daemons_memory_again(machine: Machine) -> None:
+    for _ in range(2):
+        report = small(machine.daemon.directory, quiet, piece_sizes=(64 * KIB,))
+        assert report.gpu is not None
+        assert report.gpu.daemon_bytes is not None
+
+
 def test_where_the_daemon_has_a_gpu_in_use_its_memory_is_not_measured(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
+    machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(copy_gpu, "LETTING_GO_S", 0.2)
     with machine.exporter("ordinary") as worker:
         worker.wait_ready()
         with AdminClient(machine.daemon.directory) as admin:

@@ -21,6 +21,8 @@ GPU_BYTES = 128 * MIB
 PAGE_BYTES = 4096
 PINNING_WAIT_S = 60.0
 """For each part of the pool: locking 256 MiB takes some milliseconds."""
+LETTING_GO_S = 5.0
+"""A GPU that is in use for longer is an engine's."""
 POLL_S = 0.05
 
 
@@ -61,14 +63,25 @@ def _take_into_use(stack: ExitStack, directory: Path, progress: Progress, gpu: G
     """Have the daemon take the GPU into use, by an engine that stays, and wait until the pool is pinned."""
     progress("what the daemon takes of the GPU")
     with AdminClient(directory) as admin:
-        pool = admin.stats().pool
-        in_use = bool(pool.page_locked_bytes or pool.unlockable_bytes)
+        in_use = not _is_let_go(admin)
         memory = gpu.allocate(PAGE_BYTES)
         before = gpu.free_bytes
         stack.enter_context(BenchEngine(directory, "copy", 1, 1, PAGE_BYTES, memory))
         unlockable = _wait_pinned(admin)
         taken = None if in_use else before - gpu.free_bytes
     return GpuFacts(gpu.name, gpu.uuid, gpu.driver_version, unlockable, taken)
+
+
+def _is_let_go(admin: AdminClient) -> bool:
+    """The daemon has no GPU in use, or not any more after a while: as when a bench has just ended."""
+    until = time.monotonic() + LETTING_GO_S
+    while True:
+        pool = admin.stats().pool
+        if not pool.page_locked_bytes and not pool.unlockable_bytes:
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(POLL_S)
 
 
 def _wait_pinned(admin: AdminClient) -> int:

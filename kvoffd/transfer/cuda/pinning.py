@@ -92,9 +92,12 @@ class PinnedPool:
 
     @property
     def progress(self) -> PinProgress:
-        """How far it is."""
-        pinned = _bytes_of([chunk for chunk, done in zip(self._chunks, self._pinned.tolist(), strict=True) if done])
+        """How far it is; after the last release as far as it came, until all is unpinned and the context is gone."""
         run = self._run
+        if self._users or run is None:
+            pinned = _bytes_of([chunk for chunk, done in zip(self._chunks, self._pinned.tolist(), strict=True) if done])
+        else:
+            pinned = run.pinned_bytes if run.is_alive() else 0
         refused = run.refused_bytes if run is not None and self._users else 0
         return PinProgress(self._size_bytes, min(pinned, self._size_bytes), min(refused, self._size_bytes))
 
@@ -131,6 +134,7 @@ class _PinRun(threading.Thread):
         self._stopping = threading.Event()
         # Guards the step from "registered" to "seen as pinned" against a stop in between.
         self._showing = threading.Lock()
+        self.pinned_bytes = 0
         self.refused_bytes = 0
 
     def stop(self) -> None:
@@ -171,6 +175,7 @@ class _PinRun(threading.Thread):
                 self.refused_bytes += end - begin
                 continue
             self._registered.append(begin)
+            self.pinned_bytes += end - begin
             with self._showing:
                 self._pinned[index] = not self._stopping.is_set()
         pinned = _bytes_of(self._chunks) - self.refused_bytes
