@@ -21,7 +21,6 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.memory import lacks_huge_pages
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_door import AdminDoor, AdminKeys
 from kvoffd.server.directory import DaemonDirectory
@@ -57,7 +56,6 @@ EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
 SWITCH_INTERVAL_S = 0.0001
-SLOW_TOUCH_S = 5.0
 
 
 class StartError(KvoffdError):
@@ -165,11 +163,6 @@ class Daemon:
             raise
         seconds = time.monotonic() - started
         logger.info("The pool is in memory after %.1f s.", seconds)
-        if seconds > SLOW_TOUCH_S and lacks_huge_pages():
-            logger.info(
-                "In huge pages that takes a tenth of the time: write `advise` to "
-                "/sys/kernel/mm/transparent_hugepage/shmem_enabled before the daemon starts."
-            )
         return pool
 
     async def _serve_pool(self, pool: Pool, directory: DaemonDirectory, admin_keys: AdminKeys | None) -> None:

@@ -13,6 +13,7 @@ from support.stub_cuda import Ranges, wait_until
 
 from kvoffd_client.admin import AdminClient
 from kvoffd_client.bench import copy_gpu
+from kvoffd_client.bench.copy import JOBS
 from kvoffd_client.bench.copy_gpu import bench_copy_gpu
 from kvoffd_client.bench.report import BenchFailed
 from kvoffd_client.cli import main
@@ -79,7 +80,8 @@ def test_the_bench_copies_what_it_says_on_the_gpu(make: MakeMachine) -> None:
     machine = make({})
     small(machine.daemon.directory, quiet, piece_sizes=(64 * KIB,))
     batches = [line.split() for line in machine.driver_log() if line.startswith("batch ") and " of " in line]
-    assert sum(int(words[3]) for words in batches) == (2 + 1) * (4 + 4 + 2 * 2 + 1 + 1) * 4 * MIB
+    jobs = JOBS + JOBS + 2 * (JOBS // 2) + 1 + 1
+    assert sum(int(words[3]) for words in batches) == (2 + 1) * jobs * 4 * MIB
     # More where a piece is cut in two, as where the pool's address is no multiple of 8 MiB.
     assert all(int(words[1]) * 64 * KIB >= int(words[3]) for words in batches), "neighbours were copied as one"
     assert machine.driver_log().count(f"copy {4 * MIB}") == (2 + 1) * (1 + 1 + 2 + 1 + 1), "the floor"

@@ -12,9 +12,10 @@ import pytest
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool import memory
-from kvoffd.pool.memory import PoolMemory, lacks_huge_pages
+from kvoffd.pool.memory import PoolMemory
 
 MIB = 1 << 20
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def resident_bytes(fd: int) -> int:
@@ -44,7 +45,8 @@ def test_touching_makes_the_asked_size_resident_and_no_more(size_bytes: int) -> 
         assert resident_bytes(pool.fd) == 0
         assert pool.touch(2, progress.append) == size_bytes
         # The last page is a huge one where the machine gives such to shared memory.
-        page_bytes = 4096 if lacks_huge_pages() else 2 * MIB
+        huge = SHMEM_ENABLED.exists() and "[never]" not in SHMEM_ENABLED.read_text()
+        page_bytes = 2 * MIB if huge else 4096
         assert size_bytes <= resident_bytes(pool.fd) <= -(-size_bytes // page_bytes) * page_bytes
         assert progress == sorted(progress)
         assert progress[-1] == size_bytes
@@ -132,7 +134,7 @@ def test_core_dumps_leave_the_memory_out() -> None:
         pool.close()
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+@pytest.mark.skipif(not SHMEM_ENABLED.exists(), reason="this kernel has no huge pages")
 def test_huge_pages_are_asked_for_with_the_first_touch() -> None:
     pool = PoolMemory.create(4 * MIB, "test")
     try:
@@ -141,20 +143,6 @@ def test_huge_pages_are_asked_for_with_the_first_touch() -> None:
         assert "hg" in flags_of(pool.address)
     finally:
         pool.close()
-
-
-@pytest.mark.parametrize(
-    ("setting", "lacks"),
-    [("always within_size advise [never] deny force", True), ("always [advise] never", False), (None, False)],
-)
-def test_a_machine_that_gives_shared_memory_no_huge_pages_is_known(
-    setting: str | None, lacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "shmem_enabled"
-    if setting is not None:
-        path.write_text(setting)
-    monkeypatch.setattr(memory, "_HUGE_SHARED_PAGES", path)
-    assert memory.lacks_huge_pages() is lacks
 
 
 def test_no_descriptor_left_for_the_memory_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

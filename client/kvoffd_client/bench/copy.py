@@ -24,7 +24,7 @@ MAX_BLOCK_BYTES = 4 * MIB
 """With large pieces fewer layers make a block, so that every pool has room for it."""
 HOST_PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
 HOST_BYTES = 64 * MIB
-JOBS = 4
+JOBS = 6
 """In a stream, for each copy thread."""
 ALONE = 2
 """Ways of copying besides WAYS: single stores and loads."""
@@ -64,8 +64,8 @@ def measure_copies(
 
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
     no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included. Jobs of
-    ``total_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of four per thread, of which
-    two are in flight; then as many at a time as there are threads. The pool must hold four times ``total_bytes``.
+    ``total_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of six per thread, of which
+    two are in flight; then as many at a time as there are threads. The pool must hold nine times ``total_bytes``.
     ``then`` is called with the engine's jobs after each size of pieces. Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []

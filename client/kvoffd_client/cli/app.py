@@ -312,10 +312,10 @@ def copy(
     """Measure stores and loads.
 
     Jobs of 64 MiB in pieces of 16 KiB to 1 MiB: in streams of each direction and both at once, then one at a time,
-    against memcpy of the same bytes. Stores 384 MiB of blocks of its own for each copy thread, for which a full pool
+    against memcpy of the same bytes. Stores 576 MiB of blocks of its own, for which a full pool
     evicts others, and drops them at the end.
 
-    With --memory cuda the engine's memory lies on a GPU, jobs have 128 MiB, of which 768 MiB are stored, and the floor
+    With --memory cuda the engine's memory lies on a GPU, jobs have 128 MiB, 1,152 MiB are stored, and the floor
     is one large copy from or to pinned memory. The daemon's memory on the GPU is measured where it has no GPU in use
     yet: its context, its mappings, and what the driver keeps there about the pinned pool.
     """
