@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -102,8 +103,10 @@ def measure_throughput(
 ) -> Throughput:
     """Start both engines ``starts`` times; each time let them take turns ``rounds`` times, one uncounted turn before.
 
-    Only one engine works at a time. The order changes from round to round, so that what grows or fades over a run
-    meets both alike; several starts, since two processes of the same program are not equally fast.
+    Only one engine works at a time, and the other one is stopped: vLLM binds the workers of both to the same core, where
+    one that waits may spin for long, and the other is half as fast meanwhile. The order changes from round to round, so
+    that what grows or fades over a run meets both alike; several starts, since two processes of the same program are
+    not equally fast.
     """
     found = Throughput(load)
     with AdminClient(daemon.directory) as admin:
@@ -127,7 +130,10 @@ def _take_turns(
     for number in range(rounds + 1):
         say(f"round {number} of {rounds}")
         with OthersShare() as others:
-            turns = [(_turn(engine, daemon, found.load), kept) for engine, kept in sides]
+            turns = []
+            for (engine, kept), (other, _) in zip(sides, reversed(sides), strict=True):
+                with _stopped(other):
+                    turns.append((_turn(engine, daemon, found.load), kept))
         sides.reverse()
         if number > 0:
             for turn, kept in turns:
@@ -147,9 +153,20 @@ def _path() -> str:
     return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+@contextmanager
+def _stopped(engine: EngineProcess) -> Iterator[None]:
+    pids = engine.pids
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 def _turn(engine: EngineProcess, daemon: DaemonProcess, load: Load) -> Turn:
     """One batch of prompts that nobody has seen."""
-    # The other engine's threads spin for a while after its turn, on the same core.
     time.sleep(SETTLE_S)
     prompts = [random.choices(range(3, 1000), k=load.prompt_tokens) for _ in range(load.prompts)]
     cpu_before = [_cpu_s(engine.pids), _cpu_s([daemon.pid])]
