@@ -103,10 +103,10 @@ def measure_throughput(
 ) -> Throughput:
     """Start both engines ``starts`` times; each time let them take turns ``rounds`` times, one uncounted turn before.
 
-    Only one engine works at a time, and the other one is stopped: vLLM binds the workers of both to the same core, where
-    one that waits may spin for long, and the other is half as fast meanwhile. The order changes from round to round, so
-    that what grows or fades over a run meets both alike; several starts, since two processes of the same program are
-    not equally fast.
+    Only one engine works at a time, and the other one is stopped: vLLM binds the workers of both to the same core,
+    where one that waits may spin for long, and the other is half as fast meanwhile. The order changes from round to
+    round, so that what grows or fades over a run meets both alike; several starts, since two processes of the same
+    program are not equally fast.
     """
     found = Throughput(load)
     with AdminClient(daemon.directory) as admin:
