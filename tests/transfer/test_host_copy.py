@@ -64,14 +64,17 @@ def compile_all(directory: Path, *flags: str) -> Path:
 
 @functools.cache
 def only(version: str) -> Native:
-    """One version of the loop, as a compiler makes it that makes no others."""
+    """One version of the loop, as a compiler makes it that makes no others. ``checked`` dies of undefined behaviour."""
     wider = f'__attribute__((target("{version}")))' if version.startswith("avx") else ""
-    plain = ["-U__SSE2__"] if version == "without streaming" else []
+    flags = {
+        "without streaming": ["-U__SSE2__"],
+        "checked": ["-O1", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"],
+    }
     with tempfile.TemporaryDirectory() as directory:
-        return Native(compile_all(Path(directory), *plain, f"-DWIDEST={wider}"))
+        return Native(compile_all(Path(directory), *flags.get(version, []), f"-DWIDEST={wider}"))
 
 
-@pytest.fixture(params=["installed", "avx2", "avx512f", "default", "without streaming"])
+@pytest.fixture(params=["installed", "avx2", "avx512f", "default", "without streaming", "checked"])
 def library(request: pytest.FixtureRequest) -> Native:
     flags = Path("/proc/cpuinfo").read_text().split()
     if request.param.startswith("avx") and request.param not in flags:

@@ -12,6 +12,7 @@ import numpy as np
 import zmq
 
 from kvoffd_client.bench.engine import WAIT_S, BenchEngine, random_keys
+from kvoffd_client.bench.place import HostMemory
 from kvoffd_client.tickets import LookupTicket
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
@@ -35,8 +36,11 @@ class KvoffdPlayer(Player):
     def open(self, geometry: Geometry) -> None:
         self.close()
         self._geometry = geometry
-        label = f"peers {geometry.layers} x {geometry.page_bytes}"
-        self._engine = BenchEngine(self._directory, label, geometry.layers, geometry.blocks, geometry.page_bytes)
+        layers, blocks, page_bytes = geometry.layers, geometry.blocks, geometry.page_bytes
+        memory = HostMemory(layers * blocks * page_bytes)
+        self._view = memory.registered.view
+        label = f"peers {layers} x {page_bytes}"
+        self._engine = BenchEngine(self._directory, label, layers, blocks, page_bytes, memory)
 
     def fill(self, prompt: Prompt) -> None:
         self._filled = random_keys(prompt.keys)
@@ -67,7 +71,7 @@ class KvoffdPlayer(Player):
     def verify(self, blocks: int) -> None:
         engine, keys = self._open_engine, random_keys(blocks)
         random = np.random.default_rng(2)
-        memory = engine._memory.view.reshape(self._geometry.layers, self._geometry.blocks, self._geometry.page_bytes)
+        memory = self._view.reshape(self._geometry.layers, self._geometry.blocks, self._geometry.page_bytes)
         memory[:] = random.integers(0, 256, memory.shape, np.uint8)
         before = memory.copy()
         ids = (1 + random.permutation(blocks)).astype(np.int32)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.peers.player import process_cpu_s
+from tests.bench.peers.play_kvoffd import KvoffdPlayer
+from tests.bench.peers.player import Geometry, process_cpu_s
 from tests.bench.peers.quiet import OthersShare
 from tests.bench.peers.servers import KvoffdServer, ServerFailed, idle_cpu_percents, resident_mib
 from tests.bench.peers.table import Row, number, table
+from tests.support.daemon import DaemonProcess
 
 ROOT = Path(__file__).parents[3]
 BURN = "import time; end = time.perf_counter() + {seconds}\nwhile time.perf_counter() < end: pass"
@@ -104,3 +106,16 @@ def test_nothing_that_ci_runs_needs_lmcache() -> None:
     assert "peers" not in (ROOT / ".ci" / "run").read_text()
     plan = subprocess.run(["make", "--dry-run", "test"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
     assert "lmcache" not in plan
+
+
+def test_kvoffds_player_copies_what_it_says(daemon: DaemonProcess) -> None:
+    player = KvoffdPlayer(daemon.directory, daemon.pid)
+    try:
+        for page_bytes in (4096, 8192):  # one geometry after the other, as in the comparison
+            player.open(Geometry(layers=2, blocks=20, page_bytes=page_bytes))
+            player.verify(16)
+            stored, loaded = player.copies(list(range(1, 9)))
+            assert stored.seconds > 0
+            assert loaded.seconds > 0
+    finally:
+        player.close()
