@@ -21,6 +21,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.native import native
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_door import AdminDoor, AdminKeys
 from kvoffd.server.directory import DaemonDirectory
@@ -69,6 +70,7 @@ GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then return 0. Raises KvoffdError with a sentence when it cannot start."""
+    native()  # fails now, or after minutes of touching the pool
     os.umask(0o007)
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
