@@ -208,6 +208,13 @@ PLANTED = (
         "pass",
     ),
     Planted(
+        "lookups go on finding what is gone",
+        "kvoffd.cache.namespace",
+        "Namespace.move_all",
+        "state if state in _INDEXED else BlockState.ABSENT",
+        "BlockState.READY",
+    ),
+    Planted(
         "a successor serves half a block",
         "kvoffd.cache.adopt",
         "plan_adoption",
