@@ -130,7 +130,9 @@ class BelowMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.tier.tell()
             self.rig.check()
-            assert self.rig.below.promoter.under_way_bytes <= max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
+            promoter, most = self.rig.below.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
+            assert promoter.under_way_bytes - promoter._given_up_bytes <= most
+            assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
