@@ -147,18 +147,15 @@ class Blocks:
 
     def adopt(self, namespaces: Mapping[bytes, Namespace], blocks: Sequence[Sequence[SlotRecord]]) -> None:
         """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
-        fresh: dict[tuple[Namespace, int], list[Block]] = {}
-        for records in blocks:
-            first = records[0]
+        made: list[Block] = []
+        for first, *_ in blocks:
             namespace = namespaces[first.fingerprint]
             block = namespace.index[first.group][first.key] = Block(namespace, first.group, first.key)
-            fresh.setdefault((namespace, first.group), []).append(block)
-        for (namespace, _), found in fresh.items():
+            made.append(block)
+        fresh = _by_books(made)
+        for (namespace, _, _), found in fresh:
             namespace.move_all(found, ABSENT, READY)
-        for records in blocks:
-            first = records[0]
-            namespace = namespaces[first.fingerprint]
-            block = namespace.index[first.group][first.key]
+        for block, records in zip(made, blocks, strict=True):
             for record in records:
                 shard = block.shards[record.rank] = Shard(record.offset, record.slot_bytes)
                 shard.first_block = record.first_block
@@ -168,12 +165,12 @@ class Blocks:
                 self.unverified[shard] = (block, record.rank)
                 block.slot_bytes += record.slot_bytes
                 self.tenants[record.offset] = block
-            namespace.bytes_in[READY] += block.slot_bytes
+            block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
             self._policy.insert(block)
         for namespace in namespaces.values():
             self._listener.cleared(namespace)
-        for (namespace, group), found in fresh.items():
+        for (namespace, group, _), found in fresh:
             keys = [block.key for block in found]
             for start in range(0, len(keys), MAX_KEYS_TOLD):
                 self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_TOLD])
@@ -226,18 +223,16 @@ class Blocks:
             self._listener.removed(block.namespace, block.group, [block.key])
 
     def _evict(self, blocks: Sequence[Block]) -> None:
-        removed: dict[tuple[Namespace, int], list[bytes]] = {}
         if self.below is not None:
             self.below.evicted(blocks)
         for block in blocks:
             assert block.state is READY
             assert not block.pins
             self._policy.remove(block, evicted=True)
-            block.namespace.counters.evicted_blocks += 1
-            removed.setdefault((block.namespace, block.group), []).append(block.key)
         self._leave(blocks)
-        for (namespace, group), keys in removed.items():
-            self._listener.removed(namespace, group, keys)
+        for (namespace, group, _), alike in _by_books(blocks):
+            namespace.counters.evicted_blocks += len(alike)
+            self._listener.removed(namespace, group, [block.key for block in alike])
 
     def _leave(self, blocks: Sequence[Block]) -> None:
         for (namespace, group, state), alike in _by_books(blocks):
