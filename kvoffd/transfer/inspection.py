@@ -61,7 +61,7 @@ class Inspection:
     def enter(self, sums: Sequence[int], ending: Callable[[], Outcome | None]) -> Outcome | None:
         """Take over what the slots hash to from a copier that read them anyway; read those of which it says 0.
 
-        Returns as ``run`` does.
+        Where it says nothing at all, read every one. Returns as ``run`` does.
         """
         if not sums:
             return self.run(ending)

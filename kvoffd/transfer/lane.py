@@ -48,10 +48,10 @@ class Turn:
         """So many bytes more of the plan are in place, in its order."""
         self.in_place += nbytes  # only ever by one thread
 
-    def inspect(self, inspection: Inspection, sums: Sequence[int] | None = None) -> Outcome:
+    def inspect(self, inspection: Inspection, sums: Sequence[int] = ()) -> Outcome:
         """Take or compare checksums, all or those that a copier did not find (``Inspection.enter``), and count them."""
         began = time.thread_time()
-        outcome = inspection.run(self.ending) if sums is None else inspection.enter(sums, self.ending)
+        outcome = inspection.enter(sums, self.ending)
         self._account(time.thread_time() - began, inspection.nbytes())
         return outcome or Outcome.DONE
 
