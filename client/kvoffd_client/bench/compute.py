@@ -66,9 +66,7 @@ class Compute:
         self._driver = driver = BenchDriver()
         device = driver.device(ordinal)
         with ExitStack() as undo:
-            driver.set_context(driver.retain_context(device))
-            undo.callback(driver.release_context, device)
-            undo.callback(driver.set_context, 0)
+            undo.enter_context(driver.context(device))
             self._kernel = driver.load_kernel(_SWEEP, "sweep")
             self._buffer = driver.allocate(BUFFER_BYTES)
             undo.callback(driver.free, self._buffer)

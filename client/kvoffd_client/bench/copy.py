@@ -93,9 +93,8 @@ class _Way:
     copy: Callable[[], float]
     floor: str
     """Which of WAYS."""
-    directions: int = 1
-    jobs: int = 1
-    """For each thread and direction."""
+    nbytes: int
+    """That it copies."""
     speeds: list[float] = field(default_factory=list)
     floors: list[float] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
@@ -111,7 +110,11 @@ class Copies:
         self._stored: list[bytes] = []
         self.threads = threads
         self.job_bytes = keys * engine.job_bytes
-        self.both_bytes = 2 * (JOBS // 2) * threads * self.job_bytes
+        self.alone_bytes = threads * self.job_bytes
+        """Bytes that ``store_alone`` and ``load_alone`` copy."""
+        self.stream_bytes = JOBS * self.alone_bytes
+        """Bytes that ``store`` and ``load`` copy."""
+        self.both_bytes = 2 * (JOBS // 2) * self.alone_bytes
         """Bytes that ``both`` copies."""
 
     def store(self) -> float:
@@ -173,22 +176,21 @@ class Copies:
 
 def _measure(copies: Copies, place: Place, meter: CpuMeter, piece: str, rounds: int) -> list[Result]:
     ways = (
-        _Way(STORE, copies.store, STORE, jobs=JOBS),
-        _Way(LOAD, copies.load, LOAD, jobs=JOBS),
-        _Way(BOTH, copies.both, BOTH, directions=2, jobs=JOBS // 2),
-        _Way(f"{STORE}, one at a time", copies.store_alone, STORE),
-        _Way(f"{LOAD}, one at a time", copies.load_alone, LOAD),
+        _Way(STORE, copies.store, STORE, copies.stream_bytes),
+        _Way(LOAD, copies.load, LOAD, copies.stream_bytes),
+        _Way(BOTH, copies.both, BOTH, copies.both_bytes),
+        _Way(f"{STORE}, one at a time", copies.store_alone, STORE, copies.alone_bytes),
+        _Way(f"{LOAD}, one at a time", copies.load_alone, LOAD, copies.alone_bytes),
     )
     for round_number in range(rounds + 1):
         for way in ways:
-            nbytes = way.directions * way.jobs * copies.threads * copies.job_bytes
             meter.start()
             seconds = way.copy()
             meter.stop()
-            cost = meter.cost(nbytes / 1e9, "GB", checksums=True)
+            cost = meter.cost(way.nbytes / 1e9, "GB", checksums=True)
             floor = place.speed(way.floor)
             if round_number:  # the first one warms up
-                way.speeds.append(nbytes / seconds / 1e9)
+                way.speeds.append(way.nbytes / seconds / 1e9)
                 way.floors.append(floor / 1e9)
                 way.costs.append(cost)
     return [

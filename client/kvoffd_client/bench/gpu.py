@@ -65,15 +65,13 @@ class Gpu:
         count = driver.device_count()
         if ordinal >= count:
             raise BenchFailed(f"There is no GPU {ordinal}: CUDA finds {count} here, and counts them from 0.")
-        self._device = driver.device(ordinal)
+        device = driver.device(ordinal)
         self._size_bytes = size_bytes
         self.floor = f"one copy of {format_size(size_bytes)} between pinned memory and the GPU; at once: one each way"
-        self.name = driver.device_name(self._device)
-        self.uuid = str(UUID(bytes=driver.device_uuid(self._device)))
+        self.name = driver.device_name(device)
+        self.uuid = str(UUID(bytes=driver.device_uuid(device)))
         with ExitStack() as undo:
-            driver.set_context(driver.retain_context(self._device))
-            undo.callback(driver.release_context, self._device)
-            undo.callback(driver.set_context, 0)
+            undo.enter_context(driver.context(device))
             self._copies = {way: self._prepare(undo, to_gpu=way == LOAD) for way in (STORE, LOAD)}
             self._undo = undo.pop_all()
 
