@@ -114,8 +114,8 @@ class PoolMemory:
         """Makes every page resident, in parallel, keeping what is in it; returns the bytes touched.
 
         In huge pages, where the kernel gives shared memory any to those who ask (``shmem_enabled``, which is ``never``
-        unless an administrator says otherwise): measured, one thread touches 17 to 19 GiB a second of these instead of
-        1.5 where memory is in one piece, and 0.7 to 1.5 where the kernel has to make such pieces first.
+        unless an administrator says otherwise): measured, one thread touches 6 to 19 GiB a second of these instead of
+        1.2 to 1.5 where memory is in one piece, and 0.7 to 1.5 where the kernel has to make such pieces first.
 
         Args:
             threads: how many to use; 0 for one per CPU this process may run on, at most 16.
