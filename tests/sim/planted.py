@@ -162,7 +162,7 @@ PLANTED = (
         "missed removed event",
         "kvoffd.cache.blocks",
         "Blocks._evict",
-        "self._listener.removed(namespace, group, keys)",
+        "self._listener.removed(namespace, group, [block.key for block in alike])",
         "self._listener.removed(namespace, group, keys[1:])",
     ),
     Planted(
