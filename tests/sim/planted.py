@@ -163,7 +163,7 @@ PLANTED = (
         "kvoffd.cache.blocks",
         "Blocks._evict",
         "self._listener.removed(namespace, group, [block.key for block in alike])",
-        "self._listener.removed(namespace, group, keys[1:])",
+        "self._listener.removed(namespace, group, [block.key for block in alike[1:]])",
     ),
     Planted(
         "unmapped too early",
