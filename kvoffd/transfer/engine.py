@@ -85,7 +85,7 @@ class TransferEngine(ABC):
         return False
 
     def hangs_s(self, direction: Direction) -> float:
-        """For how long a copy has been known to be overdue whose thread does not come back; 0 when none is."""
+        """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
         return 0.0
 
     @abstractmethod

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
@@ -29,12 +30,13 @@ class Turn:
         sums: the checksums that follow the copy.
     """
 
-    __slots__ = ("_account", "_clock", "_transfer", "in_place", "sums")
+    __slots__ = ("_account", "_clock", "_transfer", "in_place", "sums", "thread_id")
 
     def __init__(self, clock: Callable[[], float], transfer: Transfer, account: Callable[[float, int], None]) -> None:
         self._clock = clock
         self._transfer = transfer
         self._account = account
+        self.thread_id = threading.get_native_id()
         self.in_place = 0
         self.sums: StoreSums | None = None
 
@@ -111,7 +113,7 @@ class Lane:
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
         self._running: dict[Transfer, Turn] = {}
         self._overdue: dict[Transfer, float] = {}
-        """Those whose thread does not look at the clock, and since when that is known."""
+        """Those whose thread does not look at the clock, and since when it has not even wanted a CPU."""
         self._behind = 0
         """Transfers that run though their copy is done."""
         self._stopped = False
@@ -134,7 +136,10 @@ class Lane:
 
     @property
     def hangs_s(self) -> float:
-        """For how long that has been known; 0 when nothing hangs."""
+        """For how long that has been known of a thread that waits for something other than a CPU; 0 when of none.
+
+        A thread that a busy machine gives no CPU (tens of seconds were seen) comes back when it gets one.
+        """
         with self._wake:
             return max((self.clock() - since for since in self._overdue.values()), default=0.0)
 
@@ -176,7 +181,8 @@ class Lane:
                 for transfer in self._running
                 if transfer not in self._overdue and now >= transfer.deadline + OVERDUE_GRACE_S
             ]
-            self._overdue.update(dict.fromkeys(late, now))
+            starved = [transfer for transfer in self._overdue if _wants_cpu(self._running[transfer].thread_id)]
+            self._overdue.update(dict.fromkeys(late + starved, now))
         for transfer in waiting:
             _finish(transfer, Outcome.DEADLINE, 0.0)
         for transfer in late:
@@ -298,6 +304,15 @@ class Lane:
             del self._queue[transfer]
             turn = self._running[transfer] = Turn(self.clock, transfer, self.account)
             return transfer, turn
+
+
+def _wants_cpu(thread_id: int) -> bool:
+    """Whether a thread of this process runs or would if there was a CPU for it."""
+    try:
+        fields = Path(f"/proc/self/task/{thread_id}/stat").read_text()
+    except OSError:
+        return False
+    return fields.rpartition(")")[2].split()[0] == "R"
 
 
 def _finish(transfer: Transfer, outcome: Outcome, seconds: float) -> None:

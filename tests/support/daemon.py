@@ -124,6 +124,9 @@ class DaemonProcess:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            state = "runs" if self.running else f"has ended with {self._process and self._process.returncode}"
+            error.add_note(f"The daemon {state}. Its log ends so:\n{self.log[-4000:]}")
         self.close()
 
 

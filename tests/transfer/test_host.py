@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+import zlib
 
 import numpy as np
 import pytest
@@ -62,6 +63,34 @@ def test_several_threads_of_a_direction_copy_at_once() -> None:
         assert done.acquire(timeout=10)
     assert engine.close(10)
     assert outcomes == [Outcome.DONE, Outcome.DONE]
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["waits", "wants a CPU"])
+def test_an_overdue_copy_hangs_when_its_thread_waits_and_not_when_it_gets_no_cpu(hangs: bool) -> None:
+    now = [0.0]
+    begun, ended, done = threading.Event(), threading.Event(), threading.Event()
+    much = random_bytes(32 * MIB)
+
+    def step(copy: HostCopy, limit_bytes: int) -> int:
+        begun.set()
+        while not ended.wait(60 if hangs else 0):
+            zlib.crc32(much)  # without the GIL, as a copy
+        return copy.step(limit_bytes)
+
+    engine = HostEngine(lambda: now[0], step=step)
+    source, destination = random_bytes(4096), np.zeros(4096, np.uint8)
+    plan = plan_between([address_of(destination)], [address_of(source)], [4096])
+    engine.submit(Transfer(Direction.LOAD, plan, 1.0, lambda *_: done.set()))
+    assert begun.wait(10)
+    for now[0] in range(10, 60):
+        engine.expire()
+        time.sleep(0.002)
+    # At some look its thread may be waiting for the GIL, but not at all of them.
+    assert (engine.hangs_s(Direction.LOAD) > 45) is hangs
+    ended.set()
+    assert done.wait(10)
+    assert engine.close(10)
+    assert engine.hangs_s(Direction.LOAD) == 0
 
 
 @pytest.mark.parametrize("direction", list(Direction))
