@@ -38,7 +38,7 @@ class Rig:
         self.engine = EngineProcess(
             model,
             self.daemon.directory,
-            extra_config={"self_describing_kv_events": True},
+            extra_config={"self_describing_kv_events": True, "lookup_deadline_ms": 2000},
             events={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_endpoint},
         )
         self.prompts = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]

@@ -56,6 +56,14 @@ def test_a_key_in_our_name_that_is_none_lists_those_there_are() -> None:
         parse_options({"kvoffd_pool": "1GiB"})
 
 
+@pytest.mark.parametrize(
+    ("deadline_ms", "waits_s", "silent_s"), [(200.0, 2.0, 5.0), (3000.0, 3.0, 5.0), (9e4, 90.0, 90.0)]
+)
+def test_the_client_gives_no_lookup_up_before_its_deadline(deadline_ms: float, waits_s: float, silent_s: float) -> None:
+    options = ConnectorOptions(lookup_deadline_ms=deadline_ms).client_options
+    assert (options.request_timeout_s, options.unresponsive_after_s) == (waits_s, silent_s)
+
+
 def test_a_strangers_key_is_reported_and_no_error() -> None:
     assert parse_options({"zeta": 1})[1] == ["zeta"]
 

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from kvoffd_client.options import ClientOptions
 from kvoffd_client.vllm.disk_wait import LIMIT, MODES, WaitRule
 from kvoffd_proto.sockets import default_directory
 
@@ -59,6 +60,15 @@ class ConnectorOptions:
     def wait_rule(self) -> WaitRule:
         """How long to wait for blocks that come up from disk."""
         return WaitRule(self.disk_wait, self.disk_wait_ms / 1000)
+
+    @property
+    def client_options(self) -> ClientOptions:
+        """The scheduler's client. It must not give up a lookup before its deadline."""
+        deadline_s = self.lookup_deadline_ms / 1000
+        return ClientOptions(
+            request_timeout_s=max(deadline_s, ClientOptions.request_timeout_s),
+            unresponsive_after_s=max(deadline_s, ClientOptions.unresponsive_after_s),
+        )
 
     @property
     def socket_directory(self) -> str:

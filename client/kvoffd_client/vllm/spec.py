@@ -124,6 +124,7 @@ class KvoffdSpec(OffloadingSpec):
                 name=self._name(namespace, "scheduler"),
                 software=_software(),
                 subscribe_events=publishes,
+                options=options.client_options,
             )
 
         client = LateClient(connect)
