@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# Seen on a Linux 6.18 with two CPUs, while workers of tensor parallelism spin: another process may get no CPU for half a
+# Seen on Linux 6.18 with two CPUs, while workers of tensor parallelism spin: another process may get no CPU for half a
 # minute. Each deadline here is longer, so that a test fails for what kvoffd does and not for that.
 PATIENCE_S = 100.0
 PATIENT = {"lookup_deadline_ms": 1000 * PATIENCE_S}
