@@ -31,8 +31,12 @@ static uint64_t hash(const struct table *t, const uint8_t *key)
 
     for (uint64_t at = 0; at < t->key_bytes; at += sizeof word) {
         uint64_t left = t->key_bytes - at;
-        word[0] = word[1] = 0;
-        memcpy(word, key + at, left < sizeof word ? left : sizeof word);
+        if (left >= sizeof word) { /* a size that the compiler knows: a move and not a call */
+            memcpy(word, key + at, sizeof word);
+        } else {
+            word[0] = word[1] = 0;
+            memcpy(word, key + at, left);
+        }
         found = mixed(word[0] ^ t->seed[1], word[1] ^ found);
     }
     return mixed(found ^ t->seed[0], 0x9E3779B97F4A7C15);
