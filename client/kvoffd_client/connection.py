@@ -43,6 +43,7 @@ class Connection(Generic[S]):
     def __init__(self, identity: Identity, options: ClientOptions, make_session: MakeSession[S]) -> None:
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
+        self._followers = 0
         self._options = options
         self._pid = os.getpid()
         self._link = SocketLink(SocketPaths(Path(identity.directory)), options)
@@ -91,7 +92,11 @@ class Connection(Generic[S]):
                 self._leading.release()
         with self.lock:
             self.flush()
-            self._changed.wait_for(lambda: self._closing or ready(), max(0.0, deadline - time.monotonic()))
+            self._followers += 1
+            try:
+                self._changed.wait_for(lambda: self._closing or ready(), max(0.0, deadline - time.monotonic()))
+            finally:
+                self._followers -= 1
             return ready()
 
     def poll(self) -> None:
@@ -103,7 +108,8 @@ class Connection(Generic[S]):
                 self.flush()
 
     def _tell_waiters(self) -> None:
-        self._changed.notify_all()
+        if self._followers:
+            self._changed.notify_all()
         if self._leader_sleeps:  # another thread may have read what the leader sleeps for
             self._leader_sleeps = False
             self._link.wake_leader()

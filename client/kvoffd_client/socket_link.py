@@ -8,11 +8,11 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import cast
 
 import zmq
 
 from kvoffd_client.options import ClientOptions
+from kvoffd_proto.frames import READABLE, WRITABLE, events_of, receive_frames, send_frames
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import SocketPaths
 
@@ -133,10 +133,7 @@ class SocketLink:
     @staticmethod
     def _try_send(jobs: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
         try:
-            if len(frames) == 1:
-                jobs.send(frames[0], zmq.NOBLOCK)
-            else:
-                jobs.send_multipart(frames, zmq.NOBLOCK)
+            send_frames(jobs, frames)
         except zmq.Again:
             return False
         return True
@@ -188,10 +185,10 @@ class SocketLink:
         while jobs is not None:
             # It is this look that makes ZeroMQ notice a connection that is up or room that is there, and it notices
             # each once: so a look that finds room must be followed by sending, and sending by another look.
-            events = cast(int, jobs.getsockopt(zmq.EVENTS))
-            if events & zmq.POLLIN:
+            events = events_of(jobs)
+            if events & READABLE:
                 return True
-            if not (self._unsent and events & zmq.POLLOUT):
+            if not (self._unsent and events & WRITABLE):
                 break
             self._send_queued()
         self._used = False
@@ -207,7 +204,7 @@ class SocketLink:
     def _receive(connected: zmq.Socket[bytes] | None, limit: int) -> list[list[bytes]]:
         found: list[list[bytes]] = []
         while connected is not None and len(found) < limit and _has_message(connected):
-            found.append(connected.recv_multipart(zmq.NOBLOCK))
+            found.append(receive_frames(connected))
         return found
 
     def read_lifeline(self) -> bytes | None:
@@ -281,7 +278,7 @@ class SocketLink:
 
 
 def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
-    return connected is not None and bool(cast(int, connected.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return connected is not None and bool(events_of(connected) & READABLE)
 
 
 def _read(stream: socket.socket) -> bytes | None:

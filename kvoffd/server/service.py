@@ -100,7 +100,7 @@ class Service:
         self._random_bytes = random_bytes
         self._by_token: dict[bytes, Session] = {}
         self._last_session_id = 0
-        self._to_touch: list[int] = []
+        self._looked_up: list[tuple[int, float]] = []
 
     # --- sessions: called by the lifeline's rim --------------------------------------------------
 
@@ -253,10 +253,12 @@ class Service:
             self.outbox.publications.append(frames)
 
     def after_send(self) -> None:
-        """Work that may wait until the replies are out: the recency of what was looked up."""
-        for lease_id in self._to_touch:
+        """Work that may wait until the replies are out: what lookups leave behind."""
+        for lease_id, seconds in self._looked_up:
+            self.lookup_latency.observe(seconds)
+            self.lookup_rate.add(1)
             self.cache.touch(lease_id)
-        self._to_touch.clear()
+        self._looked_up.clear()
         if self.below is not None:
             self.below.pump()
 
@@ -278,9 +280,9 @@ class Service:
 
     # --- for the requests -------------------------------------------------------------------------
 
-    def touch_after_reply(self, lease_id: int) -> None:
-        """Apply the recency of a lookup once its reply is on its way."""
-        self._to_touch.append(lease_id)
+    def note_lookup(self, lease_id: int, seconds: float) -> None:
+        """A lookup took so long. It is counted, and the recency of what it found applied, once its reply is out."""
+        self._looked_up.append((lease_id, seconds))
 
     def credit_of(self, session: Session) -> int:
         """Bytes of stores ``session`` may have outstanding: its share of what all writers together may."""

@@ -13,6 +13,7 @@ from kvoffd.server.admission import guard
 from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd_proto.events import SEQUENCE_BYTES
+from kvoffd_proto.frames import receive_frames, send_frames
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Transport:
             if count and self._loop.time() > until:
                 return True
             try:
-                frames = self._jobs.recv_multipart(zmq.NOBLOCK)
+                frames = receive_frames(self._jobs)
             except zmq.Again:
                 return count > 0
             if len(frames) == 2:
@@ -111,7 +112,7 @@ class Transport:
         outbox = self._service.flush()
         # Completions first: a reply may tell the client to look for them.
         for publication in outbox.publications:
-            self._events.send_multipart(publication, zmq.NOBLOCK)
+            send_frames(self._events, publication)
         for sender, frame in outbox.replies:
             self._reply([sender, frame])
         for sender, messages in outbox.event_replays:
@@ -123,7 +124,7 @@ class Transport:
 
     def _reply(self, frames: list[bytes]) -> bool:
         try:
-            self._jobs.send_multipart(frames, zmq.NOBLOCK)
+            send_frames(self._jobs, frames)
         except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)
             self.replies_dropped += 1
             return False

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
+import kvoffd.server.transport
 import kvoffd.transfer.segments
 from tests.sim.live import Traces, live
 
@@ -47,8 +48,8 @@ CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "send on a lifeline": (socket.socket, "send", _os_error(errno.EPIPE)),
     "receive from a lifeline": (socket.socket, "recvmsg", _os_error(errno.ECONNRESET)),
     "bind a socket": (zmq.Socket, "bind", _zmq_error(errno.EADDRINUSE)),
-    "send": (zmq.Socket, "send_multipart", _zmq_error(errno.EAGAIN)),
-    "receive": (zmq.Socket, "recv_multipart", _zmq_error(errno.EFAULT)),
+    "send": (kvoffd.server.transport, "send_frames", _zmq_error(errno.EAGAIN)),
+    "receive": (kvoffd.server.transport, "receive_frames", _zmq_error(errno.EFAULT)),
 }
 
 

@@ -28,11 +28,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
     groups = [(part.group, part.keys) for part in message.groups]
     answer = service.cache.lookup(namespace, message.lease_id, session.id, groups, message.again)
-    if answer.pinned:
-        service.touch_after_reply(message.lease_id)
     ttl_ms = round(service.config.lease_ttl_s * 1000) if answer.pinned else 0
-    service.lookup_latency.observe(service.clock() - started)
-    service.lookup_rate.add(1)
+    service.note_lookup(message.lease_id, service.clock() - started)
     wait_ms = 0
     if service.below is not None and any(_PENDING in states for states in answer.states):
         wait_ms = math.ceil(service.below.promoter.wait_s * 1000)
