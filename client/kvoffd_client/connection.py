@@ -43,7 +43,7 @@ class Connection(Generic[S]):
     def __init__(self, identity: Identity, options: ClientOptions, make_session: MakeSession[S]) -> None:
         self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
-        self._followers = 0
+        self._followers = 0  # threads that wait for the leader to read
         self._options = options
         self._pid = os.getpid()
         self._link = SocketLink(SocketPaths(Path(identity.directory)), options)

@@ -28,6 +28,7 @@ class Turn:
     Attributes:
         in_place: bytes of the plan that are copied, in its order.
         sums: the checksums that follow the copy.
+        thread_id: the kernel's, of the thread that copies.
     """
 
     __slots__ = ("_account", "_clock", "_transfer", "in_place", "sums", "thread_id")
