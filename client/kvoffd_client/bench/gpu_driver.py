@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from kvoffd_client.cuda.driver import PROTOTYPES, ExportDriver
@@ -67,16 +66,6 @@ class BenchDriver(ExportDriver):
         text = ctypes.create_string_buffer(128)
         self._call("cuDeviceGetName", text, len(text), device)
         return text.value.decode(errors="replace")
-
-    @contextmanager
-    def context(self, device: int) -> Iterator[None]:
-        """Makes the device's context this thread's for a while."""
-        self.set_context(self.retain_context(device))
-        try:
-            yield
-        finally:
-            self.set_context(0)
-            self.release_context(device)
 
     def free_bytes(self) -> int:
         """Of the GPU's memory: what no process has."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import ClassVar
 
 from kvoffd_client.errors import KvoffdClientError
@@ -175,3 +176,13 @@ class ExportDriver:
     def release_context(self, device: int) -> None:
         """Gives one retain back."""
         self._call("cuDevicePrimaryCtxRelease_v2", device)
+
+    @contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """Makes the device's context this thread's for a while."""
+        self.set_context(self.retain_context(device))
+        try:
+            yield
+        finally:
+            self.set_context(0)
+            self.release_context(device)

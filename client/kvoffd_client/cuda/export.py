@@ -161,9 +161,5 @@ def _context(driver: ExportDriver, device: int) -> Iterator[None]:
     if driver.current_context():
         yield
         return
-    driver.set_context(driver.retain_context(device))
-    try:
+    with driver.context(device):
         yield
-    finally:
-        driver.set_context(0)
-        driver.release_context(device)
