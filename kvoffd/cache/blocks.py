@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import TypeAlias
 
 from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState, Shard
@@ -15,6 +16,9 @@ from kvoffd.cache.slots import SlotRecord, SlotStore
 ABSENT, WRITING, READY, LEAVING = BlockState
 MAX_KEYS_TOLD = 1000
 """Adopted keys in one call of the listener."""
+
+_ByBooks: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]
+"""Blocks of a namespace, a group and a state."""
 
 
 class Blocks:
@@ -229,13 +233,14 @@ class Blocks:
             assert block.state is READY
             assert not block.pins
             self._policy.remove(block, evicted=True)
-        self._leave(blocks)
-        for (namespace, group, _), alike in _by_books(blocks):
+        for (namespace, group, _), alike in self._leave(blocks):
             namespace.counters.evicted_blocks += len(alike)
             self._listener.removed(namespace, group, [block.key for block in alike])
 
-    def _leave(self, blocks: Sequence[Block]) -> None:
-        for (namespace, group, state), alike in _by_books(blocks):
+    def _leave(self, blocks: Sequence[Block]) -> _ByBooks:
+        """Take blocks out of the index and let their slots go as soon as may be; returns them by their books before."""
+        by_books = _by_books(blocks)
+        for (namespace, group, state), alike in by_books:
             index = namespace.index[group]
             for block in alike:
                 del index[block.key]
@@ -246,6 +251,7 @@ class Blocks:
                 for shard in block.shards.values():
                     if shard.written:  # who holds it may go on reading, but a successor must not bring it back
                         self._slots.disown(shard.offset)
+        return by_books
 
     def _free_written(self, blocks: Iterable[Block]) -> None:
         self._free_shards([(block, rank) for block in blocks for rank, shard in block.shards.items() if shard.written])
@@ -304,7 +310,7 @@ class Blocks:
         self.pinned_bytes -= loose_bytes
 
 
-def _by_books(blocks: Iterable[Block]) -> Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]:
+def _by_books(blocks: Iterable[Block]) -> _ByBooks:
     """Blocks that are in the same books together: those of a namespace, a group and a state."""
     alike: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
     for block in blocks:
