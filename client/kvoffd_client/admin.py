@@ -124,7 +124,7 @@ class AdminClient(Administration):
         connection, session = self._connection, self._connection.session
         connection.check_process()
         with connection.lock:
-            session.hurry(time.monotonic())
+            session.retry_now(time.monotonic())
             connection.flush()
         connection.wait(lambda: session.usable or session.attempts_failed > before, deadline - time.monotonic())
         if session.usable:

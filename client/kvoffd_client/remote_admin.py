@@ -83,7 +83,7 @@ class RemoteAdminClient(Administration):
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_key)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
-            self._knock(socket, deadline)
+            self._connect(socket, deadline)
             hello = self._exchange(
                 socket,
                 lambda request_id, token: Hello(request_id, token, PROTOCOL_VERSION, Role.ADMIN, "admin", ""),
@@ -96,7 +96,7 @@ class RemoteAdminClient(Administration):
             raise
         return socket
 
-    def _knock(self, socket: zmq.Socket[bytes], deadline: float) -> None:
+    def _connect(self, socket: zmq.Socket[bytes], deadline: float) -> None:
         """Connect. Raises DaemonUnavailable, which says where it failed."""
         wanted = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         monitor = socket.get_monitor_socket(wanted)

@@ -132,7 +132,7 @@ class Session:
             self._beat(now)
         self._role_tick(now)
 
-    def hurry(self, now: float) -> None:
+    def retry_now(self, now: float) -> None:
         """Make the next attempt to connect now: somebody waits for it."""
         if self.phase is Phase.WAITING:
             self._retry_at = now
@@ -370,9 +370,9 @@ class Session:
         self._heartbeat_pending = True
         renew = self._renewals(now)
         message = Heartbeat(self.next_request_id(), self.token, self._acknowledged(), renew)
-        self.request(message, lambda reply, then_now: self._beaten(reply, now, then_now), now)
+        self.request(message, lambda reply, then_now: self._on_heartbeat_reply(reply, now, then_now), now)
 
-    def _beaten(self, reply: AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
+    def _on_heartbeat_reply(self, reply: AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
         self._heartbeat_pending = False
         if isinstance(reply, HeartbeatReply):
             self.credit_bytes = reply.credit_bytes

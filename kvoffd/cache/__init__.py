@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from kvoffd.cache.balance import Balance
 from kvoffd.cache.block import Block, BlockState, Shard
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.invariants import PoolUsage
 from kvoffd.cache.lease import Lease
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.lookup import LookupAnswer
 from kvoffd.cache.namespace import Counters, Namespace
 from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
-from kvoffd.cache.slots import SlotOwner, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
+from kvoffd.pool.records import SlotOwner, SlotStore
 
 __all__ = [
     "POLICY_NAMES",
-    "Balance",
     "Block",
     "BlockCache",
     "BlockState",
@@ -26,6 +25,7 @@ __all__ = [
     "LoadTicket",
     "LookupAnswer",
     "Namespace",
+    "PoolUsage",
     "Shard",
     "SlotOwner",
     "SlotStore",

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.errors import KvoffdError
+from kvoffd.pool.records import NamespaceRecord, SlotRecord, SlotStore
 from kvoffd_proto.blocks import shard_bytes_of
 
 _MIN_KEY_BYTES = 8
@@ -31,7 +31,7 @@ class Adoption(NamedTuple):
 class AdoptionPlan(NamedTuple):
     """Blocks to enter and slots to free."""
 
-    namespaces: list[NamespaceFacts]
+    namespaces: list[NamespaceRecord]
     """Those that have blocks."""
     blocks: list[list[SlotRecord]]
     """The slots of each block, one for every rank; the block that became ready first comes first."""
@@ -39,7 +39,7 @@ class AdoptionPlan(NamedTuple):
 
 
 def plan_adoption(
-    namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord], slot_bytes: Callable[[int], int]
+    namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord], slot_bytes: Callable[[int], int]
 ) -> AdoptionPlan:
     """Sort out what may be served. Whatever is doubtful is refused.
 
@@ -76,7 +76,7 @@ def plan_adoption(
 
 
 def adopt(
-    blocks: Blocks, store: SlotStore, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]
+    blocks: Blocks, store: SlotStore, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
     plan = plan_adoption(namespaces, slots, store.slot_bytes)
@@ -87,7 +87,7 @@ def adopt(
     return opened, Adoption(len(plan.blocks), nbytes, len(opened), len(plan.refused))
 
 
-def _open(facts: NamespaceFacts, store: SlotStore) -> Namespace:
+def _open(facts: NamespaceRecord, store: SlotStore) -> Namespace:
     namespace = Namespace(
         facts.fingerprint, facts.label, facts.world_size, facts.key_bytes, facts.groups, facts.description
     )
@@ -101,7 +101,7 @@ def _open(facts: NamespaceFacts, store: SlotStore) -> Namespace:
     return namespace
 
 
-def _is_sound(facts: NamespaceFacts, slot_bytes: Callable[[int], int]) -> bool:
+def _is_sound(facts: NamespaceRecord, slot_bytes: Callable[[int], int]) -> bool:
     """Whether this pool could have such a namespace."""
     if not (
         facts.world_size == len(facts.shard_bytes) >= 1
@@ -119,7 +119,7 @@ def _is_sound(facts: NamespaceFacts, slot_bytes: Callable[[int], int]) -> bool:
     return True
 
 
-def _agrees(record: SlotRecord, facts: NamespaceFacts | None, slot_bytes: Callable[[int], int]) -> bool:
+def _agrees(record: SlotRecord, facts: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
     """Whether a slot can hold a shard of that namespace."""
     if facts is None or record.world_size != facts.world_size or record.rank >= facts.world_size:
         return False

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TypeAlias
 
-from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState, Shard
+from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.room import choose_victims
-from kvoffd.cache.slots import SlotRecord, SlotStore
+from kvoffd.cache.tiering_hooks import TieringHooks
+from kvoffd.pool.records import SlotRecord, SlotStore
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 MAX_KEYS_TOLD = 1000
@@ -31,7 +31,7 @@ class Blocks:
     def __init__(
         self, slots: SlotStore, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
     ) -> None:
-        self.tenants: dict[int, Block] = {}
+        self.block_at: dict[int, Block] = {}
         """By the offset of a slot in use, the block it belongs to."""
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
@@ -44,7 +44,7 @@ class Blocks:
         self.quarantined_bytes = 0
         self.pinned_blocks = 0
         self.pinned_bytes = 0
-        self.below: BelowHooks | None = None
+        self.below: TieringHooks | None = None
         self._slots = slots
         self._policy = policy
         self._listener = listener
@@ -52,11 +52,11 @@ class Blocks:
 
     # --- in --------------------------------------------------------------------------------------
 
-    def take_slots(self, slot_bytes: int, count: int, spared: Set[Block], node: int | None = None) -> list[int]:
+    def take_slots(self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None) -> list[int]:
         """Up to ``count`` slots, evicting what is not pinned, being written or spared; their offsets, ascending."""
         offsets = self._slots.take(slot_bytes, count, node)
         while (lacking := count - len(offsets)) > 0:
-            victims = choose_victims(self._policy, self._slots, self.tenants, slot_bytes, lacking, spared)
+            victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected)
             if not victims:
                 break
             self._evict(victims)
@@ -79,7 +79,7 @@ class Blocks:
         first_blocks: Sequence[int],
     ) -> list[Block]:
         """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        index, tenants, half_stored = namespace.index[group], self.tenants, self.half_stored
+        index, block_at, half_stored = namespace.index[group], self.block_at, self.half_stored
         fresh = [Block(namespace, group, key) for key in keys if key not in index]
         index.update((block.key, block) for block in fresh)
         namespace.move_all(fresh, ABSENT, WRITING)
@@ -93,10 +93,10 @@ class Blocks:
                 shard = block.shards[rank] = Shard(offset, slot_bytes)
                 block.slot_bytes += slot_bytes
                 added += slot_bytes
-                tenants[offset] = block
+                block_at[offset] = block
             else:
                 shard.checksum = 0
-                self.believe(shard)
+                self.mark_verified(shard)
             shard.first_block = first_block
         namespace.bytes_in[WRITING] += added
         self._slots.mark_all_writing(offsets, namespace.fingerprint, group, keys, rank, namespace.world_size)
@@ -168,7 +168,7 @@ class Blocks:
                 shard.verified = False
                 self.unverified[shard] = (block, record.rank)
                 block.slot_bytes += record.slot_bytes
-                self.tenants[record.offset] = block
+                self.block_at[record.offset] = block
             block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
             self._policy.insert(block)
@@ -210,12 +210,12 @@ class Blocks:
         self.drop(stale)
         return len(stale)
 
-    def believe(self, shard: Shard) -> None:
+    def mark_verified(self, shard: Shard) -> None:
         """Its bytes are those that were stored."""
         shard.verified = True
         self.unverified.pop(shard, None)
 
-    def condemn(self, block: Block, rank: int) -> None:
+    def quarantine(self, block: Block, rank: int) -> None:
         """A shard's bytes are not those that were stored: its block goes, and its slot is never used again."""
         shard = block.shards[rank]
         shard.corrupt = True
@@ -250,7 +250,7 @@ class Blocks:
             if block.pins:
                 for shard in block.shards.values():
                     if shard.written:  # who holds it may go on reading, but a successor must not bring it back
-                        self._slots.disown(shard.offset)
+                        self._slots.revoke_record(shard.offset)
         return by_books
 
     def _free_written(self, blocks: Iterable[Block]) -> None:
@@ -265,7 +265,7 @@ class Blocks:
             block.missing += shard.written
             block.slot_bytes -= shard.slot_bytes
             block.namespace.bytes_in[block.state] -= shard.slot_bytes
-            del self.tenants[shard.offset]
+            del self.block_at[shard.offset]
             self.unverified.pop(shard, None)
             if not block.shards:
                 gone.append(block)
@@ -273,7 +273,7 @@ class Blocks:
                 offsets.append(shard.offset)
                 continue
             # It stays handed out, so that nobody else gets it.
-            self._slots.disown(shard.offset)
+            self._slots.revoke_record(shard.offset)
             self.quarantined[shard.offset] = shard.slot_bytes
             self.quarantined_bytes += shard.slot_bytes
         self._slots.free(offsets)

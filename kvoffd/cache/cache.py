@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from kvoffd.cache.adopt import Adoption, adopt
-from kvoffd.cache.balance import Balance, audit
-from kvoffd.cache.below.exchange import Exchange
-from kvoffd.cache.below.hooks import BelowHooks
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.integrity import Integrity, Look
+from kvoffd.cache.integrity import ChecksumCheck, Integrity
+from kvoffd.cache.invariants import PoolUsage, audit
 from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.lookup import LookupAnswer, Lookups
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import OperatorPins
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord, SlotStore
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
+from kvoffd.cache.tiering_hooks import TieringHooks
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
+from kvoffd.pool.records import NamespaceRecord, SlotRecord, SlotStore
+from kvoffd.tiering.transfers import TierTransfers
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
@@ -56,10 +56,10 @@ class BlockCache:
         self._namespaces: dict[bytes, Namespace] = {}
         self._stores: set[StoreTicket] = set()
         self._loads: set[LoadTicket] = set()
-        self.exchange = Exchange(self, self._blocks, self._stores, self._settle)
-        self._below: BelowHooks | None = None
+        self.exchange = TierTransfers(self, self._blocks, self._stores, self._settle)
+        self._below: TieringHooks | None = None
 
-    def attach(self, below: BelowHooks) -> None:
+    def attach(self, below: TieringHooks) -> None:
         """Have the tiers below the pool looked after from now on. Once."""
         assert self._below is None
         self._below = self._blocks.below = below
@@ -117,7 +117,7 @@ class BlockCache:
         if news:
             self.slots.note_namespace(namespace.facts())
 
-    def adopt(self, namespaces: Iterable[NamespaceFacts], slots: Iterable[SlotRecord]) -> Adoption:
+    def adopt(self, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]) -> Adoption:
         """Take over what an earlier daemon left, before anything else: ``slots`` are handed out by the slot store.
 
         What is whole is ready at once, and told to the listener; the other slots are freed.
@@ -208,9 +208,9 @@ class BlockCache:
                 # It holds less of the key than is offered now, and nobody reads it.
                 narrow.append(block)
                 slot_for[number] = shard.offset
-        spared = set(ticket.present).union(*[other.present for other in same_job])
+        protected = set(ticket.present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
-        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), spared, node), strict=False))
+        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), protected, node), strict=False))
         for block in narrow:
             self._blocks.reopen_shard(block, rank)
         if narrow and self._below is not None:  # so does what a tier has of it
@@ -295,7 +295,7 @@ class BlockCache:
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._lookups.end([lease])
 
-    def judge(self, look: Look, found: int) -> bool:
+    def judge(self, look: ChecksumCheck, found: int) -> bool:
         """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
         self._settle()
         sound = self.integrity.judge(look, found)
@@ -362,14 +362,14 @@ class BlockCache:
         self._settle()
         return self._blocks.pinned_blocks
 
-    def balance(self) -> Balance:
+    def balance(self) -> PoolUsage:
         """Where the pool's bytes are."""
         self._settle()
         writing, ready, leaving = (
             sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
             for state in (WRITING, READY, LEAVING)
         )
-        return Balance(
+        return PoolUsage(
             self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes, self._blocks.quarantined_bytes
         )
 

@@ -10,7 +10,7 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.ticket import LoadTicket
 
 
-class Look(NamedTuple):
+class ChecksumCheck(NamedTuple):
     """A shard whose bytes are to be compared: ``length`` bytes at ``offset`` with ``checksum``."""
 
     block: Block
@@ -40,7 +40,7 @@ class Integrity:
         """Slots that are never used again."""
         return len(self._blocks.quarantined)
 
-    def looks_of_load(self, ticket: LoadTicket, every: bool) -> list[Look]:
+    def looks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
         """What a load must compare before it copies: what nobody has verified yet, or ``every`` shard."""
         if not every and not self._blocks.unverified:
             return []
@@ -50,9 +50,9 @@ class Integrity:
             if shard.checksum and (every or not shard.verified)
         ]
 
-    def unverified(self, limit_bytes: int) -> list[Look]:
+    def unverified(self, limit_bytes: int) -> list[ChecksumCheck]:
         """Shards that nobody has verified yet, oldest first, together about ``limit_bytes``."""
-        looks: list[Look] = []
+        looks: list[ChecksumCheck] = []
         for shard, (block, rank) in self._blocks.unverified.items():
             looks.append(_look(block, rank, shard))
             limit_bytes -= shard.slot_bytes
@@ -62,19 +62,19 @@ class Integrity:
 
     def slots(self) -> list[int]:
         """Offsets of all slots in use, for ``looks_at``."""
-        return list(self._blocks.tenants)
+        return list(self._blocks.block_at)
 
-    def looks_at(self, offsets: Iterable[int]) -> list[Look]:
+    def looks_at(self, offsets: Iterable[int]) -> list[ChecksumCheck]:
         """What there is to compare in those slots by now: none of what was freed, or is being written."""
-        looks: list[Look] = []
+        looks: list[ChecksumCheck] = []
         for offset in offsets:
-            if (block := self._blocks.tenants.get(offset)) is not None:
+            if (block := self._blocks.block_at.get(offset)) is not None:
                 for rank, shard in block.shards.items():
                     if shard.offset == offset and shard.written and shard.checksum and not shard.corrupt:
                         looks.append(_look(block, rank, shard))
         return looks
 
-    def judge(self, look: Look, found: int) -> bool:
+    def judge(self, look: ChecksumCheck, found: int) -> bool:
         """Note what a slot's bytes hash to; False where they are not those that were stored. Its block goes then.
 
         Nothing need have held the slot meanwhile: where it was freed or is written anew, nothing follows.
@@ -86,15 +86,15 @@ class Integrity:
         self.checked_bytes += look.length
         if found == look.checksum:
             if not shard.corrupt:  # else another look found it wrong, and what is not stable is not believed
-                self._blocks.believe(shard)
+                self._blocks.mark_verified(shard)
             return not shard.corrupt
         if not shard.corrupt:
             self.mismatches += 1
-            self._blocks.condemn(look.block, look.rank)
+            self._blocks.quarantine(look.block, look.rank)
         return False
 
 
-def _look(block: Block, rank: int, shard: Shard) -> Look:
+def _look(block: Block, rank: int, shard: Shard) -> ChecksumCheck:
     sizes = block.namespace.shard_bytes(rank)
     assert sizes is not None
-    return Look(block, rank, shard, shard.offset, sizes[block.group], shard.checksum)
+    return ChecksumCheck(block, rank, shard, shard.offset, sizes[block.group], shard.checksum)

@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from kvoffd.native import native
+from kvoffd.system.native import native
 
 _FEWEST = 64
 

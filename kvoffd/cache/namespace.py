@@ -9,8 +9,8 @@ import numpy as np
 
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.key_states import KeyStates
-from kvoffd.cache.slots import NamespaceFacts
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
@@ -147,9 +147,9 @@ class Namespace:
         self._shards[rank] = tuple(shards)
         return True
 
-    def facts(self) -> NamespaceFacts:
+    def facts(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
-        return NamespaceFacts(
+        return NamespaceRecord(
             self.fingerprint,
             self.label,
             self.world_size,

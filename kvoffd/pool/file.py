@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError, PoolTooLarge
+from kvoffd.pool.backing import PoolMappings, held_bytes, try_lock
 from kvoffd.pool.format import BadTable, Geometry, check_geometry, is_table
-from kvoffd.pool.home import Rooms, held_bytes, try_lock
-from kvoffd.pool.limits import MemoryLimit, memory_limit
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.segments import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
+from kvoffd.system.limits import MemoryLimit, memory_limit
+from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
 from kvoffd_proto.units import format_size
 
 # Where the pool begins in the file: a multiple of this and of the file system's pages. So tmpfs can use huge pages.
@@ -59,7 +59,7 @@ class FileHome:
         least = min(limits, key=lambda limit: limit.bytes)
         return MemoryLimit(least.bytes + held, least.source)
 
-    def find(self, geometry: Geometry) -> Rooms | None:
+    def find(self, geometry: Geometry) -> PoolMappings | None:
         if self._fd < 0:
             return None
         check_geometry(self._fd, geometry)
@@ -70,7 +70,7 @@ class FileHome:
             self._allocate(self._fd, wanted)  # somebody punched holes into it
         return self._map(geometry)
 
-    def make(self, geometry: Geometry) -> Rooms:
+    def make(self, geometry: Geometry) -> PoolMappings:
         size = self._file_bytes(geometry)
         try:
             if self._fd >= 0:
@@ -170,12 +170,12 @@ class FileHome:
                     f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or make room."
                 ) from error
 
-    def _map(self, geometry: Geometry) -> Rooms:
+    def _map(self, geometry: Geometry) -> PoolMappings:
         # Whole pages of the file system: huge ones are mapped whole or not at all.
         table_bytes = self._pool_at(geometry)
         pool = PoolMemory.of_file(self._fd, self._aligned(geometry.pool_bytes), table_bytes)
         try:
-            return Rooms(pool, PoolMemory.of_file(self._fd, table_bytes, 0))
+            return PoolMappings(pool, PoolMemory.of_file(self._fd, table_bytes, 0))
         except BaseException:
             pool.close()
             raise

@@ -16,8 +16,8 @@ import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.nodes import Segment
-from kvoffd.transfer.cuda.numa import NOWHERE, Locality, run_near
-from kvoffd.transfer.segments import MappedSegment, map_memfd, map_shared
+from kvoffd.system.mappings import MappedSegment, map_memfd, map_shared
+from kvoffd.system.numa import NOWHERE, Locality, run_near
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvoffd.transfer.cuda.numa import SYSFS, parse_cpu_list
+from kvoffd.system.numa import SYSFS, parse_cpu_list
 
 _NVIDIA = "0x10de"
 _DISPLAY_CLASS = "0x03"

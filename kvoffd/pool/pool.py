@@ -8,17 +8,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import PoolTooLarge
+from kvoffd.pool.backing import MemfdHome, PoolBacking, PoolMappings, held_bytes
 from kvoffd.pool.checksum import as_buffer, digests
 from kvoffd.pool.format import BadTable, Geometry
-from kvoffd.pool.home import MemfdHome, PoolHome, Rooms, held_bytes
-from kvoffd.pool.limits import MemoryLimit, check_fits
 from kvoffd.pool.nodes import Node, cut_pool
 from kvoffd.pool.share import PoolShare, read_only
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import Inheritance, SlotTable
+from kvoffd.system.limits import MemoryLimit, check_fits
 
 if TYPE_CHECKING:
-    from kvoffd.cache.slots import NamespaceFacts, SlotOwner
+    from kvoffd.pool.records import NamespaceRecord, SlotOwner
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Pool:
         *,
         region_bytes: int | None = None,
         limit: MemoryLimit | None = None,
-        home: PoolHome | None = None,
+        home: PoolBacking | None = None,
         nodes: Sequence[Node] = (),
     ) -> None:
         home = MemfdHome() if home is None else home
@@ -81,7 +81,7 @@ class Pool:
         self._memory = rooms.pool
         self._bytes = as_buffer(rooms.pool)
 
-    def _adopt(self, home: PoolHome, geometry: Geometry) -> Rooms | None:
+    def _adopt(self, home: PoolBacking, geometry: Geometry) -> PoolMappings | None:
         try:
             rooms = home.find(geometry)
             if rooms is None:
@@ -176,13 +176,13 @@ class Pool:
         """Offsets of all slots in use in the region of this one, itself among them."""
         return self._slots.neighbours(offset)
 
-    def note_namespace(self, facts: NamespaceFacts) -> None:
+    def note_namespace(self, facts: NamespaceRecord) -> None:
         """Keeps what is known of a namespace for a successor. Where there is no room for it, that is logged."""
         if not self._table.note_namespace(facts) and not self._facts_dropped:
             self._facts_dropped = True
             logger.warning("The namespace %r, and maybe more, will not outlive the daemon: too many.", facts.label)
 
-    def disown(self, offset: int) -> None:
+    def revoke_record(self, offset: int) -> None:
         """Strikes the record of a slot out, which stays handed out."""
         self._table.free([offset])
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.slots import SlotRecord
 from kvoffd.pool.format import (
     CRC,
     CRC_AT,
@@ -26,6 +25,7 @@ from kvoffd.pool.format import (
     SlotState,
     read_geometry,
 )
+from kvoffd.pool.records import SlotRecord
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
 _BATCH_BYTES = 4 << 20

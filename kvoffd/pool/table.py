@@ -7,8 +7,6 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord
-from kvoffd.pool.facts import FactsLog, read_facts
 from kvoffd.pool.format import (
     CONTENT,
     CONTENT_AT,
@@ -28,6 +26,8 @@ from kvoffd.pool.format import (
     read_boot_id,
 )
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.namespace_log import NamespaceLog, read_facts
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.scan import Entry, scan, scan_table
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
@@ -39,7 +39,7 @@ _FREE, _WRITING, _READY = (int(state) for state in SlotState)
 class Inheritance(NamedTuple):
     """What an earlier daemon left in a pool: all of it in use, by slots of the pool."""
 
-    namespaces: list[NamespaceFacts]
+    namespaces: list[NamespaceRecord]
     slots: list[SlotRecord]
     doubtful: int
     """Records that were struck out: of slots that were being written, torn, or contradicted."""
@@ -58,7 +58,7 @@ class SlotTable:
         geometry = Geometry.of(pool_bytes, region_bytes)
         self._open(geometry, memory or PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"))
         # The facts are laid out first: a table without a header is none.
-        self._facts = FactsLog(self._namespaces)
+        self._facts = NamespaceLog(self._namespaces)
         header = geometry.header(read_boot_id() if boot_id is None else boot_id)
         self._bytes[: len(header)] = header
 
@@ -86,7 +86,7 @@ class SlotTable:
         )
         needed = {record.fingerprint for record in found.records}
         namespaces = [facts for fingerprint, facts in known.items() if fingerprint in needed]
-        table._facts = FactsLog(table._namespaces, namespaces)
+        table._facts = NamespaceLog(table._namespaces, namespaces)
         return table, Inheritance(namespaces, found.records, len(found.doubtful))
 
     def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
@@ -112,7 +112,7 @@ class SlotTable:
         if self._words[word] != slot_bytes:
             self._words[word] = slot_bytes
 
-    def note_namespace(self, facts: NamespaceFacts) -> bool:
+    def note_namespace(self, facts: NamespaceRecord) -> bool:
         """Keeps the facts for a successor; False when there is no room for them."""
         return self._facts.note(facts)
 

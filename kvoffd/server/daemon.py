@@ -21,23 +21,23 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.native import native
 from kvoffd.pool.pool import Pool
-from kvoffd.server.admin_door import AdminDoor, AdminKeys
-from kvoffd.server.directory import DaemonDirectory
+from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.disks import QUIET_S, Disks, opener
 from kvoffd.server.engine_memory import GpuMapper
 from kvoffd.server.http import HttpServer
-from kvoffd.server.inheritance import adopt_blocks, open_pool
 from kvoffd.server.lifelines import LifelineServer
-from kvoffd.server.notify import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.server.probe import SelfProbe
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.recovery import adopt_blocks, open_pool
 from kvoffd.server.scrubber import take_sums
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
+from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.native import native
+from kvoffd.system.prefault import PageFaulter
+from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.faulting import PageFaulter
 from kvoffd.transfer.host import HostEngine
 from kvoffd_proto.units import format_size
 
@@ -213,7 +213,7 @@ class Daemon:
         lifelines = LifelineServer(service, directory, transport.schedule_turn, pool.share)
         probe = SelfProbe(service, directory)
         http = HttpServer(config.http_address, probe.metrics, probe.health) if config.http_address else None
-        door = AdminDoor(service, config.admin_address, admin_keys) if admin_keys is not None else None
+        door = AdminServer(service, config.admin_address, admin_keys) if admin_keys is not None else None
         try:
             try:
                 lifelines.open()

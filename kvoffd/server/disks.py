@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from kvoffd.cache.below.below import Below, BelowSettings
-from kvoffd.cache.below.writing import WriteMode
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.listener import TierEvents
 from kvoffd.config import Config
@@ -20,6 +18,8 @@ from kvoffd.disks import DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.checksum import digest
 from kvoffd.pool.pool import Pool
+from kvoffd.tiering.demotion import WriteMode
+from kvoffd.tiering.manager import TieringManager, TieringSettings
 from kvoffd.tiers.disk.errors import OpeningStopped
 from kvoffd.tiers.disk.tier import DiskTier
 from kvoffd.tiers.tier import TierListener, TierStats
@@ -102,7 +102,7 @@ class Disks:
         self._away_since: dict[str, int] = {}
         """By directory that was given up, the resets that it has seen."""
         self._stopping = False
-        self.below: Below | None = None
+        self.below: TieringManager | None = None
         """None until the first directory is there: until then nothing knows of tiers."""
 
     def attach(self, size: DiskSize) -> None:
@@ -215,16 +215,16 @@ class Disks:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _make_below(self) -> Below:
+    def _make_below(self) -> TieringManager:
         config = self._config
-        settings = BelowSettings(
+        settings = TieringSettings(
             WriteMode(config.disk_write),
             config.disk_write_per_day,
             config.disk_write_rate,
             config.disk_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        below = Below(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
+        below = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
         self._cache.attach(below)
         return below
 
@@ -235,7 +235,7 @@ class Disks:
             raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.UNSUPPORTED)
         return disk
 
-    def _open(self, disk: Disk, below: Below) -> None:
+    def _open(self, disk: Disk, below: TieringManager) -> None:
         """In a thread of its own."""
         try:
             tier = self._open_disk(disk.size, below, lambda: self._stopping or disk.unwanted)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpu import GpuMemory
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
-from kvoffd.transfer.segments import MappedSegment
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
 

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.integrity import Look
+from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.layout import check_blocks
 from kvoffd.transfer.plan import Plan, concatenate, plan_copy
+from kvoffd.transfer.slot_checksums import SlotChecksums
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult, Load, Store
 
@@ -48,9 +48,9 @@ class Job:
     load_tickets: list[LoadTicket] = field(default_factory=list)
     failed: list[GroupKeys] = field(default_factory=list)
     """Keys that are known to fail before a byte moves: no room for a store's, not ready for a load's."""
-    inspection: Inspection | None = None
+    inspection: SlotChecksums | None = None
     """A store's checksums, by ticket and key; a load's, of ``looks``."""
-    looks: list[Look] = field(default_factory=list)
+    looks: list[ChecksumCheck] = field(default_factory=list)
     """Slots that a load compares with their checksums."""
     transfer: Transfer | None = None
     answered: bool = False
@@ -285,20 +285,20 @@ class JobRunner:
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
             self.transfer_done(job, Outcome.FAILED)
 
-    def _inspect_store(self, job: Job, plan: Plan) -> Inspection | None:
+    def _inspect_store(self, job: Job, plan: Plan) -> SlotChecksums | None:
         rank, sizes = job.registration.rank, job.registration.namespace.shard_bytes(job.registration.rank)
         assert sizes is not None, f"rank {rank} has registered"
         slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
         if not slots:
             return None
-        return Inspection(
+        return SlotChecksums(
             self._cache.slots.digests,
             slots,
             whole_after=plan.whole_after.tolist(),
             pool_address=self._pool_address,
         )
 
-    def _inspect_load(self, job: Job) -> Inspection | None:
+    def _inspect_load(self, job: Job) -> SlotChecksums | None:
         self._verify_due += self._verify_share
         every = self._verify_due >= 1.0
         self._verify_due -= every
@@ -307,7 +307,7 @@ class JobRunner:
         if not job.looks:
             return None
         slots = [(look.offset, look.length) for look in job.looks]
-        return Inspection(self._cache.slots.digests, slots, [look.checksum for look in job.looks])
+        return SlotChecksums(self._cache.slots.digests, slots, [look.checksum for look in job.looks])
 
     def _judge_load(self, job: Job) -> bool:
         """Act on what the load's slots hashed to; False where it was given wrong bytes, or nearly was."""
@@ -361,7 +361,7 @@ class JobRunner:
         job.registration.job_ended()
 
 
-def wrong_bytes(look: Look) -> str:
+def wrong_bytes(look: ChecksumCheck) -> str:
     """What the log says of a slot that does not hold what was stored in it."""
     return (
         f"The bytes of key {look.block.key.hex()} (group {look.block.group}, rank {look.rank}) at pool offset "

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.share import PoolShare
 from kvoffd.server.admission import may_connect
-from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
+from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.version import PROTOCOL_VERSION

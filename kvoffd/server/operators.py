@@ -14,7 +14,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
 
 
-class BlockDesk:
+class BlockAccess:
     """Lets operators in, and keeps their place in a listing of blocks: one listing for each session."""
 
     def __init__(self, config: Config, cache: BlockCache) -> None:

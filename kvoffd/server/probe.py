@@ -7,9 +7,9 @@ import asyncio
 import zmq
 
 from kvoffd.observe.metrics import render_metrics
-from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, StandingLifeline
+from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.version import PROTOCOL_VERSION

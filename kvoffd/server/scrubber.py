@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.integrity import Look
+from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.server.jobs import wrong_bytes
 from kvoffd_proto import messages as m
 from kvoffd_proto.units import format_duration, format_size
@@ -57,10 +57,10 @@ class Scrubber:
         if self._run is None or not self._run.running:
             self._run = _Run(self._clock(), self._cache.integrity.slots())
 
-    def next_step(self) -> list[Look]:
+    def next_step(self) -> list[ChecksumCheck]:
         """Slots to read now, about ``STEP_BYTES``; none when there is nothing left. End it by ``finish_step``."""
         integrity = self._cache.integrity
-        looks: list[Look] = integrity.unverified(STEP_BYTES)
+        looks: list[ChecksumCheck] = integrity.unverified(STEP_BYTES)
         run = self._run
         while not looks and run is not None and run.running:
             nbytes = 0
@@ -75,7 +75,7 @@ class Scrubber:
                 self._end(run)
         return looks
 
-    def finish_step(self, looks: Sequence[Look], sums: Sequence[int]) -> None:
+    def finish_step(self, looks: Sequence[ChecksumCheck], sums: Sequence[int]) -> None:
         """Act on what the slots of a step hash to."""
         run = self._run if self._run is not None and self._run.step else None
         for look, found in zip(looks, sums, strict=True):
@@ -121,6 +121,6 @@ class Scrubber:
         )
 
 
-def take_sums(digests: Callable[[Sequence[tuple[int, int]]], list[int]], looks: Sequence[Look]) -> list[int]:
+def take_sums(digests: Callable[[Sequence[tuple[int, int]]], list[int]], looks: Sequence[ChecksumCheck]) -> list[int]:
     """What the slots hash to. For any thread."""
     return digests([(look.offset, look.length) for look in looks])

@@ -11,26 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd.cache.below.below import Below
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace
 from kvoffd.observe.latency import LatencyRecorder
 from kvoffd.observe.rates import RateMeter
+from kvoffd.server.block_access import BlockWrite, PutRunner
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import GpuMapper, MemoryMapper
 from kvoffd.server.jobs import Job, JobRunner
-from kvoffd.server.operators import BlockDesk
+from kvoffd.server.operators import BlockAccess
 from kvoffd.server.publisher import EventPublisher, Frames
-from kvoffd.server.puts import Put, PutRunner
 from kvoffd.server.registration import Registration
 from kvoffd.server.report import Reporter
 from kvoffd.server.requests.table import HANDLERS, OVER_TCP
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
+from kvoffd.system.mappings import MappedSegment, map_memfd
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.transfer.engine import Outcome, TransferEngine
-from kvoffd.transfer.segments import MappedSegment, map_memfd
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -63,7 +63,7 @@ class Service:
         pool_address: int,
         table_bytes: int,
         clock: Callable[[], float],
-        post: Callable[[Job | Put, Outcome], None],
+        post: Callable[[Job | BlockWrite, Outcome], None],
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
         max_attached: int = 2**16,
@@ -85,7 +85,7 @@ class Service:
         self.sessions: dict[int, Session] = {}
         self.jobs = JobRunner(cache, pool_address, clock, config.job_deadline_s, post, config.verify_share)
         self.puts = PutRunner(cache, self.memory, pool_address, clock, config.job_deadline_s, post)
-        self.desk = BlockDesk(config, cache)
+        self.desk = BlockAccess(config, cache)
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self.lookup_latency = LatencyRecorder()
@@ -232,9 +232,9 @@ class Service:
 
     # --- turns: called by the rim -----------------------------------------------------------------
 
-    def transfer_done(self, job: Job | Put, outcome: Outcome) -> None:
+    def transfer_done(self, job: Job | BlockWrite, outcome: Outcome) -> None:
         """A transfer has ended; called in the service's thread."""
-        if isinstance(job, Put):
+        if isinstance(job, BlockWrite):
             self.puts.transfer_done(job, outcome)
         else:
             self.jobs.transfer_done(job, outcome)
@@ -263,7 +263,7 @@ class Service:
             self.below.pump()
 
     @property
-    def below(self) -> Below | None:
+    def below(self) -> TieringManager | None:
         """What looks after the tiers below the pool; None while there is no tier."""
         return self.disks.below if self.disks is not None else None
 

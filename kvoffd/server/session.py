@@ -12,8 +12,8 @@ from kvoffd_proto import codec, events
 from kvoffd_proto.messages import Completions, JobResult, Role
 
 if TYPE_CHECKING:
+    from kvoffd.server.block_access import Staging
     from kvoffd.server.jobs import Job
-    from kvoffd.server.puts import Staging
     from kvoffd.server.registration import Registration
 
 

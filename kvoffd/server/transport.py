@@ -10,8 +10,8 @@ import os
 import zmq
 
 from kvoffd.server.admission import guard
-from kvoffd.server.directory import DaemonDirectory
 from kvoffd.server.service import Service
+from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.events import SEQUENCE_BYTES
 from kvoffd_proto.frames import receive_frames, send_frames
 

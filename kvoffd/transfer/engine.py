@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.outcome import Outcome
 from kvoffd.transfer.plan import Direction, Plan
+from kvoffd.transfer.slot_checksums import SlotChecksums
 
 __all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
 
@@ -34,7 +34,7 @@ class Transfer:
         deadline: float,
         on_done: OnDone,
         on_overdue: Callable[[Transfer], None] | None = None,
-        inspection: Inspection | None = None,
+        inspection: SlotChecksums | None = None,
     ) -> None:
         self.direction = direction
         self.plan = plan

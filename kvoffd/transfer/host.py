@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvoffd.native import native
+from kvoffd.system.native import native
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host_copy import HostCopy, try_out
-from kvoffd.transfer.lane import Lane, Turn
+from kvoffd.transfer.lane import CopyProgress, Lane
 
 # A deadline and an abandon are looked at once a step: 8 MiB are half a millisecond. After each the thread waits for the
 # GIL, a tenth of a millisecond where the event loop is busy: steps of 2 MiB were 15 % slower.
@@ -72,7 +72,7 @@ class _HostCopier:
 
     def close(self) -> None: ...
 
-    def copy(self, transfer: Transfer, turn: Turn) -> Outcome:
+    def copy(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
         inspection = transfer.inspection if transfer.direction is Direction.STORE else None
         copy = HostCopy(transfer.plan, inspection.at_addresses() if inspection is not None else ())
         while turn.in_place < transfer.plan.nbytes:

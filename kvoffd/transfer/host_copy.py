@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from kvoffd.native import Native, NotCompiled, native
+from kvoffd.system.native import Native, NotCompiled, native
 from kvoffd.transfer.plan import Plan
 
 _STRIPE_BYTES = 64

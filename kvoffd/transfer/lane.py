@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
-from kvoffd.transfer.inspection import Inspection
+from kvoffd.transfer.slot_checksums import SlotChecksums
 from kvoffd.transfer.sums import StoreSums, SumThreads
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ OVERDUE_GRACE_S = 1.0
 MOST_BEHIND = 4
 
 
-class Turn:
+class CopyProgress:
     """What a copier asks and tells between the steps of one transfer.
 
     Attributes:
@@ -51,8 +51,8 @@ class Turn:
         """So many bytes more of the plan are in place, in its order."""
         self.in_place += nbytes  # only ever by one thread
 
-    def inspect(self, inspection: Inspection, sums: Sequence[int] = ()) -> Outcome:
-        """Take or compare checksums, all or those that a copier did not find (``Inspection.enter``), and count them."""
+    def inspect(self, inspection: SlotChecksums, sums: Sequence[int] = ()) -> Outcome:
+        """Take or compare checksums, all or those that a copier did not find (see ``SlotChecksums``); count them."""
         began = time.thread_time()
         outcome = inspection.enter(sums, self.ending)
         self._account(time.thread_time() - began, inspection.nbytes())
@@ -66,7 +66,7 @@ class Copier(Protocol):
         """Before the first transfer. An exception ends the thread and is raised by ``Lane.wait_open``."""
         ...
 
-    def copy(self, transfer: Transfer, turn: Turn) -> Outcome:
+    def copy(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
         """Executes the transfer; an exception fails it. On return nothing touches the transfer's memory any more."""
         ...
 
@@ -75,7 +75,7 @@ class Copier(Protocol):
         ...
 
 
-class Following(NamedTuple):
+class ChecksumThreads(NamedTuple):
     """How a lane takes the checksums of stores, which stay unfinished until theirs are there.
 
     Attributes:
@@ -105,14 +105,14 @@ class Lane:
         name: str,
         clock: Callable[[], float],
         copiers: Sequence[Copier],
-        following: Following | None = None,
+        following: ChecksumThreads | None = None,
     ) -> None:
         self.clock = clock
         self._following = following
         self._sums = SumThreads(f"{name}-sums", following.threads, following.enter) if following else None
         self._wake = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
-        self._running: dict[Transfer, Turn] = {}
+        self._running: dict[Transfer, CopyProgress] = {}
         self._overdue: dict[Transfer, float] = {}
         """Those whose thread does not look at the clock, and since when it has not even wanted a CPU."""
         self._behind = 0
@@ -242,7 +242,7 @@ class Lane:
         finally:
             copier.close()
 
-    def _serve(self, copier: Copier, transfer: Transfer, turn: Turn) -> None:
+    def _serve(self, copier: Copier, transfer: Transfer, turn: CopyProgress) -> None:
         started = time.perf_counter()
         try:
             outcome = self._execute(copier, transfer, turn)
@@ -259,7 +259,7 @@ class Lane:
         else:
             sums.end(outcome)
 
-    def _execute(self, copier: Copier, transfer: Transfer, turn: Turn) -> Outcome:
+    def _execute(self, copier: Copier, transfer: Transfer, turn: CopyProgress) -> Outcome:
         if (early := turn.ending()) is not None:
             return early
         inspection = transfer.inspection
@@ -270,7 +270,9 @@ class Lane:
             turn.sums = self._follow(transfer, inspection, turn, self._following)
         return copier.copy(transfer, turn)
 
-    def _follow(self, transfer: Transfer, inspection: Inspection, turn: Turn, following: Following) -> StoreSums:
+    def _follow(
+        self, transfer: Transfer, inspection: SlotChecksums, turn: CopyProgress, following: ChecksumThreads
+    ) -> StoreSums:
         threads = self._sums
         assert threads is not None
         began = time.perf_counter()
@@ -295,7 +297,7 @@ class Lane:
             self._wake.notify()
         _finish(transfer, outcome, seconds)
 
-    def _next(self) -> tuple[Transfer, Turn] | None:
+    def _next(self) -> tuple[Transfer, CopyProgress] | None:
         with self._wake:
             while not self._queue or self._behind >= MOST_BEHIND:
                 if self._stopped:
@@ -303,7 +305,7 @@ class Lane:
                 self._wake.wait()
             transfer = next(iter(self._queue))
             del self._queue[transfer]
-            turn = self._running[transfer] = Turn(self.clock, transfer, self.account)
+            turn = self._running[transfer] = CopyProgress(self.clock, transfer, self.account)
             return transfer, turn
 
 

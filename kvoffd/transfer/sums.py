@@ -15,8 +15,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.outcome import Outcome
+from kvoffd.transfer.slot_checksums import SlotChecksums
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class StoreSums:
 
     def __init__(
         self,
-        inspection: Inspection,
+        inspection: SlotChecksums,
         copying: Copying,
         followers: int,
         inline_bytes: int,

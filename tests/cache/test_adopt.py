@@ -11,7 +11,7 @@ from support.cache_rig import SLOT_UNIT, Clock, Folded, Rig, keys_of
 
 from kvoffd.cache import BlockCache, make_policy
 from kvoffd.cache.adopt import Adoption
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -22,7 +22,7 @@ class Heir:
         self,
         rig: Rig,
         records: Sequence[SlotRecord] | None = None,
-        facts: Sequence[NamespaceFacts] | None = None,
+        facts: Sequence[NamespaceRecord] | None = None,
     ) -> None:
         records = rig.slots.left_behind() if records is None else records
         self.slots = rig.slots.successor(records)
@@ -129,14 +129,14 @@ def test_facts_that_this_pool_cannot_have_are_refused() -> None:
     rig.put(rig.open(), keys_of(1))
     (facts,) = rig.slots.facts.values()
     for wrong in (
-        NamespaceFacts(facts.fingerprint, "", 0, 8, facts.groups, "", ()),
-        NamespaceFacts(facts.fingerprint, "", 1, 8, (), "", ((),)),
-        NamespaceFacts(facts.fingerprint, "", 1, 200, facts.groups, "", facts.shard_bytes),
-        NamespaceFacts(facts.fingerprint, "", 2, 8, facts.groups, "", facts.shard_bytes),
-        NamespaceFacts(facts.fingerprint, "", 1, 8, facts.groups, "", ((1 << 40,),)),
-        NamespaceFacts(facts.fingerprint, "", 1, 8, facts.groups, "", ((-1,),)),
-        NamespaceFacts(facts.fingerprint, "", 1, 8, facts.groups, "", (None,)),
-        NamespaceFacts(facts.fingerprint, "", 1, 8, facts.groups, "", ((SLOT_UNIT - 1,),)),
+        NamespaceRecord(facts.fingerprint, "", 0, 8, facts.groups, "", ()),
+        NamespaceRecord(facts.fingerprint, "", 1, 8, (), "", ((),)),
+        NamespaceRecord(facts.fingerprint, "", 1, 200, facts.groups, "", facts.shard_bytes),
+        NamespaceRecord(facts.fingerprint, "", 2, 8, facts.groups, "", facts.shard_bytes),
+        NamespaceRecord(facts.fingerprint, "", 1, 8, facts.groups, "", ((1 << 40,),)),
+        NamespaceRecord(facts.fingerprint, "", 1, 8, facts.groups, "", ((-1,),)),
+        NamespaceRecord(facts.fingerprint, "", 1, 8, facts.groups, "", (None,)),
+        NamespaceRecord(facts.fingerprint, "", 1, 8, facts.groups, "", ((SLOT_UNIT - 1,),)),
     ):
         assert Heir(rig, facts=[wrong]).adoption.blocks == 0
 

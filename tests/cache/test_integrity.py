@@ -6,7 +6,7 @@ import pytest
 from support.cache_rig import SLOT_UNIT, Clock, Folded, Rig, keys_of
 
 from kvoffd.cache import BlockCache, Namespace, make_policy
-from kvoffd.cache.integrity import Look
+from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.errors import NotReady
 
 
@@ -18,7 +18,7 @@ def store(rig: Rig, namespace: Namespace, keys: bytes) -> None:
         rig.cache.commit_store(ticket)
 
 
-def looks(rig: Rig) -> dict[tuple[bytes, int], Look]:
+def looks(rig: Rig) -> dict[tuple[bytes, int], ChecksumCheck]:
     """What a scrub would read, by key and rank."""
     found = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
     return {(look.block.key, look.rank): look for look in found}
@@ -132,11 +132,11 @@ def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
     assert rig.states(namespace, keys_of(1)) == [2]
 
 
-def looks_unchecked(rig: Rig) -> Look:
+def looks_unchecked(rig: Rig) -> ChecksumCheck:
     """A look at the only shard, which has no checksum."""
     ((_, block),) = rig.cache.namespaces[0].index[0].items()
     shard = block.shards[0]
-    return Look(block, 0, shard, shard.offset, SLOT_UNIT, shard.checksum)
+    return ChecksumCheck(block, 0, shard, shard.offset, SLOT_UNIT, shard.checksum)
 
 
 def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from kvoffd.config import SETTINGS, Config
-from kvoffd.pool.facts import FactsLog, NamespaceFacts
+from kvoffd.pool.namespace_log import NamespaceLog, NamespaceRecord
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
@@ -18,7 +18,7 @@ KEYS = m.GroupKeys(0, b"k" * 64)
 RESULT = m.JobResult(1, False, 5, 0.5, ErrorCode.DEADLINE, [KEYS])
 BATCH = m.Completions(1, 1, 1, 0, [RESULT])
 SHARD = b.ShardSpec(1, [b.PageSpec(4096)])
-FACTS = NamespaceFacts(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
+FACTS = NamespaceRecord(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}", ((4096,),))
 
 
 @cache
@@ -116,7 +116,7 @@ def _events() -> list[bytes]:
 
 def _facts() -> list[bytes]:
     area = bytearray(4096)
-    FactsLog(memoryview(area), [FACTS]).close()
+    NamespaceLog(memoryview(area), [FACTS]).close()
     return [bytes(area)]
 
 

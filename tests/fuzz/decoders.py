@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvoffd.cache.slots import NamespaceFacts
 from kvoffd.config import SETTINGS, ConfigError, load_config
-from kvoffd.pool.facts import FactsLog, read_facts
+from kvoffd.pool.namespace_log import NamespaceLog, read_facts
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd_client.event_stream import EventStream
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto.curve import CurveKeyError, is_key, read_public_keys, read_secret_key
@@ -133,10 +133,10 @@ def facts(data: bytes) -> None:
     area = bytearray(length)
     area[: min(len(data), length)] = data[:length]
     found = read_facts(bytes(area))
-    assert all(isinstance(known, NamespaceFacts) for known in found.values())
+    assert all(isinstance(known, NamespaceRecord) for known in found.values())
     view = memoryview(area)
-    log = FactsLog(view, list(found.values())[:2])
-    new = NamespaceFacts(b"f" * 32, "l", 1, 32, (GroupSpec("full", 16),), "{}", ((4096,),))
+    log = NamespaceLog(view, list(found.values())[:2])
+    new = NamespaceRecord(b"f" * 32, "l", 1, 32, (GroupSpec("full", 16),), "{}", ((4096,),))
     kept = log.note(new)
     log.close()
     after = read_facts(bytes(area))

@@ -12,14 +12,14 @@ from collections import Counter, deque
 from functools import cache
 from typing import cast
 
-from kvoffd.cache.slots import SlotStore
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.pool.records import SlotStore
 from kvoffd.server.jobs import Job
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
+from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.segments import MappedSegment
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord
 from kvoffd.pool.format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.scan import scan_table
 from kvoffd.pool.table import SlotTable
-from kvoffd.server.inheritance import adopt_blocks
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
@@ -42,7 +42,7 @@ def written() -> Written:
     groups = (GroupSpec("full", 16), GroupSpec("sliding", 16, 64))
     for name in range(2):
         sizes = ((SLOT_BYTES, 5000),) * WORLD
-        assert table.note_namespace(NamespaceFacts(_space(name), "l", WORLD, 8, groups, "{}", sizes))
+        assert table.note_namespace(NamespaceRecord(_space(name), "l", WORLD, 8, groups, "{}", sizes))
     for number in range(SLOTS):
         offset, rank, key = number * SLOT_BYTES, number % WORLD, number // WORLD
         if offset % REGION_BYTES == 0:

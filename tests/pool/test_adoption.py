@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.cache.slots import NamespaceFacts, SlotOwner, SlotRecord
-from kvoffd.pool import facts as facts_module
+from kvoffd.pool import namespace_log as facts_module
 from kvoffd.pool import table as table_module
+from kvoffd.pool.backing import MemfdHome
 from kvoffd.pool.format import BadTable, Geometry, SlotState
-from kvoffd.pool.home import MemfdHome
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import NamespaceRecord, SlotOwner, SlotRecord
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd_proto.messages import GroupSpec
@@ -31,8 +31,8 @@ REGION = MIB // 2
 NAMES = (b"a" * 32, b"b" * 32)
 
 
-def facts_of(name: bytes, ranks: int = 1) -> NamespaceFacts:
-    return NamespaceFacts(name, "label", 1, 8, (GroupSpec("full", 16),), "{}" * 50, ((8192,),) * ranks)
+def facts_of(name: bytes, ranks: int = 1) -> NamespaceRecord:
+    return NamespaceRecord(name, "label", 1, 8, (GroupSpec("full", 16),), "{}" * 50, ((8192,),) * ranks)
 
 
 def copy_of(fd: int) -> PoolMemory:
@@ -43,7 +43,7 @@ def copy_of(fd: int) -> PoolMemory:
     return memory
 
 
-def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceFacts]]:
+def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
     memory = copy_of(fd)
     try:
         table, inheritance = SlotTable.adopt(memory, POOL, REGION)
@@ -191,7 +191,9 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
     free(0)
     for number in range(40):  # until the log of facts is rewritten, and on
         changed = facts_of(NAMES[1])
-        changed = NamespaceFacts(NAMES[1], str(number), 1, 8, changed.groups, os.urandom(40).hex(), changed.shard_bytes)
+        changed = NamespaceRecord(
+            NAMES[1], str(number), 1, 8, changed.groups, os.urandom(40).hex(), changed.shard_bytes
+        )
         at_every_line(lambda facts=changed: table.note_namespace(facts), look)  # type: ignore[misc]
     free(8192)
     at_every_line(lambda: table.set_region(0, 12288), look)
@@ -264,7 +266,7 @@ def test_the_last_facts_of_a_namespace_count(table: SlotTable) -> None:
     store(table, 0)
     for number in range(300):  # far more than the log holds
         facts = facts_of(NAMES[0])
-        assert table.note_namespace(NamespaceFacts(NAMES[0], str(number), 1, 8, facts.groups, "", ((8192,),)))
+        assert table.note_namespace(NamespaceRecord(NAMES[0], str(number), 1, 8, facts.groups, "", ((8192,),)))
         assert [facts.label for facts in adopted(table.fd)[1]] == [str(number)]
 
 
@@ -273,9 +275,9 @@ def test_facts_without_room_are_refused_and_harm_no_others(table: SlotTable) -> 
     store(table, 0)
     assert table.note_namespace(facts_of(NAMES[0]))
     groups = facts_of(NAMES[0]).groups
-    huge = NamespaceFacts(NAMES[1], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),))
+    huge = NamespaceRecord(NAMES[1], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),))
     assert not table.note_namespace(huge)
-    assert not table.note_namespace(NamespaceFacts(NAMES[0], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),)))
+    assert not table.note_namespace(NamespaceRecord(NAMES[0], os.urandom(5000).hex(), 1, 8, groups, "", ((8192,),)))
     assert adopted(table.fd)[1] == [facts_of(NAMES[0])]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffd.cache.slots import SlotOwner, SlotStore
 from kvoffd.errors import BadGeometry, PoolTooLarge
-from kvoffd.pool.limits import MemoryLimit
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotOwner, SlotStore
 from kvoffd.pool.scan import scan_table
+from kvoffd.system.limits import MemoryLimit
 
 MIB = 1 << 20
 OWNER = SlotOwner(b"f" * 32, 1, b"k" * 32, 0, 2)

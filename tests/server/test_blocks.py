@@ -21,7 +21,7 @@ from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.operators import BlockDesk
+from kvoffd.server.operators import BlockAccess
 from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd_client.memory import SharedMemory
 from kvoffd_proto import blocks as b
@@ -187,10 +187,10 @@ def test_an_administrator_over_tcp_opens_no_blocks() -> None:
     for peer in (near, far):
         session = Session(1, bytes(16), peer, StandingLifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)
         if peer is near:
-            BlockDesk(config, cache).admit(session, write=True)
+            BlockAccess(config, cache).admit(session, write=True)
             continue
         with pytest.raises(KvoffdError) as caught:
-            BlockDesk(config, cache).admit(session, write=False)
+            BlockAccess(config, cache).admit(session, write=False)
         assert caught.value.code == ErrorCode.FORBIDDEN
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from support.below_rig import FoldedBelow
 from support.cache_rig import Rig
+from support.tiering_rig import FoldedBelow
 
 from kvoffd.config import Config
 from kvoffd.disks import DiskSize

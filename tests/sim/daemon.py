@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
-from kvoffd.cache.slots import SlotOwner, SlotStore
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotOwner, SlotStore
 from kvoffd.server.disks import Disks
 from kvoffd.server.jobs import Job
 from kvoffd.server.session import Peer
+from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Direction, Outcome
-from kvoffd.transfer.segments import MappedSegment
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.below.below import Below, BelowSettings
-from kvoffd.cache.below.writing import WriteMode
 from kvoffd.cache.block import BlockState
 from kvoffd.server.service import Service
+from kvoffd.tiering.demotion import WriteMode
+from kvoffd.tiering.manager import TieringManager, TieringSettings
 from kvoffd.tiers.tier import TierKey, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
@@ -143,12 +143,12 @@ class SimDisk:
 
     def __init__(self, service: Service, tier: SimTier, clock: Clock, dice: random.Random) -> None:
         self.tier = tier
-        settings = BelowSettings(
+        settings = TieringSettings(
             dice.choice(list(WriteMode)[:3]),
             deadline_s=dice.choice((0.4, 1.5)),
             per_second_bytes=dice.choice((0, 2**20)),
         )
-        self.below = Below(service.cache, tier, service.publisher, clock, settings)
+        self.below = TieringManager(service.cache, tier, service.publisher, clock, settings)
         tier.listener = self.below
         tier.service = service
         service.cache.attach(self.below)

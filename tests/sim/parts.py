@@ -9,19 +9,19 @@ from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.slots import SlotRecord, SlotStore
 from kvoffd.config import Config
-from kvoffd.pool.home import MemfdHome
-from kvoffd.pool.limits import MemoryLimit
+from kvoffd.pool.backing import MemfdHome
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotRecord, SlotStore
 from kvoffd.pool.scan import scan_table
-from kvoffd.server.inheritance import adopt_blocks
 from kvoffd.server.jobs import Job
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.service import Service
+from kvoffd.system.limits import MemoryLimit
+from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Outcome, TransferEngine
-from kvoffd.transfer.segments import MappedSegment
 from kvoffd_client.admin_session import AdminSession
 from kvoffd_client.identity import Identity
 from kvoffd_client.link import Link

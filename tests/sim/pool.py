@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvoffd.cache.slots import SlotOwner
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotOwner
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
 
@@ -76,9 +76,9 @@ class WatchedPool:
             self._enter(Slot(offset, slot_bytes))
         return offsets
 
-    def disown(self, offset: int) -> None:
+    def revoke_record(self, offset: int) -> None:
         self.before_write()
-        self._inner.disown(offset)
+        self._inner.revoke_record(offset)
         self.slots[offset].disowned = True
 
     def mark_all_writing(

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 import kvoffd.server.transport
-import kvoffd.transfer.segments
+import kvoffd.system.mappings
 from tests.sim.live import Traces, live
 
 MOST = 5
@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "fallocate": (os, "posix_fallocate", _os_error(errno.ENOSPC)),
     "link": (os, "link", _os_error(errno.EACCES)),
     "unlink": (os, "unlink", _os_error(errno.EACCES)),
-    "mmap": (kvoffd.transfer.segments, "_mmap", lambda *args: kvoffd.transfer.segments._MAP_FAILED),
+    "mmap": (kvoffd.system.mappings, "_mmap", lambda *args: kvoffd.system.mappings._MAP_FAILED),
     "accept": (socket.socket, "accept", _os_error(errno.EMFILE)),
     "send on a lifeline": (socket.socket, "send", _os_error(errno.EPIPE)),
     "receive from a lifeline": (socket.socket, "recvmsg", _os_error(errno.ECONNRESET)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
-from kvoffd.cache.slots import NamespaceFacts, SlotRecord
 from kvoffd.errors import ShardTooLarge
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.messages import GroupSpec
 
 SLOT_UNIT = 4096
@@ -28,7 +28,7 @@ class FakeSlots:
         self.nodes_wanted: list[int | None] = []
         self.writes = 0
         self.generation: dict[int, int] = {}
-        self.facts: dict[bytes, NamespaceFacts] = {}
+        self.facts: dict[bytes, NamespaceRecord] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
         self.checksums: dict[int, int] = {}
         self.spilled_slots = 0
@@ -93,10 +93,10 @@ class FakeSlots:
             self.writes += 1
             self.generation[offset] = self.writes
 
-    def note_namespace(self, facts: NamespaceFacts) -> None:
+    def note_namespace(self, facts: NamespaceRecord) -> None:
         self.facts[facts.fingerprint] = facts
 
-    def disown(self, offset: int) -> None:
+    def revoke_record(self, offset: int) -> None:
         assert self.records[offset][0] == "ready"
         self.disowned.add(offset)
 

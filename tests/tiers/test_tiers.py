@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from support.below_rig import BelowRig, FakeMemory, name_of
 from support.cache_rig import SLOT_UNIT, keys_of
 from support.memory_tier import Device, MemoryTier
+from support.tiering_rig import FakeMemory, TieringRig, name_of
 
 from kvoffd.cache import Namespace
-from kvoffd.cache.below.below import Below, BelowSettings
-from kvoffd.cache.below.writing import WriteMode
+from kvoffd.tiering.demotion import WriteMode
+from kvoffd.tiering.manager import TieringManager, TieringSettings
 from kvoffd.tiers.tiers import Tiers
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 
 
-class TiersRig(BelowRig):
+class TiersRig(TieringRig):
     """A rig over two tiers in memory, the first of which holds six blocks."""
 
     def __init__(self) -> None:
         super().__init__(regions=8)
         self.tiers = Tiers()
-        self.below = Below(self.cache, self.tiers, self.told, self.clock, BelowSettings(WriteMode.ALWAYS))
+        self.below = TieringManager(self.cache, self.tiers, self.told, self.clock, TieringSettings(WriteMode.ALWAYS))
         self.cache._below = self.cache._blocks.below = self.below
         self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
 

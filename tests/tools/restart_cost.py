@@ -13,12 +13,12 @@ import time
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.cache.slots import NamespaceFacts, SlotOwner
-from kvoffd.pool.home import MemfdHome
-from kvoffd.pool.limits import MemoryLimit
+from kvoffd.pool.backing import MemfdHome
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import NamespaceRecord, SlotOwner
 from kvoffd.server.daemon import GC_THRESHOLDS
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
 
@@ -30,7 +30,7 @@ MAPPED_BYTES = 2 << 30
 def left_behind(pool_bytes: int, block_bytes: int) -> tuple[int, int]:
     """Descriptors of a full pool and its table."""
     pool = Pool(pool_bytes, limit=NO_LIMIT)
-    pool.note_namespace(NamespaceFacts(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
+    pool.note_namespace(NamespaceRecord(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
     for number, offset in enumerate(pool.take(block_bytes, pool_bytes // block_bytes)):
         pool.mark_writing(offset, SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
         pool.mark_ready(offset, 0, block_bytes)

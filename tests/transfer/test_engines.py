@@ -16,9 +16,9 @@ from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host import HostEngine
 from kvoffd.transfer.host_copy import HostCopy
-from kvoffd.transfer.inspection import Inspection
 from kvoffd.transfer.lane import MOST_BEHIND
 from kvoffd.transfer.plan import Plan
+from kvoffd.transfer.slot_checksums import SlotChecksums
 
 FOREVER = float("inf")
 PIECE = 4096
@@ -122,9 +122,9 @@ class Sums:
         self.expected: list[int] | None = None
         self.threads: set[str] = set()
 
-    def inspection(self, whole_after: list[int]) -> Inspection:
+    def inspection(self, whole_after: list[int]) -> SlotChecksums:
         slots = [(number * self.slot_bytes, self.slot_bytes) for number in range(len(whole_after))]
-        return Inspection(self._digests, slots, self.expected, whole_after)
+        return SlotChecksums(self._digests, slots, self.expected, whole_after)
 
     def _digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         self.threads.add(threading.current_thread().name)
@@ -441,7 +441,7 @@ def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
 
     # As long as 64 MiB each, so that threads follow the copy.
     slots = [(number * PIECE, 64 * MIB) for number in range(100)]
-    inspection = Inspection(digests, slots, whole_after=whole_after)
+    inspection = SlotChecksums(digests, slots, whole_after=whole_after)
     done = threading.Event()
     job.destination[:] = 0
     job.source[:] = 1

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.copy_buffers import address_of, random_bytes
 
-from kvoffd.native import LIBRARY, Native, NotCompiled, native
+from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
 from kvoffd.transfer.host_copy import HostCopy, try_out
 from kvoffd.transfer.plan import Plan
 

@@ -10,8 +10,8 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm.events import EventFold
-from kvoffd_client.vllm.inquiry import Setting
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
+from kvoffd_client.vllm.request_lookups import Setting
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob
 from kvoffd_client.vllm.stats import (
     CONNECTED,

@@ -10,9 +10,9 @@ from statistics import median
 
 from kvoffd_client.admin import AdminClient
 from kvoffd_client.bench.copy import KIB, MIB, Copies, curves_of, measure_copies
-from kvoffd_client.bench.crowd import Crowd
 from kvoffd_client.bench.engine import BenchEngine
 from kvoffd_client.bench.gpu import Gpu
+from kvoffd_client.bench.load_generators import Crowd
 from kvoffd_client.bench.place import BOTH
 from kvoffd_client.bench.report import BenchFailed, GpuFacts, Progress, Report, Result
 

@@ -10,9 +10,9 @@ from statistics import median
 
 import numpy as np
 
-from kvoffd_client.bench.crowd import Crowd
 from kvoffd_client.bench.echo import Echo, echo_request
 from kvoffd_client.bench.engine import KEY_BYTES, BenchEngine, random_keys
+from kvoffd_client.bench.load_generators import Crowd
 from kvoffd_client.bench.memcpy import Memcpy
 from kvoffd_client.bench.meter import CpuMeter
 from kvoffd_client.bench.report import Cost, Progress, Report, Result, median_percentile

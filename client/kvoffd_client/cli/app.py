@@ -15,8 +15,8 @@ import typer
 from kvoffd_client.cli import block_app, commands
 from kvoffd_client.cli.arguments import Action, Directory, Json, near_of, where_of
 from kvoffd_client.cli.failure import CliError
-from kvoffd_client.cli.named import describe
-from kvoffd_client.cli.where import remote
+from kvoffd_client.cli.json_output import describe
+from kvoffd_client.cli.target import remote
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.units import UnitError, parse_duration

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvoffd_client.cli.failure import CliError
-from kvoffd_client.cli.where import Remote, Where
+from kvoffd_client.cli.target import Remote, Where
 from kvoffd_proto.sockets import default_directory
 
 Action = Callable[[], int]

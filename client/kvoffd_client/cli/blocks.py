@@ -23,9 +23,9 @@ from kvoffd_client.blocks import (
     import_blocks,
 )
 from kvoffd_client.blocks.export import Progress as TellProgress
-from kvoffd_client.cli.choice import choose_namespace
 from kvoffd_client.cli.failure import CliError
-from kvoffd_client.cli.named import Plain, named, to_json
+from kvoffd_client.cli.json_output import Plain, named, to_json
+from kvoffd_client.cli.resolve_namespace import choose_namespace
 from kvoffd_client.cli.screen import PIPE_LIST_CELLS, emit, make_console, show
 from kvoffd_client.cli.text import GAP, add_numbers, printable, section, short_fingerprint
 from kvoffd_client.errors import BlockDamaged

@@ -8,16 +8,16 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from kvoffd_client.admin import AdminClient
-from kvoffd_client.cli.choice import choose_namespace
 from kvoffd_client.cli.failure import CliError
+from kvoffd_client.cli.json_output import Plain, named, to_json
 from kvoffd_client.cli.lists import namespaces_table, sessions_table
-from kvoffd_client.cli.named import Plain, named, to_json
+from kvoffd_client.cli.resolve_namespace import choose_namespace
 from kvoffd_client.cli.screen import PIPE_LIST_CELLS, emit, make_console, show
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.tail import event_object, fingerprint_of, gap_before, lines_of
+from kvoffd_client.cli.target import Where, open_admin
 from kvoffd_client.cli.text import printable, short_fingerprint
 from kvoffd_client.cli.watch import watch
-from kvoffd_client.cli.where import Where, open_admin
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.units import format_count, format_size
 

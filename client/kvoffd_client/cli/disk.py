@@ -12,10 +12,10 @@ from rich.text import Text
 
 from kvoffd_client.administration import Administration
 from kvoffd_client.cli.failure import CliError
-from kvoffd_client.cli.named import named, to_json
+from kvoffd_client.cli.json_output import named, to_json
 from kvoffd_client.cli.screen import PIPE_LIST_CELLS, emit, make_console, show
+from kvoffd_client.cli.target import Where, open_admin
 from kvoffd_client.cli.text import add_numbers, fitting, percent, printable, section
-from kvoffd_client.cli.where import Where, open_admin
 from kvoffd_proto.messages import BelowStats, DiskStats, StatsReply
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from kvoffd_client.cli.named import to_json
+from kvoffd_client.cli.json_output import to_json
 from kvoffd_client.cli.screen import emit
+from kvoffd_client.cli.target import Where, open_admin
 from kvoffd_client.cli.text import percent
-from kvoffd_client.cli.where import Where, open_admin
 from kvoffd_proto.messages import ScrubReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 
-from kvoffd_client.cli.named import Plain
+from kvoffd_client.cli.json_output import Plain
 from kvoffd_client.cli.text import printable, short_fingerprint
 from kvoffd_proto.events import (
     KV_TOPIC_PREFIX,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from rich.live import Live
 
-from kvoffd_client.cli.named import to_json
+from kvoffd_client.cli.json_output import to_json
 from kvoffd_client.cli.screen import emit, make_console, show
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout

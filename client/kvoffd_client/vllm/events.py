@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, make_offload_key
 
-from kvoffd_client.vllm.inquiry import Key
+from kvoffd_client.vllm.request_lookups import Key
 from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 
 

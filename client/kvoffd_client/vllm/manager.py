@@ -20,8 +20,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.vllm import stats
 from kvoffd_client.vllm.events import EventFold
-from kvoffd_client.vllm.inquiry import Asker, Inquiry, Key, Question, Setting, Verdict
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.request_lookups import Key, LookupClient, PendingLookup, RequestLookups, Setting, Verdict
 from kvoffd_client.vllm.reset import Reset
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec
 from kvoffd_client.vllm.stores import StoreWindow
@@ -33,7 +33,7 @@ from kvoffd_proto.messages import GroupKeys
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 
 
-class Client(Asker, Protocol):
+class Client(LookupClient, Protocol):
     """The part of LateClient that the manager uses."""
 
     @property
@@ -76,8 +76,8 @@ class KvoffdManager(OffloadingManager):
         self._positions = parts.setting.positions
         self._window = parts.window
         self._fold = parts.fold
-        self._inquiries: dict[str, Inquiry] = {}
-        self._loading: dict[str, Question] = {}
+        self._inquiries: dict[str, RequestLookups] = {}
+        self._loading: dict[str, PendingLookup] = {}
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
         self._reset = Reset(parts.client.reset)
@@ -145,7 +145,7 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._inquiries[req_context.req_id] = Inquiry(self._setting)
+        self._inquiries[req_context.req_id] = RequestLookups(self._setting)
         return RequestOffloadingContext()
 
     def lookup(self, key: Key, req_context: ReqContext) -> LookupResult:

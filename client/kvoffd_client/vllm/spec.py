@@ -25,10 +25,10 @@ from kvoffd_client.scheduler import SchedulerClient
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.gpu import record_event
 from kvoffd_client.vllm.handshake import LateClient
-from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Setting
 from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
 from kvoffd_client.vllm.memory import SharedKvMemory
 from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Setting
 from kvoffd_client.vllm.stats import DEFINITIONS
 from kvoffd_client.vllm.stores import StoreWindow
 from kvoffd_client.vllm.worker import Client, KvoffdWorker, connect_worker

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
 
-from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Key
+from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from kvoffd_client.vllm.inquiry import GROUP_ID_BYTES, Key
+from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Key
 
 
 class StoreWindow:

@@ -19,12 +19,12 @@ MAX_UNACKNOWLEDGED_BYTES = 16 * 1024**2
 
 def store(service: Service, session: Session, message: m.Store) -> None:
     """Accept a store; its completion is the answer."""
-    service.jobs.store(session, _job_door(service, session, message), message)
+    service.jobs.store(session, _admit_job(service, session, message), message)
 
 
 def load(service: Service, session: Session, message: m.Load) -> None:
     """Accept a load; its completion is the answer."""
-    service.jobs.load(session, _job_door(service, session, message), message)
+    service.jobs.load(session, _admit_job(service, session, message), message)
 
 
 def cancel(service: Service, session: Session, message: m.Cancel) -> m.CancelReply:
@@ -34,7 +34,7 @@ def cancel(service: Service, session: Session, message: m.Cancel) -> m.CancelRep
     return m.CancelReply(message.request_id, service.epoch, cancelled, running)
 
 
-def _job_door(service: Service, session: Session, message: m.Store | m.Load) -> Registration:
+def _admit_job(service: Service, session: Session, message: m.Store | m.Load) -> Registration:
     """The checks that every job must pass before its own."""
     service.refuse_when_stopping()
     registration = service.registration_of(session, message.registration_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvoffd.tiers.disk.book import AGE_STEP_S, Book
+from kvoffd.tiers.disk.index import AGE_STEP_S, DiskIndex
 
 AGE_BOUNDS_S: tuple[int, ...] = (3600, 6 * 3600, 86400, 3 * 86400, 7 * 86400, 30 * 86400)
 
@@ -49,7 +49,7 @@ class DiskReport(NamedTuple):
     """Blocks that an earlier daemon had left."""
 
 
-def shapes_of(book: Book) -> list[ShapeReport]:
+def shapes_of(book: DiskIndex) -> list[ShapeReport]:
     """By slot size."""
     found: dict[int, list[int]] = {}
     for region in book.regions:
@@ -60,7 +60,7 @@ def shapes_of(book: Book) -> list[ShapeReport]:
     return [ShapeReport(slot_bytes, *sums) for slot_bytes, sums in sorted(found.items())]
 
 
-def ages_of(book: Book, now: float) -> list[int]:
+def ages_of(book: DiskIndex, now: float) -> list[int]:
     """See ``DiskReport.ages``."""
     ages = [0] * (len(AGE_BOUNDS_S) + 1)
     for step, count in book.ages.items():
@@ -69,7 +69,7 @@ def ages_of(book: Book, now: float) -> list[int]:
     return ages
 
 
-def oldest_age_s(book: Book, now: float) -> float:
+def oldest_age_s(book: DiskIndex, now: float) -> float:
     """See ``DiskReport.oldest_age_s``."""
     oldest = book.oldest()
     return 0.0 if oldest is None else max(0.0, now - oldest * AGE_STEP_S)

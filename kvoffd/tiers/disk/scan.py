@@ -6,15 +6,15 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from kvoffd.pool.slots import PAGE_BYTES
-from kvoffd.tiers.disk.book import Book
 from kvoffd.tiers.disk.errors import OpeningStopped
 from kvoffd.tiers.disk.file import DiskFile, OnProgress
 from kvoffd.tiers.disk.format import RegionHead, page_up, read_record, read_region, region_seed
+from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.regions import Entry, Region, Regions
 from kvoffd.tiers.tier import TierKey
 
 
-def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> Book:
+def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> DiskIndex:
     """Reads heads and records of all regions. What cannot be read is noted, and empty.
 
     Blocks count as used in the order of their writing. What does not count any more is dirty.
@@ -35,7 +35,7 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
     regions.restored()
     if file.was_open:
         head.doubtful = regions.generation
-    book = Book(regions)
+    book = DiskIndex(regions)
     for entry in sorted(found.values(), key=attrgetter("generation")):
         entry.suspect = entry.generation <= head.doubtful
         book.add(entry)

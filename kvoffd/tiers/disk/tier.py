@@ -10,18 +10,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from kvoffd.tiers.disk.book import Book
 from kvoffd.tiers.disk.calls import DiskCalls
+from kvoffd.tiers.disk.deferred_events import DeferredEvents, call
 from kvoffd.tiers.disk.execute import Digest, Ended, Executor, buffers_of
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, default_region_bytes
 from kvoffd.tiers.disk.format import MAX_FINGERPRINT_BYTES, MAX_KEY_BYTES, MAX_WORLD_SIZE, SlotShape
+from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.options import DiskOptions
 from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
 from kvoffd.tiers.disk.records import Records
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.report import DiskReport, ages_of, oldest_age_s, shapes_of
 from kvoffd.tiers.disk.scan import rebuild
-from kvoffd.tiers.disk.voice import Voice, call
 from kvoffd.tiers.disk.workers import ThreadWorkers, Workers
 from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
 
@@ -106,7 +106,7 @@ class DiskTier(Tier):
         directory: Path,
         size_bytes: int,
         file: DiskFile,
-        book: Book,
+        book: DiskIndex,
         executor: Executor,
         pool: memoryview,
         clock: Callable[[], float],
@@ -128,7 +128,7 @@ class DiskTier(Tier):
         self._wall_clock = wall_clock
         self._open_seconds = 0.0
         self._found_blocks = book.blocks
-        self._voice = Voice(self, listener, self._wake)
+        self._voice = DeferredEvents(self, listener, self._wake)
         self._counts: Counter[str] = Counter()
         self._under_way: Counter[Kind] = Counter()
         self._put_aside_bytes = 0

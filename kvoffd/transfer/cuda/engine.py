@@ -15,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver, CudaError
-from kvoffd.transfer.cuda.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.steps import STEP_PIECES, IsPinned, Step, iterate_steps
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.lane import Following, Lane, Turn
+from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class CudaEngine(TransferEngine):
         step_pieces: int = STEP_PIECES,
     ) -> None:
         self._calls = calls = CopyCalls(driver, name)
-        following = Following(SUM_THREADS, SUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
+        following = ChecksumThreads(SUM_THREADS, SUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
         self._lanes = {
             direction: Lane(
                 f"kvoffd-gpu-{direction.value}",
@@ -178,7 +178,7 @@ class _GpuCopier:
         self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
         self._events = [self._driver.create_event() for _ in range(STEPS_IN_FLIGHT)]
 
-    def copy(self, transfer: Transfer, turn: Turn) -> Outcome:
+    def copy(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
         try:
             outcome = self._launch_steps(transfer, turn)
             while self._in_flight:
@@ -196,7 +196,7 @@ class _GpuCopier:
         except CudaError as error:
             _log.warning("A stream could not be given up: %s", error.message)
 
-    def _launch_steps(self, transfer: Transfer, turn: Turn) -> Outcome:
+    def _launch_steps(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
         steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)
         for number, step in enumerate(steps):
             if len(self._in_flight) == STEPS_IN_FLIGHT:
@@ -209,13 +209,13 @@ class _GpuCopier:
             self._in_flight.append((event, step.nbytes))
         return Outcome.DONE
 
-    def _wait_oldest(self, turn: Turn) -> None:
+    def _wait_oldest(self, turn: CopyProgress) -> None:
         event, nbytes = self._in_flight[0]
         self._driver.wait_event(event)
         self._in_flight.popleft()
         turn.copied(nbytes)
 
-    def _settle(self, turn: Turn) -> None:
+    def _settle(self, turn: CopyProgress) -> None:
         """After an error: waits for whatever is in the stream, a step that was launched in part included."""
         try:
             self._driver.record_event(self._events[0], self._stream)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvoffd.errors import KvoffdError
+from kvoffd.system.numa import locality_of
 from kvoffd.transfer.cuda.control import ControlThread
 from kvoffd.transfer.cuda.device import Device
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.cuda.handles import GpuMappings, GpuSegment, IpcExport, VmmExport
-from kvoffd.transfer.cuda.numa import locality_of
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
 from kvoffd_proto.errors import ErrorCode

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.transfer.cuda.numa import NOWHERE, Locality, locality_of, parse_cpu_list, run_near
+from kvoffd.system.numa import NOWHERE, Locality, locality_of, parse_cpu_list, run_near
 
 
 def device(sysfs: Path, node: str, cpus: str) -> None:

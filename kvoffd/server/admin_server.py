@@ -1,0 +1,202 @@
+"""Administration over TCP: encrypted, for known keys only, and for nothing else.
+
+CURVE (ZeroMQ RFC 26) proves on every connection that the client has the secret of a key in ``admin_clients_file``, and
+to the client that this daemon has the one whose public half it was given. The key says who asks: a key has one session
+with the role of an administrator for as long as the daemon lives, so no request of an engine is answered here, whatever
+token it carries, and a connection leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.service import Service
+from kvoffd.server.session import Peer, Session, StandingLifeline
+from kvoffd.settings import parse_address
+from kvoffd_proto.curve import CurveKeyError, read_public_keys, read_secret_key
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import Role
+
+logger = logging.getLogger(__name__)
+
+ZAP_DOMAIN = "kvoffd-admin"
+NOBODY = 2**32 - 1
+"""No user and no group has this id: a key passes none of the checks that go by ids."""
+MAX_MESSAGE_BYTES = 64 * 1024
+"""No request of an administrator is near that."""
+HANDSHAKE_MS = 5_000
+QUEUED_REPLIES = 64
+BACKLOG = 16
+MESSAGES_PER_TURN = 8
+REST_S = 0.005
+"""Between two turns: engines' messages come first."""
+WARN_EVERY_S = 60.0
+
+
+class AdminDoorError(KvoffdError):
+    """Administration over TCP cannot be offered. The message says why."""
+
+
+class AdminKeys(NamedTuple):
+    """Whose secret the daemon has, and who may come in."""
+
+    secret: bytes
+    public: bytes
+    clients: frozenset[str]
+
+    @classmethod
+    def read(cls, config: Config) -> AdminKeys:
+        """From the files that ``config`` names. Raises AdminDoorError."""
+        try:
+            secret = read_secret_key(Path(config.admin_key_file)).encode()
+            clients = frozenset(read_public_keys(Path(config.admin_clients_file)))
+            return cls(secret, zmq.curve_public(secret), clients)
+        except CurveKeyError as error:
+            raise AdminDoorError(f"admin_address cannot be served: {error}") from error
+        except zmq.ZMQError as error:  # this ZeroMQ has no CURVE, or the 40 characters are no number
+            raise AdminDoorError(f"admin_address cannot be served: ZeroMQ takes no such key ({error}).") from error
+
+
+class AdminServer:
+    """The TCP socket of one service. Has its own ZeroMQ context: its traffic does not hold up the engines' sockets."""
+
+    def __init__(self, service: Service, address: str, keys: AdminKeys) -> None:
+        self._service = service
+        self._address = parse_address(address)
+        self._keys = keys
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._sessions: dict[str, Session] = {}
+        self._turn_due = False
+        self._warned_at = -WARN_EVERY_S
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens, the port included that the kernel chose for 0."""
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def open(self) -> None:
+        """Listen. Raises AdminDoorError."""
+        for key in self._keys.clients:
+            session = self._service.open_session(StandingLifeline(), Peer(0, NOBODY, NOBODY, key), internal=True)
+            session.role = Role.ADMIN
+            self._sessions[key] = session
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(
+            ZAP_DOMAIN, credentials_provider=_Known(self._keys.clients, self._post)
+        )
+        settings: dict[int, int | bytes] = {
+            zmq.CURVE_SERVER: 1,
+            zmq.CURVE_SECRETKEY: self._keys.secret,
+            zmq.ZAP_DOMAIN: ZAP_DOMAIN.encode(),
+            # Without it ZeroMQ lets everybody in whose handshake ends while nobody answers for keys.
+            zmq.ZAP_ENFORCE_DOMAIN: 1,
+            zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
+            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.SNDHWM: QUEUED_REPLIES,
+            zmq.RCVHWM: QUEUED_REPLIES,
+            zmq.BACKLOG: BACKLOG,
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.IPV6: int(":" in self._address.host),
+            zmq.LINGER: 0,
+        }
+        for option, value in settings.items():
+            self._socket.setsockopt(option, value)
+        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        try:
+            self._socket.bind(f"tcp://{host}:{self._address.port}")
+        except zmq.ZMQError as error:
+            raise AdminDoorError(
+                f"admin_address {host}:{self._address.port} cannot be listened on: {error}."
+            ) from error
+        self._loop.add_reader(self._socket.FD, self._turn)
+        logger.info(
+            "Administration over %s for %d keys; the daemon's own public key is %s",
+            self.endpoint,
+            len(self._keys.clients),
+            self._keys.public.decode(),
+        )
+
+    def close(self, linger_ms: int) -> None:
+        """Send what is queued, for ``linger_ms`` at most, and close."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+            self._socket.close(linger=linger_ms)
+        self._authenticator.stop()
+        self._context.term()
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        if self._socket.closed:
+            return
+        try:
+            more = self._read()
+        except Exception:
+            logger.exception("A turn of administration over TCP failed.")
+            more = True
+        if more and not self._turn_due:
+            self._turn_due = True
+            self._loop.call_later(REST_S, self._turn)
+
+    def _read(self) -> bool:
+        """Answer up to a turn's worth of messages; True when there may be more."""
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return False
+            session = self._sessions.get(_key_of(frames[-1]))
+            if session is None:  # the authenticator has let nobody in without a known key
+                logger.error("A message over TCP came without a known key and was dropped.")
+                continue
+            reply = self._service.answer(session, frames[1].bytes if len(frames) == 2 else b"")
+            try:
+                self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                logger.debug("An administrator went away before the answer.")
+        return True
+
+    def _post(self, key: str) -> None:
+        """From the authenticator's thread: somebody with an unknown key was refused."""
+        self._loop.call_soon_threadsafe(self._refused, key)
+
+    def _refused(self, key: str) -> None:
+        self._service.count_error(ErrorCode.FORBIDDEN)
+        now = self._loop.time()
+        if now - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = now
+            logger.warning("Administration over TCP was refused to the key %s, which admin_clients_file lacks.", key)
+
+
+def _key_of(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+class _Known:
+    """Judges keys, in the authenticator's thread."""
+
+    def __init__(self, known: frozenset[str], on_refusal: Callable[[str], None]) -> None:
+        self._known = known
+        self._on_refusal = on_refusal
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this key, in Z85, may come in."""
+        name = key.decode()
+        if name in self._known:
+            return True
+        self._on_refusal(name)
+        return False

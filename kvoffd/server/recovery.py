@@ -1,0 +1,123 @@
+"""Where the pool comes from: a file, systemd's store, or new memory; and what an earlier daemon left there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.config import Config
+from kvoffd.pool.backing import MemfdHome, PoolBacking
+from kvoffd.pool.file import FileHome
+from kvoffd.pool.nodes import nodes_with_gpus
+from kvoffd.pool.pool import Pool
+from kvoffd.system.systemd import Notifier
+from kvoffd_proto.units import format_size
+
+logger = logging.getLogger(__name__)
+
+POOL_NAME = "kvoffd-pool"
+TABLE_NAME = "kvoffd-slot-table"
+"""What the two memfds are called in systemd's store."""
+
+RELEASE_TIMEOUT_S = 5.0
+
+
+def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+    """Take the pool over from an earlier daemon, or make a new one where that left none, or none that is to be trusted.
+
+    Args:
+        stored: descriptors that systemd kept, by name; owned from here on.
+
+    Raises:
+        PoolTooLarge: there is not the memory.
+        PoolFileError: ``pool_file`` is not to be used.
+    """
+    pool = _open_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
+    if pool.cold_reason:
+        logger.warning("The pool starts empty. %s", pool.cold_reason)
+    return pool
+
+
+def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
+    """Make the blocks of an earlier daemon ready again."""
+    if not pool.adopted:
+        return
+    started = time.monotonic()
+    inheritance = pool.take_inheritance()
+    adoption = cache.adopt(inheritance.namespaces, inheritance.slots)
+    logger.info(
+        "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespaces are ready again after %.3f s. "
+        "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
+        adoption.blocks,
+        format_size(adoption.slot_bytes),
+        adoption.namespaces,
+        time.monotonic() - started,
+        inheritance.doubtful,
+        adoption.refused_slots,
+    )
+
+
+def _open_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+    if stored:
+        _forget(notifier, stored)
+    home = FileHome(Path(config.pool_file))
+    try:
+        pool = _make(config, home)
+        try:
+            home.publish()
+        except BaseException:
+            pool.close()
+            raise
+    finally:
+        home.close()
+    return pool
+
+
+def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+    pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
+    kept = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
+    if kept is None and stored:
+        logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _counted(stored))
+        _forget(notifier, stored)
+    home = MemfdHome(kept, lambda: _remove(notifier, stored))
+    try:
+        pool = _make(config, home)
+    finally:
+        home.close()
+    if not pool.adopted:
+        pool_fd, table_fd = pool.memory_fds
+        notifier.store_fds(POOL_NAME, [pool_fd])
+        notifier.store_fds(TABLE_NAME, [table_fd])
+    return pool
+
+
+def _make(config: Config, home: PoolBacking) -> Pool:
+    pool = Pool(config.pool_bytes, home=home, nodes=nodes_with_gpus() if config.numa == "auto" else ())
+    for segment in pool.segments:
+        size = format_size(segment.end - segment.begin)
+        logger.info("%s of the pool lie on NUMA node %d, where a GPU is.", size, segment.node.number)
+    return pool
+
+
+def _forget(notifier: Notifier, stored: Mapping[str, list[int]]) -> None:
+    """Let kept memory go, here and in systemd's store."""
+    for fds in stored.values():
+        for fd in fds:
+            os.close(fd)
+    _remove(notifier, stored)
+
+
+def _remove(notifier: Notifier, names: Iterable[str]) -> None:
+    for name in names:
+        notifier.remove_fds(name)
+    # The memory is free only once systemd has closed its descriptors too.
+    if not notifier.wait_heard(RELEASE_TIMEOUT_S):
+        logger.warning("systemd does not answer; the memory of the old pool may still be taken.")
+
+
+def _counted(stored: Mapping[str, list[int]]) -> str:
+    return ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))

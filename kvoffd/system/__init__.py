@@ -1,0 +1,1 @@
+"""What talks to Linux: mappings, NUMA, systemd, directories, limits. Knows nothing of blocks."""

@@ -1,0 +1,45 @@
+"""What is compiled of kvoffd: two loops in C, in one library that ``hatch_build.py`` makes when kvoffd is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from kvoffd.errors import KvoffdError
+
+LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
+
+
+class NotCompiled(KvoffdError):
+    """The compiled part is not there, or wrong. The message says what to do."""
+
+
+class Native:
+    """The library's functions; which they are is said in ``host_copy.c`` and ``key_states.c``.
+
+    Raises:
+        NotCompiled: there is no such library at ``path``.
+    """
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        count, address, text = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
+        try:
+            without_gil, with_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+            self.copy = without_gil.kvoffd_copy
+            # These take microseconds, less than to get the GIL back from whoever else wants it.
+            self.states = with_gil.kvoffd_states
+            self.set_states = with_gil.kvoffd_set_states
+            self.move_states = with_gil.kvoffd_move_states
+        except (OSError, AttributeError) as error:
+            raise NotCompiled(
+                f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
+                "compiler."
+            ) from error
+        self.copy.argtypes, self.copy.restype = (address, count), count
+        self.states.argtypes, self.states.restype = (address, text, count, text), None
+        self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
+        self.move_states.argtypes, self.move_states.restype = (address, address), None
+
+
+native = functools.cache(Native)

@@ -1,0 +1,122 @@
+"""The pool lies on the NUMA nodes of the GPUs, each GPU's blocks on its own as long as there is room."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from kvoffd.pool.nodes import Node, Segment, cut_pool, nodes_with_gpus
+from kvoffd.pool.pool import Pool
+from kvoffd.system.limits import MemoryLimit
+
+MIB = 1 << 20
+NODES = [Node(0, frozenset({0})), Node(1, frozenset({1}))]
+UNLIMITED = MemoryLimit(1 << 60, "a test")
+
+
+def machine(sysfs: Path, gpus: Iterable[tuple[str, str]], cpus: dict[int, str], vendor: str = "0x10de") -> None:
+    """``gpus``: (address, NUMA node) of each; ``cpus``: lists of CPUs by node."""
+    for address, node in gpus:
+        device = sysfs / "bus" / "pci" / "devices" / address
+        device.mkdir(parents=True)
+        for name, text in {"vendor": vendor, "class": "0x030200", "numa_node": node}.items():
+            (device / name).write_text(text + "\n")
+    for node_number, text in cpus.items():
+        directory = sysfs / "devices" / "system" / "node" / f"node{node_number}"
+        directory.mkdir(parents=True)
+        (directory / "cpulist").write_text(text + "\n")
+
+
+@pytest.fixture
+def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_nodes_are_those_of_the_gpus(tmp_path: Path) -> None:
+    machine(
+        tmp_path, [("0000:3b:00.0", "2"), ("0000:4b:00.0", "2"), ("0000:9b:00.0", "0")], {0: "0-1", 1: "2", 2: "3-9"}
+    )
+    assert nodes_with_gpus(tmp_path) == [Node(0, frozenset({0, 1})), Node(2, frozenset({3}))]
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_a_node_without_a_cpu_for_us_is_left_out(tmp_path: Path) -> None:
+    machine(tmp_path, [("0000:3b:00.0", "0"), ("0000:9b:00.0", "1")], {0: "0-3", 1: "4-7"})
+    assert [node.number for node in nodes_with_gpus(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize(("node", "vendor"), [("-1", "0x10de"), ("0", "0x8086"), ("", "0x10de")])
+def test_other_devices_and_single_nodes_name_none(tmp_path: Path, node: str, vendor: str) -> None:
+    machine(tmp_path, [("0000:3b:00.0", node)], {0: "0-3"}, vendor)
+    assert nodes_with_gpus(tmp_path) == []
+
+
+def test_a_machine_that_says_nothing_has_none(tmp_path: Path) -> None:
+    assert nodes_with_gpus(tmp_path) == []
+
+
+def test_segments_cover_the_pool_in_whole_regions() -> None:
+    nodes = [Node(number, frozenset()) for number in (0, 1, 3)]
+    assert cut_pool(10 * MIB + 5, MIB, nodes) == [
+        Segment(0, 3 * MIB, nodes[0]),
+        Segment(3 * MIB, 7 * MIB, nodes[1]),
+        Segment(7 * MIB, 10 * MIB + 5, nodes[2]),
+    ]
+    assert [part.end - part.begin for part in cut_pool(2 * MIB, MIB, nodes)] == [MIB, MIB]
+    assert cut_pool(2 * MIB, MIB, []) == []
+
+
+def test_each_segment_is_touched_by_threads_near_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    place_of: dict[int, frozenset[int]] = {}
+    touched: dict[frozenset[int], list[tuple[int, int]]] = defaultdict(list)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda _, cpus: place_of.update({threading.get_ident(): frozenset(cpus)})
+    )
+    monkeypatch.setattr(
+        "kvoffd.pool.memory._populate",
+        lambda address, length: touched[place_of[threading.get_ident()]].append((address, length)),
+    )
+    pool = Pool(96 * MIB, region_bytes=4 * MIB, limit=UNLIMITED, nodes=NODES)
+    try:
+        seen: list[int] = []
+        assert pool.touch(2, seen.append) == 96 * MIB
+        assert seen[-1] == 96 * MIB
+        for node, begin in zip(NODES, (0, 48 * MIB), strict=True):
+            pieces = sorted(touched[node.cpus])
+            assert pieces == [(pool.address + begin, 32 * MIB), (pool.address + begin + 32 * MIB, 16 * MIB)]
+    finally:
+        pool.close()
+
+
+def test_slots_lie_on_the_node_that_was_asked_for_and_spill_when_it_is_full() -> None:
+    pool = Pool(16 * MIB, region_bytes=4 * MIB, limit=UNLIMITED, nodes=NODES)
+    try:
+        on_one = pool.take(MIB, 3, 1)
+        assert min(on_one) >= 8 * MIB
+        on_zero = pool.take(MIB, 3, 0)
+        assert max(on_zero) < 8 * MIB
+        assert pool.spilled_slots == 0
+        more = pool.take(MIB, 7, 1)
+        assert [offset >= 8 * MIB for offset in more] == [False] * 2 + [True] * 5
+        assert pool.spilled_slots == 2
+        assert len(pool.take(MIB, 99)) == 3
+        assert pool.spilled_slots == 2, "nobody asked for a node"
+        assert pool.free_bytes == 0
+    finally:
+        pool.close()
+
+
+def test_what_was_taken_over_stays_on_its_node(tmp_path: Path) -> None:
+    pool = Pool(16 * MIB, region_bytes=4 * MIB, limit=UNLIMITED, nodes=NODES)
+    try:
+        pool._slots.hold([(8 * MIB, MIB), (12 * MIB, 2 * MIB)])
+        assert pool.take(MIB, 4, 1) == [0, 9 * MIB, 10 * MIB, 11 * MIB]
+    finally:
+        pool.close()

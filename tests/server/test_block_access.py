@@ -1,0 +1,47 @@
+"""What a put asks of the cache, without a daemon."""
+
+from __future__ import annotations
+
+import os
+
+from support.cache_rig import SLOT_UNIT, Rig, keys_of
+
+from kvoffd.errors import KvoffdError
+from kvoffd.server.block_access import BlockWrite, PutRunner
+from kvoffd.server.engine_memory import MemoryMapper
+from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
+from kvoffd.system.mappings import map_memfd
+from kvoffd.transfer.engine import Outcome
+from kvoffd.transfer.host import HostEngine
+from kvoffd_client.memory import SharedMemory
+from kvoffd_proto.blocks import PutBlocks, PutShard
+from kvoffd_proto.errors import ErrorCode
+
+
+def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> None:
+    rig = Rig()
+    space = rig.open(world_size=2)
+    for rank in range(2):
+        rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(1), node=rank + 5))
+    rig.slots.nodes_wanted.clear()
+    engine = HostEngine()
+    assert engine.close(10)  # so that it cancels what it is given
+    ended: list[bytes | KvoffdError] = []
+
+    def post(put: BlockWrite, outcome: Outcome) -> None:
+        runner.transfer_done(put, outcome)
+
+    runner = PutRunner(rig.cache, MemoryMapper(engine, map_memfd, None), 0, rig.clock, 10.0, post)
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
+    with SharedMemory(SLOT_UNIT, "put") as memory:
+        session.segments[1] = os.dup(memory.fd)
+        shards = [[PutShard(0, b"\x01" * 8)] * 2]
+        request = PutBlocks(1, session.token, space.fingerprint, 1, memory.size_bytes, 0, keys_of(2), shards)
+        runner.put(session, space, request, 8, ended.append)
+        runner.end_session(session)
+    (error,) = ended
+    assert isinstance(error, KvoffdError)
+    assert error.code is ErrorCode.CANCELLED
+    assert rig.slots.nodes_wanted == [5, 6]
+    assert space.nodes == {0: 5, 1: 6}
+    rig.cache.check()

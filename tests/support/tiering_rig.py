@@ -1,0 +1,138 @@
+"""A cache on fake slots with bytes in them, and a tier in memory below."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from support.cache_rig import Rig
+from support.memory_tier import Device, MemoryTier
+
+from kvoffd.cache import Namespace, StoreTicket
+from kvoffd.tiering.manager import TieringManager, TieringSettings
+from kvoffd.tiers.tier import TierKey
+
+
+class FakeMemory:
+    """By offset, what was put there."""
+
+    def __init__(self) -> None:
+        self.data: dict[int, bytes] = {}
+
+    def peek(self, offset: int, length: int) -> bytes:
+        return self.data[offset][:length]
+
+    def poke(self, offset: int, data: bytes) -> None:
+        self.data[offset] = data
+
+    def sum_of(self, offset: int, length: int) -> int:
+        return crc32(self.data[offset][:length]) + 1
+
+
+class FoldedBelow:
+    """Folds what is told of the tier; refuses what is impossible."""
+
+    def __init__(self) -> None:
+        self.index: set[tuple[bytes, int, bytes]] = set()
+
+    def stored_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert medium == "disk"
+        assert not names & self.index
+        self.index |= names
+
+    def removed_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+        names = {(namespace.fingerprint, group, key) for key in keys}
+        assert names <= self.index
+        self.index -= names
+
+
+class TieringRig(Rig):
+    """A rig with a tier. Bytes of a shard are a function of its name, and checked wherever they come up."""
+
+    def __init__(
+        self,
+        device: Device | None = None,
+        settings: TieringSettings | None = None,
+        regions: int = 4,
+        tier_bytes: int = 2**40,
+        most_jobs: int = 2**30,
+    ) -> None:
+        super().__init__(regions=regions)
+        self.memory = FakeMemory()
+        self.device = device or Device()
+        self.tier = MemoryTier(self.device, self.memory, tier_bytes, most_jobs)
+        self.told = FoldedBelow()
+        self.engines_busy = False
+        self.below = TieringManager(
+            self.cache, self.tier, self.told, self.clock, settings or TieringSettings(), lambda: self.engines_busy
+        )
+        self.tier.listener = self.below
+        self.cache.attach(self.below)
+
+    def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
+        """What a shard must hold."""
+        sizes = namespace.shard_bytes(rank)
+        assert sizes is not None
+        return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
+
+    def fill(self, ticket: StoreTicket) -> None:
+        """Bytes and checksums, as a store leaves them."""
+        for block, offset in zip(ticket.blocks, ticket.offsets, strict=True):
+            data = self.content(ticket.namespace, ticket.group, block.key, ticket.rank)
+            self.memory.poke(offset, data)
+            ticket.checksums.append(self.memory.sum_of(offset, len(data)))
+
+    def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
+        dropped = 0
+        for rank in range(namespace.world_size):
+            ticket = self.cache.begin_store(namespace, rank, group, keys, first_block)
+            self.fill(ticket)
+            self.cache.commit_store(ticket)
+            dropped = len(ticket.dropped)
+        return dropped
+
+    def put_below(self, namespace: Namespace, keys: bytes) -> None:
+        """Into the tier alone."""
+        self.put(namespace, keys)
+        blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
+        for block in blocks:
+            ticket = self.cache.exchange.begin_write(block)
+            assert ticket is not None
+            assert self.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: self.end_write(ticket))  # type: ignore[misc]
+        self.tier.end_all()
+        self.cache._blocks._evict(blocks)
+        assert self.in_tier(namespace, keys) == len(blocks)
+
+    def end_write(self, ticket: object) -> None:
+        """End a write."""
+        assert self.cache.exchange.end_write(ticket)  # type: ignore[arg-type]
+
+    def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
+        """How many of the keys the tier has."""
+        index = self.tier.index(namespace.fingerprint, group)
+        return sum(key in index for key in namespace.split(group, keys))
+
+    def come_up(self) -> None:
+        """All that was asked for."""
+        self.below.pump()
+        self.tier.end_all(self.clock())
+
+    def check(self) -> None:
+        """The books, the events, and the bytes of all that is ready."""
+        self.cache.check()
+        for namespace in self.cache.namespaces:
+            for group, index in enumerate(namespace.index):
+                for key, block in index.items():
+                    for rank, shard in block.shards.items():
+                        if shard.written:
+                            expected = self.content(namespace, group, key, rank)
+                            assert self.memory.peek(shard.offset, len(expected)) == expected
+        assert self.told.index == {tuple(name) for name in self.device.blocks}
+
+
+def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
+    """As a tier knows a block."""
+    return TierKey(namespace.fingerprint, group, key)
+
+
+__all__ = ["FakeMemory", "FoldedBelow", "TieringRig", "name_of"]

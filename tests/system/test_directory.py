@@ -1,0 +1,54 @@
+"""The daemon's directory when the file system fails: one sentence, and the lock is let go."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvoffd.system.directory import DaemonDirectory, DirectoryError
+
+
+def fail(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "pwrite"])
+def test_a_lock_file_that_cannot_be_written_is_refused_and_let_go(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(DirectoryError, match="No space left"):
+            DaemonDirectory(tmp_path).acquire()
+    again = DaemonDirectory(tmp_path)
+    again.acquire()
+    again.release()
+
+
+def test_sockets_that_cannot_be_removed_do_not_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = DaemonDirectory(tmp_path)
+    directory.acquire()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", fail)
+        with pytest.raises(DirectoryError, match="by hand"):
+            directory.release()
+        with pytest.raises(DirectoryError, match="by hand"):
+            DaemonDirectory(tmp_path).acquire()
+    again = DaemonDirectory(tmp_path)
+    again.acquire()
+    again.release()
+
+
+def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
+    directory = DaemonDirectory(tmp_path)
+    directory.acquire()
+    directory.sockets.jobs.touch()
+    directory.release(keep_lock=True)
+    assert not directory.sockets.jobs.exists()
+    with pytest.raises(DirectoryError):
+        DaemonDirectory(tmp_path).acquire()
+    directory.release()
+    DaemonDirectory(tmp_path).acquire()

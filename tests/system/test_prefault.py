@@ -1,0 +1,107 @@
+"""Engine memory is faulted in ahead of the copies, as far as it exists, and may be unmapped at any time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvoffd.errors import UnsafeSegment
+from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.prefault import STEP_BYTES, PageFaulter
+
+MIB = 1 << 20
+
+
+@contextmanager
+def engine_memory(size: int, written: int) -> Iterator[int]:
+    """A memfd of which the first ``written`` bytes exist, without a mapping of its own."""
+    fd = os.memfd_create("engine", os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        for begin in range(0, written, MIB):
+            os.pwrite(fd, bytes(min(MIB, written - begin)), begin)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def faulter() -> Iterator[PageFaulter]:
+    made = PageFaulter()
+    yield made
+    made.close()
+
+
+def mapped_bytes(segment: MappedSegment) -> int:
+    """What of the segment is in the page tables of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith(f"{segment.address:x}-"))
+    return 1024 * next(int(line.split()[1]) for line in lines[begin:] if line.startswith("Rss:"))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFaulter) -> None:
+    size = 3 * STEP_BYTES + 5 * 4096
+    with engine_memory(size, written=size) as fd:
+        segment = faulter.map_memfd(fd, size)
+        eventually(lambda: faulter.idle)
+        assert mapped_bytes(segment) == size
+        segment.close()
+
+
+def test_what_the_engine_never_touched_is_not_made(faulter: PageFaulter) -> None:
+    size = 3 * STEP_BYTES
+    with engine_memory(size, written=STEP_BYTES + 8192) as fd:
+        before = os.fstat(fd).st_blocks
+        segment = faulter.map_memfd(fd, size)
+        eventually(lambda: faulter.idle)
+        assert os.fstat(fd).st_blocks == before
+        assert mapped_bytes(segment) == STEP_BYTES + 8192
+        segment.close()
+
+
+def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> None:
+    size = 16 * STEP_BYTES
+    with engine_memory(size, written=size) as fd:
+        for number in range(20):
+            segments = [faulter.map_memfd(fd, size) for _ in range(2)]
+            if number % 2:
+                eventually(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
+            for segment in segments:
+                segment.close()
+                assert segment.closed
+            assert faulter.idle
+
+
+def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    with pytest.raises(UnsafeSegment, match="F_SEAL_SHRINK"):
+        faulter.map_memfd(fd, MIB)
+    assert faulter.idle
+    os.close(fd)
+
+
+def test_the_end_does_not_wait_for_what_is_left() -> None:
+    size = 16 * STEP_BYTES
+    with engine_memory(size, written=size) as fd:
+        faulter = PageFaulter()
+        segments = [faulter.map_memfd(fd, size) for _ in range(50)]
+        faulter.close()
+        assert not faulter.idle
+        for segment in segments:
+            segment.close()
+        assert faulter.idle

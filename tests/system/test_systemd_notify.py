@@ -1,0 +1,293 @@
+"""What systemd hears from the daemon, on a real datagram socket."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
+
+DEADLINE_S = 10.0
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening,
+    ):
+        listening.bind(str(Path(directory) / "notify"))
+        listening.settimeout(DEADLINE_S)
+        yield listening
+
+
+def environ(listener: socket.socket, **more: str) -> dict[str, str]:
+    return {"NOTIFY_SOCKET": listener.getsockname(), **more}
+
+
+def heard(listener: socket.socket) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in listener.recv(65536).decode().splitlines())
+
+
+@pytest.fixture
+def notifier(listener: socket.socket) -> Iterator[Notifier]:
+    made = Notifier(environ(listener))
+    yield made
+    made.close()
+
+
+def test_ready_status_watchdog_and_stopping_are_what_systemd_reads(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.starting("touched 1 of 4 GiB", extend_timeout_s=2.5)
+    assert heard(listener) == {"EXTEND_TIMEOUT_USEC": "2500000", "STATUS": "touched 1 of 4 GiB"}
+    notifier.ready("serving")
+    assert heard(listener) == {"READY": "1", "STATUS": "serving"}
+    notifier.status("3 sessions")
+    assert heard(listener) == {"STATUS": "3 sessions"}
+    notifier.watchdog()
+    assert heard(listener) == {"WATCHDOG": "1"}
+    notifier.stopping("waiting for 2 jobs")
+    assert heard(listener) == {"STOPPING": "1", "STATUS": "waiting for 2 jobs"}
+
+
+def test_a_status_cannot_bring_in_another_field(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.status("a\nREADY=1\r\nb" + "c" * 5000)
+    said = heard(listener)
+    assert set(said) == {"STATUS"}
+    assert said["STATUS"].startswith("a READY=1 b")
+    assert len(said["STATUS"]) == 1024
+
+
+def test_abstract_sockets_are_reached() -> None:
+    name = f"kvoffd-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(f"\0{name}")
+        listening.settimeout(DEADLINE_S)
+        notifier = Notifier({"NOTIFY_SOCKET": f"@{name}"})
+        notifier.ready("serving")
+        assert heard(listening)["READY"] == "1"
+        notifier.close()
+
+
+def test_without_systemd_nothing_happens() -> None:
+    notifier = Notifier({"WATCHDOG_USEC": "1000000"})
+    assert not notifier.enabled
+    assert notifier.watchdog_interval_s is None
+    notifier.ready("serving")
+    notifier.store_fds("pool", [0])
+    notifier.close()
+
+
+@pytest.mark.parametrize("address", ["vsock:2:1", "relative/path"])
+def test_an_address_that_cannot_be_used_is_said_and_ignored(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": address})
+    notifier.ready("serving")
+    assert not notifier.enabled
+    assert address in caplog.text
+
+
+def test_a_listener_that_is_gone_harms_nobody_and_is_said_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    notifier = Notifier({"NOTIFY_SOCKET": str(tmp_path / "gone")})
+    for _ in range(3):
+        notifier.watchdog()
+    notifier.close()
+    assert len(caplog.records) == 1
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_listener_that_does_not_read_never_blocks(listener: socket.socket, notifier: Notifier) -> None:
+    for _ in range(5000):  # the queue of an unread unix socket holds far fewer
+        notifier.status("x" * 1000)
+    assert heard(listener)["STATUS"] == "x" * 1000
+
+
+def test_a_closed_notifier_is_silent(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.close()
+    notifier.ready("serving")
+    listener.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        listener.recv(100)
+
+
+def test_descriptors_reach_the_store_with_their_name(listener: socket.socket, notifier: Notifier) -> None:
+    sent = os.memfd_create("pool")
+    os.write(sent, b"blocks")
+    notifier.store_fds("pool", [sent])
+    text, ancillary, _, _ = listener.recvmsg(4096, socket.CMSG_SPACE(64))
+    received = array.array("i")
+    received.frombytes(ancillary[0][2])
+    assert text.decode().splitlines() == ["FDSTORE=1", "FDNAME=pool", "FDPOLL=0"]
+    assert os.pread(received[0], 6, 0) == b"blocks"
+    os.close(sent)
+    os.close(received[0])
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "line\nbreak", "ü", "x" * 256])
+def test_a_name_that_systemd_refuses_is_refused_here(name: str, notifier: Notifier) -> None:
+    with pytest.raises(ValueError, match="cannot name"):
+        notifier.store_fds(name, [0])
+
+
+@pytest.mark.parametrize("count", [0, MAX_FDS_PER_MESSAGE + 1])
+def test_an_impossible_number_of_descriptors_is_refused(count: int, notifier: Notifier) -> None:
+    with pytest.raises(ValueError, match="descriptors"):
+        notifier.store_fds("pool", [0] * count)
+
+
+@pytest.mark.parametrize(
+    ("variables", "interval_s"),
+    [
+        ({"WATCHDOG_USEC": "30000000"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, 15.0),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({"WATCHDOG_USEC": "-5"}, None),
+        ({"WATCHDOG_USEC": "9" * 5000}, None),
+        ({}, None),
+    ],
+)
+def test_the_watchdog_interval_is_half_the_timeout_of_this_process(
+    variables: dict[str, str], interval_s: float | None, listener: socket.socket
+) -> None:
+    notifier = Notifier(environ(listener, **variables), pid=77)
+    assert notifier.watchdog_interval_s == interval_s
+    notifier.close()
+
+
+class Beats(Notifier):
+    """Counts what it sends."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(environ(listener, WATCHDOG_USEC="20000"))
+        self.count = 0
+
+    def watchdog(self) -> None:
+        self.count += 1
+        super().watchdog()
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not happened():  # noqa: ASYNC110  what is waited for is a count, not an event
+            await asyncio.sleep(0.001)
+
+
+def test_the_watchdog_is_told_while_the_daemon_works(listener: socket.socket) -> None:
+    async def until_three_beats() -> None:
+        beats, asked = Beats(listener), 0
+
+        async def works() -> bool:
+            nonlocal asked
+            asked += 1
+            return True
+
+        keeper = asyncio.create_task(keep_watchdog(beats, works))
+        await until(lambda: beats.count >= 3)
+        keeper.cancel()
+        beats.close()
+        assert asked >= 3
+
+    asyncio.run(until_three_beats())
+    assert heard(listener) == {"WATCHDOG": "1"}
+
+
+@pytest.mark.parametrize("trouble", ["says no", "raises", "hangs"])
+def test_no_beat_comes_while_the_daemon_does_not_work_and_they_come_again_after(
+    trouble: str, listener: socket.socket
+) -> None:
+    async def scenario() -> None:
+        beats, asked, broken = Beats(listener), 0, True
+
+        async def works() -> bool:
+            nonlocal asked
+            asked += 1
+            if broken and trouble == "raises":
+                raise RuntimeError("broken")
+            if broken and trouble == "hangs":
+                await asyncio.Event().wait()
+            return not broken
+
+        keeper = asyncio.create_task(keep_watchdog(beats, works))
+        await until(lambda: asked >= 3)
+        assert beats.count == 0
+        broken = False
+        await until(lambda: beats.count > 0)
+        keeper.cancel()
+        beats.close()
+
+    asyncio.run(scenario())
+
+
+def test_where_nobody_watches_the_keeper_ends_at_once(notifier: Notifier) -> None:
+    async def works() -> bool:
+        raise AssertionError("nobody should ask")
+
+    asyncio.run(asyncio.wait_for(keep_watchdog(notifier, works), DEADLINE_S))
+
+
+def test_stored_descriptors_are_removed_by_name(listener: socket.socket, notifier: Notifier) -> None:
+    notifier.remove_fds("kvoffd-pool")
+    assert heard(listener) == {"FDSTOREREMOVE": "1", "FDNAME": "kvoffd-pool"}
+
+
+def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, notifier: Notifier) -> None:
+    def hear() -> None:
+        data, ancillary, _, _ = listener.recvmsg(4096, 1024)
+        assert data == b"BARRIER=1"
+        os.close(array.array("i", ancillary[0][2])[0])
+
+    assert not notifier.wait_heard(0.05), "nobody has read the barrier yet"
+    hear()
+    systemd = threading.Thread(target=hear)
+    systemd.start()
+    assert notifier.wait_heard(DEADLINE_S)
+    systemd.join()
+
+
+def test_without_a_listener_nothing_is_waited_for() -> None:
+    assert Notifier({}).wait_heard(60.0)
+
+
+def test_stored_descriptors_come_by_name_and_are_not_passed_on() -> None:
+    # They have the numbers from 3 on, so this takes a process of its own.
+    script = """
+import os
+from kvoffd.system.systemd import take_stored_fds
+for place, fd in enumerate([os.memfd_create("x") for _ in range(10)][-3:]):
+    os.dup2(fd, 3 + place)
+    os.set_inheritable(3 + place, True)
+environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "3", "LISTEN_FDNAMES": "a:b:a", "HOME": "/"}
+assert take_stored_fds(environ) == {"a": [3, 5], "b": [4]}
+assert environ == {"HOME": "/"}
+assert not any(os.get_inheritable(fd) for fd in (3, 4, 5))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "a:b"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "many"},
+        {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "-1"},
+        {"LISTEN_FDS": "2"},
+    ],
+)
+def test_descriptors_of_others_are_not_taken(variables: dict[str, str]) -> None:
+    environ = dict(variables)
+    assert take_stored_fds(environ) == {}
+    assert environ == {}

@@ -1,0 +1,159 @@
+"""Any order of stores, lookups, drops, failures of the tier and passing time: books, events and bytes stay right."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.cache_rig import SLOT_UNIT, keys_of
+from support.tiering_rig import TieringRig
+
+from kvoffd.cache import BlockState, StoreTicket
+from kvoffd.tiering.demotion import WriteMode
+from kvoffd.tiering.manager import TieringSettings
+from kvoffd.tiers.tier import TierKey, TierResult
+from kvoffd_proto.messages import PENDING, READY
+
+chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
+faults = st.sampled_from([None, None, None, *TierResult])
+
+
+class BelowMachine(RuleBasedStateMachine):
+    """What is dropped never comes back, whatever is under way then; what is ready has the bytes of its name."""
+
+    @initialize(mode=st.sampled_from(WriteMode), tier_blocks=st.sampled_from([3, 99]), jobs=st.sampled_from([2, 99]))
+    def begin(self, mode: WriteMode, tier_blocks: int, jobs: int) -> None:
+        self.rig = TieringRig(settings=TieringSettings(mode), tier_bytes=tier_blocks * SLOT_UNIT, most_jobs=jobs)
+        self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
+        self.stores: list[StoreTicket] = []
+        self.stored: set[TierKey] = set()
+        """What was stored since it was dropped last: only that may be ready."""
+        self.leases = 0
+
+    @rule(space=st.integers(0, 1), chain=chains)
+    def begin_store(self, space: int, chain: list[int]) -> None:
+        namespace = self.spaces[space]
+        for rank in range(namespace.world_size):
+            self.stores.append(self.rig.cache.begin_store(namespace, rank, 0, keys_of(*chain)))
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data(), ok=st.booleans())
+    def end_store(self, data: st.DataObject, ok: bool) -> None:
+        ticket = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        if not ok:
+            self.rig.cache.abort_store(ticket)
+            return
+        self.rig.fill(ticket)
+        self.rig.cache.commit_store(ticket)
+        self.stored |= {TierKey(ticket.namespace.fingerprint, 0, block.key) for block in ticket.blocks}
+
+    @rule(space=st.integers(0, 1), chain=chains, keep=st.booleans())
+    def look_up(self, space: int, chain: list[int], keep: bool) -> None:
+        self.leases += 1
+        namespace = self.spaces[space]
+        answer = self.rig.cache.lookup(namespace, self.leases, 1, [(0, keys_of(*chain))])
+        for key, state in zip(chain, answer.states[0], strict=True):
+            assert state != READY or TierKey(namespace.fingerprint, 0, keys_of(key)) in self.stored
+        self.rig.cache.touch(self.leases)
+        if not keep:
+            self.rig.cache.release(1, [self.leases])
+        if PENDING in answer.states[0]:
+            self.rig.below.pump()
+
+    @rule()
+    def release(self) -> None:
+        self.rig.cache.end_owner(1)
+
+    @rule()
+    def pump(self) -> None:
+        self.rig.below.pump()
+
+    @rule()
+    def evict_all(self) -> None:
+        blocks = [block for space in self.spaces for block in space.index[0].values()]
+        loose = [block for block in blocks if block.state is BlockState.READY and not block.pins]
+        self.rig.cache._blocks._evict(loose)
+
+    @rule(data=st.data(), fault=faults)
+    def end_all_jobs(self, data: st.DataObject, fault: TierResult | None) -> None:
+        while self.rig.tier.jobs:
+            self.end_job(data, fault)
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 6.0, 100.0]))
+    def tick(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+        self.rig.cache.expire()
+        self.rig.below.tick()
+
+    @rule(space=st.integers(0, 1), chain=chains, ask=st.booleans())
+    def put_down(self, space: int, chain: list[int], ask: bool) -> None:
+        """A quick way into the tier, out of the pool, and perhaps up again."""
+        namespace = self.spaces[space]
+        self.rig.put(namespace, keys_of(*chain))
+        ready = [block for block in namespace.index[0].values() if block.state is BlockState.READY]
+        self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
+        self.rig.below.writer._due.update(dict.fromkeys(ready))
+        self.rig.below.writer.pump()
+        self.rig.tier.end_all(self.rig.clock())
+        self.evict_all()
+        if ask:
+            self.look_up(space, chain, keep=False)
+
+    @precondition(lambda self: self.rig.tier.jobs)
+    @rule(data=st.data(), fault=faults)
+    def end_job(self, data: st.DataObject, fault: TierResult | None) -> None:
+        jobs = list(self.rig.tier.jobs)
+        job = jobs[data.draw(st.integers(0, len(jobs) - 1))]
+        self.rig.tier.end(job, self.rig.clock(), None if fault is TierResult.DONE else fault)
+
+    @precondition(lambda self: self.rig.device.blocks)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        names = sorted(self.rig.device.blocks)
+        self.rig.tier.spoil(names[data.draw(st.integers(0, len(names) - 1))])
+
+    @rule(space=st.integers(0, 1), chain=chains)
+    def invalidate(self, space: int, chain: list[int]) -> None:
+        namespace = self.spaces[space]
+        self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
+        self.stored -= {TierKey(namespace.fingerprint, 0, keys_of(key)) for key in chain}
+
+    @rule(space=st.integers(0, 1))
+    def reset(self, space: int) -> None:
+        namespace = self.spaces[space]
+        self.rig.cache.reset(namespace)
+        self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
+        self.rig.told.index = {name for name in self.rig.told.index if name[0] != namespace.fingerprint}
+
+    @invariant()
+    def all_is_right(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.tier.tell()
+            self.rig.check()
+            promoter, most = self.rig.below.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
+            assert promoter.under_way_bytes - promoter._given_up_bytes <= most
+            assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        rig = self.rig
+        for ticket in self.stores:
+            rig.cache.abort_store(ticket)
+        rig.cache.end_owner(1)
+        rig.tier.draining = True
+        while rig.tier.jobs or rig.below.promoter.busy:
+            rig.come_up()
+            rig.clock.now += 10.0
+            rig.below.tick()
+        rig.clock.now += 1000.0
+        rig.cache.expire()
+        balance = rig.cache.balance()
+        assert (balance.writing_bytes, balance.leaving_bytes, balance.pinned_bytes) == (0, 0, 0)
+        rig.check()
+
+
+TestBelow = BelowMachine.TestCase
+TestBelow.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

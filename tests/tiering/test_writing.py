@@ -1,0 +1,264 @@
+"""What goes down to a tier: by use, ahead of eviction, within a budget; and never in anybody's way."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_rig import SLOT_UNIT, keys_of
+from support.tiering_rig import TieringRig
+
+from kvoffd.tiering.budget import DAY_S, WriteBudget
+from kvoffd.tiering.demotion import LEAST_SWEPT, WriteMode
+from kvoffd.tiering.manager import TieringSettings
+from kvoffd.tiers.tier import TierResult
+
+
+def rig_of(mode: WriteMode, **settings: int) -> TieringRig:
+    return TieringRig(settings=TieringSettings(mode=mode, **settings), regions=8)
+
+
+def go_on(rig: TieringRig) -> None:
+    rig.below.tick()
+    rig.tier.end_all()
+
+
+def test_always_writes_what_is_stored() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open(world_size=2)
+    rig.put(space, keys_of(1, 2))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(1, 2)) == 2
+    assert rig.below.writer.written_bytes == 4 * SLOT_UNIT
+    rig.check()
+
+
+def test_what_came_up_is_not_written_again() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put_below(space, keys_of(1))
+    rig.states(space, keys_of(1))
+    rig.come_up()
+    go_on(rig)
+    assert rig.tier.counts["written"] == 1
+
+
+def test_reuse_writes_what_a_lookup_found() -> None:
+    rig = rig_of(WriteMode.REUSE)
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(1, 2)) == 0
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(1))])
+    rig.cache.touch(1)
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(1)) == 1
+    assert rig.in_tier(space, keys_of(2)) == 0
+    rig.check()
+
+
+def test_the_cold_end_is_written_ahead_when_room_is_short_and_nobody_reads() -> None:
+    rig = rig_of(WriteMode.REUSE)
+    space = rig.open()
+    rig.put(space, keys_of(*range(28)))
+    go_on(rig)
+    assert not rig.device.blocks, "an eighth of the pool is free"
+    rig.put(space, keys_of(*range(28, 30)))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(27, 26)) == 2, "the tail of the oldest store is the coldest"
+    assert len(rig.device.blocks) == 2
+
+
+@pytest.mark.parametrize(("mode", "written"), [(WriteMode.REUSE, 0), (WriteMode.EVICT, 2)])
+def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, written: int) -> None:
+    rig = rig_of(mode)
+    space = rig.open()
+    rig.put_below(space, keys_of(99))
+    rig.put(space, keys_of(*range(31)))
+    rig.states(space, keys_of(99))
+    rig.below.pump()
+    rig.below.tick()
+    assert sum(not job.reading for job in rig.tier.jobs) == written
+
+
+def test_never_writes_nothing() -> None:
+    rig = rig_of(WriteMode.NEVER)
+    space = rig.open()
+    rig.put(space, keys_of(*range(32)))
+    rig.states(space, keys_of(*range(32)))
+    go_on(rig)
+    assert not rig.device.blocks
+
+
+def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    rig.below.pump()
+    assert rig.cache.pinned_blocks == 1
+    rig.put(space, keys_of(*range(2, 40)))
+    rig.cache.check()
+    assert keys_of(1) in space.index[0]
+    rig.tier.end_all()
+    rig.check()
+
+
+def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    rig.below.pump()
+    rig.cache.invalidate(space, [(0, keys_of(1))])
+    rig.tier.end_all()
+    assert rig.in_tier(space, keys_of(1, 2)) == 1
+    assert rig.cache.pinned_blocks == 0
+    rig.check()
+
+
+def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    rig.below.pump()
+    rig.cache.invalidate(space, [(0, keys_of(1))])
+    rig.put(space, keys_of(1))
+    rig.tier.end_all()
+    go_on(rig)
+    go_on(rig)
+    assert rig.cache.balance().leaving_bytes == 0
+    rig.check()
+
+
+def test_a_write_that_fails_is_let_go() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    rig.below.pump()
+    rig.tier.end_all(fault=TierResult.FAILED)
+    assert rig.cache.pinned_blocks == 0
+    assert rig.below.writer.written_blocks == 0
+    rig.check()
+
+
+def test_blocks_without_a_checksum_stay() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    ticket = rig.cache.begin_store(space, 0, 0, keys_of(1))
+    rig.fill(ticket)
+    ticket.checksums = []
+    rig.cache.commit_store(ticket)
+    go_on(rig)
+    assert not rig.device.blocks
+
+
+def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.put(space, keys_of(*range(16)))
+    rig.below.pump()
+    assert len(rig.tier.jobs) == 2
+    rig.tier.end_all()
+    assert len(rig.device.blocks) == 16
+    rig.check()
+
+
+def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
+    rig = rig_of(WriteMode.ALWAYS, per_day_bytes=32 * SLOT_UNIT)
+    space = rig.open()
+    rig.put(space, keys_of(*range(16)))
+    go_on(rig)
+    assert len(rig.device.blocks) == 4
+    assert rig.below.writer.over_budget == 1
+    assert rig.below.writer.budget.left_bytes == 0
+    rig.clock.now += DAY_S / 28 + 1
+    rig.put(space, keys_of(99))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(99)) == 1
+
+
+def test_beyond_the_rate_writes_wait_for_their_turn() -> None:
+    rig = rig_of(WriteMode.ALWAYS, per_second_bytes=8 * SLOT_UNIT)
+    space = rig.open()
+    rig.put(space, keys_of(*range(6)))
+    go_on(rig)
+    assert len(rig.device.blocks) == 2
+    for _ in range(2):
+        rig.clock.now += 0.25
+        go_on(rig)
+    assert len(rig.device.blocks) == 6
+
+
+def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None:
+    rig = rig_of(WriteMode.ALWAYS, trickle_bytes=2 * SLOT_UNIT)
+    space = rig.open()
+    rig.engines_busy = True
+    rig.put(space, keys_of(*range(16)))
+    for ticks in range(1, 4):
+        go_on(rig)
+        rig.below.pump()
+        rig.tier.end_all()
+        assert len(rig.device.blocks) == 2 * ticks
+    rig.engines_busy = False
+    go_on(rig)
+    assert len(rig.device.blocks) == 16
+
+
+def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
+    rig = TieringRig(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=8, most_jobs=1)
+    space = rig.open()
+    rig.put(space, keys_of(1, 2, 3))
+    for _ in range(4):
+        go_on(rig)
+    assert len(rig.device.blocks) == 3
+    rig.check()
+
+
+def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    longest = 0
+    for start in range(0, 6400, 16):
+        rig.put(space, keys_of(*range(start, start + 16)))
+        rig.below.tick()  # what it began is never done
+        longest = max(longest, rig.below.writer.waiting_blocks)
+    assert longest <= LEAST_SWEPT + 2 * space.ready_blocks + 16
+    assert len(rig.tier.jobs) == 2
+    rig.tier.end_all()
+    assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
+    rig.check()
+
+
+def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
+    rig = rig_of(WriteMode.NEVER)
+    space = rig.open()
+    rig.put_below(space, keys_of(1))
+    rig.put_below(space, keys_of(2))
+    rig.states(space, keys_of(1))
+    rig.come_up()
+    rig.put_below(space, keys_of(3))
+    assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
+    rig.cache._blocks._evict([space.index[0][keys_of(1)]])
+    rig.below.tick()
+    assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
+
+
+@pytest.mark.parametrize("step_s", [1.0, 60.0, 7000.0])
+def test_no_24_hours_see_more_than_the_days_bytes(step_s: float) -> None:
+    now = 0.0
+    budget = WriteBudget(1_000_000, 0, lambda: now)
+    written: list[tuple[float, int]] = []
+    while now < 2 * DAY_S:
+        while budget.take(5_000):
+            written.append((now, 5_000))
+        now += step_s
+    total = sum(nbytes for _, nbytes in written)
+    assert total > 1_700_000
+    starts = [at for at, _ in written][::10]
+    assert max(sum(nbytes for at, nbytes in written if start <= at < start + DAY_S) for start in starts) <= 1_000_000
+
+
+def test_a_block_larger_than_what_may_be_saved_is_written_and_paid_off() -> None:
+    now = 0.0
+    budget = WriteBudget(8_000, 0, lambda: now)
+    assert budget.take(4_000)
+    assert not budget.take(1)
+    now = DAY_S * 3_000 / 7_000 + 30
+    assert budget.take(1)
