@@ -374,8 +374,8 @@ int cuPointerGetAttribute(void *out, int attribute, address_t address) {
     range_t *range = find(address, ON_DEVICE);
     if (!range) return leave(INVALID_VALUE);
     if (attribute == 9) *(int *)out = 0;                                     /* DEVICE_ORDINAL */
-    else if (attribute == 14) *(unsigned *)out = range->kind == DEVICE;      /* IS_LEGACY_CUDA_IPC_CAPABLE */
-    else if (attribute == 17) *(uint64_t *)out = range->handle_types;        /* ALLOWED_HANDLE_TYPES */
+    else if (attribute == 10) *(unsigned *)out = range->kind == DEVICE;      /* IS_LEGACY_CUDA_IPC_CAPABLE */
+    else if (attribute == 14) *(uint64_t *)out = range->handle_types;        /* ALLOWED_HANDLE_TYPES */
     else return leave(INVALID_VALUE);
     return leave(0);
 }
