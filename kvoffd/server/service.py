@@ -25,7 +25,7 @@ from kvoffd.server.operators import BlockAccess
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.registration import Registration
 from kvoffd.server.report import Reporter
-from kvoffd.server.requests.table import HANDLERS, OVER_TCP
+from kvoffd.server.requests.table import HANDLERS
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.system.mappings import MappedSegment, map_memfd
@@ -333,19 +333,19 @@ class Service:
         if session is None:
             raise KvoffdError(ErrorCode.BAD_TOKEN.sentence, ErrorCode.BAD_TOKEN)
         session.last_request_at = self.clock()
-        roles, handler = HANDLERS[type(request)]
+        exchange = m.EXCHANGES[type(request)]
         if session.role is None and not isinstance(request, m.Hello):
             raise KvoffdError(ErrorCode.NO_HELLO.sentence, ErrorCode.NO_HELLO)
-        if session.role is not None and session.role not in roles:
+        if session.role is not None and session.role not in exchange.roles:
             raise KvoffdError(
-                f"{type(request).__name__} is for the role {' or '.join(sorted(roles))}, not {session.role}.",
+                f"{type(request).__name__} is for the role {' or '.join(sorted(exchange.roles))}, not {session.role}.",
                 ErrorCode.WRONG_ROLE,
             )
-        if session.peer.key and type(request) not in OVER_TCP:
+        if session.peer.key and not exchange.over_tcp:
             raise KvoffdError(
                 f"{type(request).__name__} is not for TCP; send it on the daemon's own machine.", ErrorCode.WRONG_ROLE
             )
-        return handler(self, session, request)
+        return HANDLERS[type(request)](self, session, request)
 
 
 def _nothing() -> None:

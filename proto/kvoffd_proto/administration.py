@@ -7,11 +7,22 @@ from typing import Annotated
 from msgspec import Meta, field
 
 from kvoffd_proto.blocks import BlockAccessStats
-from kvoffd_proto.wire import ByteCount, Count, Fingerprint, GroupSpec, Reply, Request, Seconds, SessionId, Wire
-
-
-class Stats(Request, frozen=True):
-    """Asks for all counters."""
+from kvoffd_proto.wire import (
+    ADMIN,
+    ANY_ROLE,
+    ByteCount,
+    Count,
+    Done,
+    Fingerprint,
+    GroupSpec,
+    Reply,
+    Request,
+    Seconds,
+    Section,
+    SessionId,
+    Wire,
+    exchange,
+)
 
 
 class NamespaceStats(Wire, frozen=True):
@@ -196,8 +207,9 @@ class StatsReply(Reply, frozen=True):
     disks: Annotated[list[DiskStats], Meta(description="Directories of the disk tier.")] = field(default_factory=list)
 
 
-class Health(Request, frozen=True):
-    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
+@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
+class Stats(Request[StatsReply], frozen=True):
+    """Asks for all counters."""
 
 
 class HealthReply(Reply, frozen=True):
@@ -208,8 +220,9 @@ class HealthReply(Reply, frozen=True):
     problems: Annotated[list[str], Meta(description="A sentence each.")]
 
 
-class Sessions(Request, frozen=True):
-    """Asks for the open sessions."""
+@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
+class Health(Request[HealthReply], frozen=True):
+    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
 
 
 class SessionInfo(Wire, frozen=True):
@@ -238,8 +251,9 @@ class SessionsReply(Reply, frozen=True):
     sessions: Annotated[list[SessionInfo], Meta(description="Oldest first.")]
 
 
-class Namespaces(Request, frozen=True):
-    """Asks for the open namespaces."""
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Sessions(Request[SessionsReply], frozen=True):
+    """Asks for the open sessions."""
 
 
 class NamespaceInfo(Wire, frozen=True):
@@ -266,35 +280,16 @@ class NamespacesReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceInfo], Meta(description="In the order in which they were opened.")]
 
 
-class Clear(Request, frozen=True):
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Namespaces(Request[NamespacesReply], frozen=True):
+    """Asks for the open namespaces."""
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only."""
 
     namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None
-
-
-class AttachDisk(Request, frozen=True):
-    """Begins to use a directory as a disk tier; ``Stats`` tells how that goes. Root and the daemon's own user only."""
-
-    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="An absolute path.")]
-    size_bytes: Annotated[ByteCount, Meta(description="The most that may be taken of its device.")]
-
-
-class DrainDisk(Request, frozen=True):
-    """Writes nothing to a directory any more; what is there is still read. Root and the daemon's own user only."""
-
-    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
-
-
-class DetachDisk(Request, frozen=True):
-    """Gives a directory up; its blocks stay in its file. Root and the daemon's own user only."""
-
-    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
-
-
-class Scrub(Request, frozen=True):
-    """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
-
-    start: Annotated[bool, Meta(description="Begin, unless it is being done already. False only asks.")]
 
 
 class ScrubReply(Reply, frozen=True):
@@ -307,3 +302,32 @@ class ScrubReply(Reply, frozen=True):
     checked_bytes: Annotated[ByteCount, Meta(description="Bytes that were compared.")]
     mismatches: Annotated[Count, Meta(description="Slots whose bytes were not those that were stored.")]
     seconds: Annotated[Seconds, Meta(description="How long it has been running, or ran, in seconds.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Scrub(Request[ScrubReply], frozen=True):
+    """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
+
+    start: Annotated[bool, Meta(description="Begin, unless it is being done already. False only asks.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class AttachDisk(Request[Done], frozen=True):
+    """Begins to use a directory as a disk tier; ``Stats`` tells how that goes. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="An absolute path.")]
+    size_bytes: Annotated[ByteCount, Meta(description="The most that may be taken of its device.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class DrainDisk(Request[Done], frozen=True):
+    """Writes nothing to a directory any more; what is there is still read. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class DetachDisk(Request[Done], frozen=True):
+    """Gives a directory up; its blocks stay in its file. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]

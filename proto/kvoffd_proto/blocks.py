@@ -13,15 +13,20 @@ from msgspec import Meta
 
 from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.wire import (
+    ADMIN,
     ByteCount,
     Count,
+    Done,
     Fingerprint,
     GroupIndex,
     GroupSpec,
     LeaseId,
+    NamespaceOpened,
     Reply,
     Request,
+    Section,
     Wire,
+    exchange,
 )
 
 CHECKSUM_BYTES = 8
@@ -66,12 +71,6 @@ def shard_bytes_of(shard: ShardSpec) -> int:
 RankSpec = Annotated[list[ShardSpec], Meta(max_length=1024)]
 
 
-class DescribeNamespace(Request, frozen=True):
-    """Asks what the blocks of a namespace are made of."""
-
-    namespace: Fingerprint
-
-
 class NamespaceDescribed(Reply, frozen=True):
     """Answer to DescribeNamespace."""
 
@@ -85,7 +84,15 @@ class NamespaceDescribed(Reply, frozen=True):
     ]
 
 
-class RestoreNamespace(Request, frozen=True):
+@exchange(Section.BLOCKS, ADMIN)
+class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
+    """Asks what the blocks of a namespace are made of."""
+
+    namespace: Fingerprint
+
+
+@exchange(Section.BLOCKS, ADMIN)
+class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace and fixes its shards without an engine, as before an import.
 
     Where it is open it must have the same geometry; ranks that no worker registered for get theirs.
@@ -103,20 +110,6 @@ class RestoreNamespace(Request, frozen=True):
 
 
 # --- reading --------------------------------------------------------------------------------------
-
-
-class ListBlocks(Request, frozen=True):
-    """Asks for the blocks of one group, a page at a time, in the order in which they came.
-
-    The first page (``position`` 0) notes the keys that are there; the following ones go through that note.
-    """
-
-    namespace: Fingerprint
-    group: GroupIndex
-    position: Annotated[Count, Meta(description="0, or ``next_position`` of the page before.")] = 0
-    limit: Annotated[int, Meta(ge=1, le=4096, description="Blocks of the page.")] = 1024
-    prefix: Annotated[str, Meta(max_length=128, description="First hex digits of the keys wanted.")] = ""
-    pinned: Annotated[bool, Meta(description="Only those that an operator has pinned.")] = False
 
 
 class BlockInfo(Wire, frozen=True):
@@ -137,16 +130,19 @@ class BlocksListed(Reply, frozen=True):
     total: Annotated[Count, Meta(description="Keys noted for the first page.")]
 
 
-class GetBlocks(Request, frozen=True):
-    """Pins ready blocks under a lease of the session and tells where in the pool they lie.
+@exchange(Section.BLOCKS, ADMIN)
+class ListBlocks(Request[BlocksListed], frozen=True):
+    """Asks for the blocks of one group, a page at a time, in the order in which they came.
 
-    Asking again with the same lease tells of the blocks under it. Heartbeats renew it, Release ends it.
+    The first page (``position`` 0) notes the keys that are there; the following ones go through that note.
     """
 
     namespace: Fingerprint
-    lease_id: LeaseId
     group: GroupIndex
-    keys: Keys
+    position: Annotated[Count, Meta(description="0, or ``next_position`` of the page before.")] = 0
+    limit: Annotated[int, Meta(ge=1, le=4096, description="Blocks of the page.")] = 1024
+    prefix: Annotated[str, Meta(max_length=128, description="First hex digits of the keys wanted.")] = ""
+    pinned: Annotated[bool, Meta(description="Only those that an operator has pinned.")] = False
 
 
 class HeldShard(Wire, frozen=True):
@@ -171,6 +167,19 @@ class BlocksGot(Reply, frozen=True):
     ]
 
 
+@exchange(Section.BLOCKS, ADMIN)
+class GetBlocks(Request[BlocksGot], frozen=True):
+    """Pins ready blocks under a lease of the session and tells where in the pool they lie.
+
+    Asking again with the same lease tells of the blocks under it. Heartbeats renew it, Release ends it.
+    """
+
+    namespace: Fingerprint
+    lease_id: LeaseId
+    group: GroupIndex
+    keys: Keys
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
@@ -181,7 +190,16 @@ class PutShard(Wire, frozen=True):
     checksum: Checksum
 
 
-class PutBlocks(Request, frozen=True):
+class BlocksPut(Reply, frozen=True):
+    """Answer to PutBlocks."""
+
+    states: Annotated[
+        bytes, Meta(description="One byte a key: 0 no room, 1 stored, 2 it was there or is being written already.")
+    ]
+
+
+@exchange(Section.BLOCKS, ADMIN)
+class PutBlocks(Request[BlocksPut], frozen=True):
     """Copies whole blocks from an attached segment into the pool; the reply comes when they can be read.
 
     Bytes that do not hash to their checksum refuse the request whole. The segment stays attached, and mapped, until
@@ -202,15 +220,8 @@ class PutBlocks(Request, frozen=True):
     ] = 0
 
 
-class BlocksPut(Reply, frozen=True):
-    """Answer to PutBlocks."""
-
-    states: Annotated[
-        bytes, Meta(description="One byte a key: 0 no room, 1 stored, 2 it was there or is being written already.")
-    ]
-
-
-class PinBlocks(Request, frozen=True):
+@exchange(Section.BLOCKS, ADMIN)
+class PinBlocks(Request[Done], frozen=True):
     """Keeps ready blocks from eviction until they are unpinned, dropped, or the daemon ends.
 
     At most half of the pool may be pinned so.
@@ -230,7 +241,3 @@ class BlockAccessStats(Wire, frozen=True):
     got_blocks: Annotated[Count, Meta(description="Blocks that were opened for reading.")]
     put_blocks: Annotated[Count, Meta(description="Blocks that were written.")]
     put_bytes: Annotated[ByteCount, Meta(description="Bytes copied for them.")]
-
-
-BlockRequest = DescribeNamespace | RestoreNamespace | ListBlocks | GetBlocks | PutBlocks | PinBlocks
-BlockReply = NamespaceDescribed | BlocksListed | BlocksGot | BlocksPut

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import msgspec
 
-from kvoffd_proto.messages import AnyReply, AnyRequest, Completions
+from kvoffd_proto.messages import EXCHANGES, REPLIES, AnyReply, AnyRequest, Completions
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest)
-_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(reduce(or_, EXCHANGES))
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(reduce(or_, REPLIES))
 _completions = msgspec.msgpack.Decoder(Completions)
 
 # Of msgpack, for the one place that looks into a frame by itself.

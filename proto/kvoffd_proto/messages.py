@@ -8,12 +8,11 @@ they are accepted: their answer is a completion. ``PROTOCOL.md`` is generated fr
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta, field
 
 from kvoffd_proto.administration import *
-from kvoffd_proto.blocks import BlockReply, BlockRequest
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
 from kvoffd_proto.wire import *
@@ -73,15 +72,6 @@ class JobResult(Wire, frozen=True):
 # --- session -------------------------------------------------------------------------------------
 
 
-class Hello(Request, frozen=True):
-    """First message of a session, with the token from the lifeline."""
-
-    protocol_version: Annotated[int, Meta(ge=0, description="The client's protocol version.")]
-    role: Annotated[Role, Meta(description="What the session will do.")]
-    name: Annotated[str, Meta(max_length=128, description="Shown to operators, e.g. ``vllm:tiny-llama worker 0``.")]
-    software: Annotated[str, Meta(max_length=128, description="Client and engine versions, for display.")]
-
-
 class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
@@ -99,13 +89,14 @@ class Welcome(Reply, frozen=True):
     ]
 
 
-class Heartbeat(Request, frozen=True):
-    """Acknowledges completions, renews leases, asks what the last completion was."""
+@exchange(Section.SESSION, ANY_ROLE, over_tcp=True)
+class Hello(Request[Welcome], frozen=True):
+    """First message of a session, with the token from the lifeline."""
 
-    acknowledged: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="All completions up to this sequence number have arrived.")
-    ]
-    renew: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases still wanted.")]
+    protocol_version: Annotated[int, Meta(ge=0, description="The client's protocol version.")]
+    role: Annotated[Role, Meta(description="What the session will do.")]
+    name: Annotated[str, Meta(max_length=128, description="Shown to operators, e.g. ``vllm:tiny-llama worker 0``.")]
+    software: Annotated[str, Meta(max_length=128, description="Client and engine versions, for display.")]
 
 
 class HeartbeatReply(Reply, frozen=True):
@@ -118,12 +109,14 @@ class HeartbeatReply(Reply, frozen=True):
     ended: Annotated[list[LeaseId], Meta(description="Leases among ``renew`` that are not alive.")]
 
 
-class Replay(Request, frozen=True):
-    """Asks for completions that PUB may have dropped."""
+@exchange(Section.SESSION, ANY_ROLE)
+class Heartbeat(Request[HeartbeatReply], frozen=True):
+    """Acknowledges completions, renews leases, asks what the last completion was."""
 
-    after: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="Last sequence number that arrived; also acknowledges up to it.")
+    acknowledged: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="All completions up to this sequence number have arrived.")
     ]
+    renew: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases still wanted.")]
 
 
 class Completions(Message, frozen=True):
@@ -147,23 +140,20 @@ class ReplayReply(Reply, frozen=True):
     ]
 
 
-class Done(Reply, frozen=True):
-    """Answer of requests that have nothing to tell but a count."""
+@exchange(Section.SESSION, WORKER)
+class Replay(Request[ReplayReply], frozen=True):
+    """Asks for completions that PUB may have dropped."""
 
-    count: Annotated[Count, Meta(description="What the request did this many times.")] = 0
-
-
-class Error(Reply, frozen=True):
-    """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
-
-    code: Annotated[ErrorCode, Meta(description="Why.")]
-    message: Annotated[str, Meta(description="A sentence that says what to do.")]
+    after: Annotated[
+        int, Meta(ge=0, le=2**63 - 1, description="Last sequence number that arrived; also acknowledges up to it.")
+    ]
 
 
 # --- namespaces and memory -----------------------------------------------------------------------
 
 
-class OpenNamespace(Request, frozen=True):
+@exchange(Section.MEMORY, ENGINE)
+class OpenNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace, or joins it when its geometry is the same."""
 
     namespace: Fingerprint
@@ -176,13 +166,15 @@ class OpenNamespace(Request, frozen=True):
     ]
 
 
-class NamespaceOpened(Reply, frozen=True):
-    """Answer to OpenNamespace."""
+class Registered(Reply, frozen=True):
+    """Answer to Register."""
 
-    created: Annotated[bool, Meta(description="False when it was open already.")]
+    registration_id: RegistrationId
+    shard_bytes: Annotated[list[ByteCount], Meta(description="Per group, bytes of this rank's shard of a block.")]
 
 
-class Register(Request, frozen=True):
+@exchange(Section.MEMORY, WORKER)
+class Register(Request[Registered], frozen=True):
     """Makes a worker's KV tensors known. The segments' descriptors have come over the lifeline before."""
 
     namespace: Fingerprint
@@ -199,31 +191,14 @@ class Register(Request, frozen=True):
     ]
 
 
-class Registered(Reply, frozen=True):
-    """Answer to Register."""
-
-    registration_id: RegistrationId
-    shard_bytes: Annotated[list[ByteCount], Meta(description="Per group, bytes of this rank's shard of a block.")]
-
-
-class Unregister(Request, frozen=True):
+@exchange(Section.MEMORY, WORKER)
+class Unregister(Request[Done], frozen=True):
     """Gives a registration up. After the reply the daemon touches its memory no more."""
 
     registration_id: RegistrationId
 
 
 # --- scheduler -----------------------------------------------------------------------------------
-
-
-class Lookup(Request, frozen=True):
-    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing."""
-
-    namespace: Fingerprint
-    lease_id: LeaseId
-    groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys, root of the prefix first.")]
-    again: Annotated[
-        bool, Meta(description="It was asked before and something was pending: it is not counted a second time.")
-    ] = False
 
 
 class LookupReply(Reply, frozen=True):
@@ -249,20 +224,35 @@ class LookupReply(Reply, frozen=True):
     ] = 0
 
 
-class Release(Request, frozen=True):
+@exchange(Section.SCHEDULER, SCHEDULER)
+class Lookup(Request[LookupReply], frozen=True):
+    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing."""
+
+    namespace: Fingerprint
+    lease_id: LeaseId
+    groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys, root of the prefix first.")]
+    again: Annotated[
+        bool, Meta(description="It was asked before and something was pending: it is not counted a second time.")
+    ] = False
+
+
+@exchange(Section.SCHEDULER, SCHEDULER + ADMIN)
+class Release(Request[Done], frozen=True):
     """Ends leases before their time. Leases that are gone already are no error."""
 
     lease_ids: Annotated[list[LeaseId], Meta(max_length=65536, description="Leases of this session.")]
 
 
-class Invalidate(Request, frozen=True):
+@exchange(Section.SCHEDULER, SCHEDULER)
+class Invalidate(Request[Done], frozen=True):
     """Drops blocks that proved unusable. Those that another session leased leave the index now, the bytes later."""
 
     namespace: Fingerprint
     groups: Annotated[list[GroupKeys], Meta(max_length=1024, description="Keys to forget.")]
 
 
-class Reset(Request, frozen=True):
+@exchange(Section.SCHEDULER, SCHEDULER)
+class Reset(Request[Done], frozen=True):
     """Drops every block of a namespace, as after a change of the model's weights."""
 
     namespace: Fingerprint
@@ -271,7 +261,8 @@ class Reset(Request, frozen=True):
 # --- worker --------------------------------------------------------------------------------------
 
 
-class Store(Request, frozen=True):
+@exchange(Section.WORKER, WORKER)
+class Store(Request[Completions], frozen=True):
     """Copies engine blocks into the pool. Answered by a completion, or by Error if it is refused whole."""
 
     registration_id: RegistrationId
@@ -279,19 +270,14 @@ class Store(Request, frozen=True):
     groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
 
 
-class Load(Request, frozen=True):
+@exchange(Section.WORKER, WORKER)
+class Load(Request[Completions], frozen=True):
     """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole."""
 
     registration_id: RegistrationId
     job_id: JobId
     lease_id: LeaseId
     groups: Annotated[list[GroupTransfer], Meta(min_length=1, max_length=1024, description="What to copy.")]
-
-
-class Cancel(Request, frozen=True):
-    """Fails stores and loads that have not started; they get completions as all jobs do."""
-
-    job_ids: Annotated[list[JobId], Meta(max_length=65536, description="Jobs of this session.")]
 
 
 class CancelReply(Reply, frozen=True):
@@ -301,46 +287,18 @@ class CancelReply(Reply, frozen=True):
     running: Annotated[list[JobId], Meta(description="Jobs whose bytes are moving; wait for their completions.")]
 
 
-AnyRequest = (
-    Hello
-    | Heartbeat
-    | Replay
-    | OpenNamespace
-    | Register
-    | Unregister
-    | Lookup
-    | Release
-    | Invalidate
-    | Reset
-    | Store
-    | Load
-    | Cancel
-    | Stats
-    | Health
-    | Sessions
-    | Namespaces
-    | Clear
-    | AttachDisk
-    | DrainDisk
-    | DetachDisk
-    | Scrub
-    | BlockRequest
-)
+@exchange(Section.WORKER, WORKER)
+class Cancel(Request[CancelReply], frozen=True):
+    """Fails stores and loads that have not started; they get completions as all jobs do."""
 
-AnyReply = (
-    Welcome
-    | HeartbeatReply
-    | ReplayReply
-    | Done
-    | Error
-    | NamespaceOpened
-    | Registered
-    | LookupReply
-    | CancelReply
-    | StatsReply
-    | HealthReply
-    | SessionsReply
-    | NamespacesReply
-    | ScrubReply
-    | BlockReply
+    job_ids: Annotated[list[JobId], Meta(max_length=65536, description="Jobs of this session.")]
+
+
+AnyRequest: TypeAlias = Request[Message]
+AnyReply: TypeAlias = Reply
+
+REPLIES: tuple[type[Reply], ...] = (
+    *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
+    Error,
 )
+"""Every reply of the protocol."""

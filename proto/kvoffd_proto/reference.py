@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 
@@ -23,82 +22,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.sockets import SYSTEM_DIRECTORY, SocketPaths
 from kvoffd_proto.version import PROTOCOL_VERSION
 
-_SCHEDULER = (m.Role.SCHEDULER,)
-_WORKER = (m.Role.WORKER,)
-_ADMIN = (m.Role.ADMIN,)
-_ENGINE = _SCHEDULER + _WORKER
-_ANY = _ENGINE + _ADMIN
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """A request, what answers it (None: a completion) and the roles that may send it."""
-
-    request: type[Struct]
-    reply: type[Struct] | None
-    roles: tuple[m.Role, ...]
-
-
-SECTIONS: tuple[tuple[str, tuple[Exchange, ...]], ...] = (
-    (
-        "Session",
-        (
-            Exchange(m.Hello, m.Welcome, _ANY),
-            Exchange(m.Heartbeat, m.HeartbeatReply, _ANY),
-            Exchange(m.Replay, m.ReplayReply, _WORKER),
-        ),
-    ),
-    (
-        "Namespaces and memory",
-        (
-            Exchange(m.OpenNamespace, m.NamespaceOpened, _ENGINE),
-            Exchange(m.Register, m.Registered, _WORKER),
-            Exchange(m.Unregister, m.Done, _WORKER),
-        ),
-    ),
-    (
-        "Scheduler",
-        (
-            Exchange(m.Lookup, m.LookupReply, _SCHEDULER),
-            Exchange(m.Release, m.Done, _SCHEDULER + _ADMIN),
-            Exchange(m.Invalidate, m.Done, _SCHEDULER),
-            Exchange(m.Reset, m.Done, _SCHEDULER),
-        ),
-    ),
-    (
-        "Worker",
-        (
-            Exchange(m.Store, None, _WORKER),
-            Exchange(m.Load, None, _WORKER),
-            Exchange(m.Cancel, m.CancelReply, _WORKER),
-        ),
-    ),
-    (
-        "Administration",
-        (
-            Exchange(m.Stats, m.StatsReply, _ANY),
-            Exchange(m.Health, m.HealthReply, _ANY),
-            Exchange(m.Sessions, m.SessionsReply, _ADMIN),
-            Exchange(m.Namespaces, m.NamespacesReply, _ADMIN),
-            Exchange(m.Clear, m.Done, _ADMIN),
-            Exchange(m.Scrub, m.ScrubReply, _ADMIN),
-            Exchange(m.AttachDisk, m.Done, _ADMIN),
-            Exchange(m.DrainDisk, m.Done, _ADMIN),
-            Exchange(m.DetachDisk, m.Done, _ADMIN),
-        ),
-    ),
-    (
-        "Blocks",
-        (
-            Exchange(blocks.DescribeNamespace, blocks.NamespaceDescribed, _ADMIN),
-            Exchange(blocks.RestoreNamespace, m.NamespaceOpened, _ADMIN),
-            Exchange(blocks.ListBlocks, blocks.BlocksListed, _ADMIN),
-            Exchange(blocks.GetBlocks, blocks.BlocksGot, _ADMIN),
-            Exchange(blocks.PutBlocks, blocks.BlocksPut, _ADMIN),
-            Exchange(blocks.PinBlocks, m.Done, _ADMIN),
-        ),
-    ),
-)
 COMMON_REPLIES = (m.Done, m.Error)
 PARTS = (
     m.GroupSpec,
@@ -140,14 +63,11 @@ EVENTS = (events.BlockStored, events.BlockRemoved, events.AllBlocksCleared)
 
 def documented() -> list[type[Struct]]:
     """Every Struct that the page describes."""
-    exchanges = [exchange for _, group in SECTIONS for exchange in group]
-    replies = dict.fromkeys(exchange.reply for exchange in exchanges if exchange.reply not in (None, m.Done))
     return [
         *LIFELINE_FROM_DAEMON,
         *LIFELINE_FROM_CLIENT,
-        *(exchange.request for exchange in exchanges),
-        *(reply for reply in replies if reply is not None),
-        *COMMON_REPLIES,
+        *m.EXCHANGES,
+        *m.REPLIES,
         m.Completions,
         *PARTS,
         *HANDLES,
@@ -159,15 +79,15 @@ def documented() -> list[type[Struct]]:
 def reference() -> str:
     """The page, as Markdown."""
     parts = [_introduction(), text.RULES, _lifeline_section(), "## Requests and replies\n", _exchange_table()]
-    told: set[type[Struct] | None] = {None, *COMMON_REPLIES}
-    for title, exchanges in SECTIONS:
-        parts.append(f"### {title}\n")
-        parts += [text.BLOCKS] if title == "Blocks" else []
-        for exchange in exchanges:
-            parts.append(_struct(exchange.request))
-            if exchange.reply is not None and exchange.reply not in told:
-                told.add(exchange.reply)
-                parts.append(_struct(exchange.reply))
+    described: set[type[Struct]] = {m.Completions, *COMMON_REPLIES}
+    for section in m.Section:
+        parts.append(f"### {section}\n")
+        parts += [text.BLOCKS] if section is m.Section.BLOCKS else []
+        for request, exchange in _exchanges_of(section):
+            parts.append(_struct(request))
+            if exchange.answer not in described:
+                described.add(exchange.answer)
+                parts.append(_struct(exchange.answer))
     parts += ["### Replies of several requests\n", *(_struct(reply) for reply in COMMON_REPLIES)]
     parts += [text.COMPLETIONS, _struct(m.Completions)]
     parts += ["## Parts\n", "Arrays inside messages.\n", *(_struct(part) for part in PARTS)]
@@ -175,6 +95,10 @@ def reference() -> str:
     parts += [text.EVENTS, _struct(events.EventBatch), *(_struct(event) for event in EVENTS)]
     parts += [_values(), _errors(), _examples()]
     return "\n".join(parts)
+
+
+def _exchanges_of(section: m.Section) -> list[tuple[type[Struct], m.Exchange]]:
+    return [(request, known) for request, known in m.EXCHANGES.items() if known.section is section]
 
 
 # --- structs -------------------------------------------------------------------------------------
@@ -301,12 +225,11 @@ def _number(value: int) -> str:
 
 def _exchange_table() -> str:
     lines = ["| request | roles | answer |", "|---|---|---|"]
-    for _, exchanges in SECTIONS:
-        for exchange in exchanges:
-            name = exchange.request.__name__
-            roles = "any" if exchange.roles == _ANY else ", ".join(exchange.roles)
-            reply = "Completions" if exchange.reply is None else exchange.reply.__name__
-            answer = f"[{reply}](#{reply.lower()})" + (", in a completion" if exchange.reply is None else "")
+    for section in m.Section:
+        for request, exchange in _exchanges_of(section):
+            name, reply = request.__name__, exchange.answer.__name__
+            roles = "any" if exchange.roles == m.ANY_ROLE else ", ".join(exchange.roles)
+            answer = f"[{reply}](#{reply.lower()})" + (", in a completion" if exchange.answer is m.Completions else "")
             lines.append(f"| [{name}](#{name.lower()}) | {roles} | {answer} |")
     return "\n".join([*lines, "", text.REQUESTS])
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Generic, NamedTuple, TypeVar, cast
 
 from msgspec import Meta, Struct
+
+from kvoffd_proto.errors import ErrorCode
 
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
@@ -55,6 +58,24 @@ class Role(StrEnum):
     ADMIN = "admin"
 
 
+SCHEDULER = (Role.SCHEDULER,)
+WORKER = (Role.WORKER,)
+ADMIN = (Role.ADMIN,)
+ENGINE = SCHEDULER + WORKER
+ANY_ROLE = ENGINE + ADMIN
+
+
+class Section(StrEnum):
+    """Headings of the reference page under which requests are described, in the order of the page."""
+
+    SESSION = "Session"
+    MEMORY = "Namespaces and memory"
+    SCHEDULER = "Scheduler"
+    WORKER = "Worker"
+    ADMINISTRATION = "Administration"
+    BLOCKS = "Blocks"
+
+
 ABSENT = 0
 WRITING = 1
 READY = 2
@@ -69,8 +90,11 @@ class Message(Wire, frozen=True, tag=lambda name: name.lower()):
     """Base of messages: arrays that begin with the lower-case name."""
 
 
-class Request(Message, frozen=True):
-    """Base of requests."""
+AnswerT_co = TypeVar("AnswerT_co", bound=Message, covariant=True)
+
+
+class Request(Message, Generic[AnswerT_co], frozen=True):
+    """Base of requests. The parameter is what answers the request: a Reply, or Completions where it is a job."""
 
     request_id: RequestId
     token: Token
@@ -83,9 +107,71 @@ class Reply(Message, frozen=True):
     epoch: Epoch
 
 
+class Exchange(NamedTuple):
+    """What ``exchange`` and the base class declare of a request."""
+
+    section: Section
+    roles: tuple[Role, ...]
+    """Who may send it."""
+    over_tcp: bool
+    """Administrators may send it over TCP too."""
+    answer: type[Message]
+
+
+EXCHANGES: dict[type[Request[Message]], Exchange] = {}
+"""Every request of the protocol. The codec, the reference page and the daemon's table of handlers are made from it."""
+
+RequestT = TypeVar("RequestT", bound=Request[Message])
+
+
+def exchange(
+    section: Section, roles: tuple[Role, ...], *, over_tcp: bool = False
+) -> Callable[[type[RequestT]], type[RequestT]]:
+    """Make the decorated class a request of the protocol, which ``roles`` may send.
+
+    ``over_tcp`` is for what administrators may ask from elsewhere: nothing that needs a lifeline, and no block's bytes
+    or keys.
+    """
+
+    def declare(kind: type[RequestT]) -> type[RequestT]:
+        (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+        (answer,) = base.__args__
+        EXCHANGES[kind] = Exchange(section, roles, over_tcp, answer)
+        return kind
+
+    return declare
+
+
+def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
+    """What answers requests of this kind."""
+    return cast("type[AnswerT_co]", EXCHANGES[kind].answer)
+
+
 class GroupSpec(Wire, frozen=True):
     """One KV cache group of a namespace."""
 
     kind: Annotated[str, Meta(max_length=64, description="Attention kind as the engine names it, for display.")]
     tokens_per_block: Annotated[int, Meta(ge=0, lt=2**31, description="Tokens that one key covers; 0 if unknown.")]
     window_tokens: Annotated[int, Meta(ge=0, lt=2**31, description="Sliding window in tokens; 0 for none.")] = 0
+
+
+# --- replies of several requests ----------------------------------------------------------------------
+
+
+class Done(Reply, frozen=True):
+    """Answer of requests that have nothing to tell but a count."""
+
+    count: Annotated[Count, Meta(description="What the request did this many times.")] = 0
+
+
+class Error(Reply, frozen=True):
+    """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
+
+    code: Annotated[ErrorCode, Meta(description="Why.")]
+    message: Annotated[str, Meta(description="A sentence that says what to do.")]
+
+
+class NamespaceOpened(Reply, frozen=True):
+    """Answer to OpenNamespace."""
+
+    created: Annotated[bool, Meta(description="False when it was open already.")]

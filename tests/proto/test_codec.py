@@ -17,8 +17,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
 from kvoffd_proto.reference import fields_of
 
-REQUESTS = typing.get_args(m.AnyRequest)
-REPLIES = typing.get_args(m.AnyReply)
+REQUESTS = tuple(m.EXCHANGES)
+REPLIES = m.REPLIES
 DECODERS = (decode_request, decode_reply, decode_completions)
 
 

@@ -24,7 +24,6 @@ from support.wire import NAMESPACE, WireClient, ids, keys, stats
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.requests.table import HANDLERS, OVER_TCP
 from kvoffd_client.cli import main
 from kvoffd_client.errors import DaemonUnavailable, RequestRefused
 from kvoffd_client.options import ClientOptions
@@ -195,7 +194,8 @@ def other_requests(token: bytes) -> list[m.AnyRequest]:
 
 
 def test_it_can_do_nothing_else_whatever_token_it_shows(door: Door, raw: zmq.Socket[bytes]) -> None:
-    assert {type(request) for request in other_requests(NO_TOKEN)} == HANDLERS.keys() - OVER_TCP
+    local = {kind for kind, exchange in m.EXCHANGES.items() if not exchange.over_tcp}
+    assert {type(request) for request in other_requests(NO_TOKEN)} == local
     with WireClient(door.daemon.directory) as worker:
         worker.open_namespace()
         for token in (NO_TOKEN, worker.token):
