@@ -11,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_session import Link, Session
 from kvoffd_client.errors import ForkedProcess
-from kvoffd_client.identity import Identity
-from kvoffd_client.link import Link
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Session
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.codec import CodecError, decode_reply
 from kvoffd_proto.lifeline import FrameBuffer, LifelineError, decode_from_daemon

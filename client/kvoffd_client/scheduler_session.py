@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
+import msgspec
+
+from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_session import Link, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.event_stream import EventStream
-from kvoffd_client.identity import Identity
-from kvoffd_client.link import Link
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Session
-from kvoffd_client.tickets import LookupTicket
-from kvoffd_proto.events import END_OF_REPLAY, KV_TOPIC_PREFIX, SEQUENCE_BYTES, kv_topic
+from kvoffd_proto.events import (
+    END_OF_REPLAY,
+    KV_TOPIC_PREFIX,
+    SEQUENCE_BYTES,
+    AllBlocksCleared,
+    KvEvent,
+    decode_event_batch,
+    kv_topic,
+)
 from kvoffd_proto.messages import (
+    PENDING,
+    READY,
     AnyReply,
     Done,
     GroupKeys,
@@ -24,6 +33,171 @@ from kvoffd_proto.messages import (
     Release,
     Reset,
 )
+
+_READY_BYTE = bytes([READY])
+_PENDING_BYTE = bytes([PENDING])
+
+Waiter = Callable[[Callable[[], bool], float], bool]
+"""Waits until its first argument says True, for at most its second, in seconds; returns what the first says."""
+
+
+class LookupTicket:
+    """The answer to one lookup, now or later. Reading it never blocks; wait() does.
+
+    Attributes:
+        lease_id: name of the lease for Load and release; 0 when the lookup never left this process.
+        done: the answer is here, or will never come.
+        failed: done without an answer (not connected, refused, too late): treat every key as absent.
+        states: per group of the request one byte a key: 0 absent, 1 writing, 2 ready, 3 pending; empty until done or
+            when failed. What is pending comes up from a tier below the pool: ask again.
+        wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
+        pinned: blocks pinned under the lease; 0 means that there is no lease.
+        answered_at: time.monotonic() of the answer, 0.0 before.
+        alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
+    """
+
+    __slots__ = ("alive", "answered_at", "done", "failed", "lease_id", "pinned", "states", "wait_s", "waiter")
+
+    def __init__(self, lease_id: int) -> None:
+        self.lease_id = lease_id
+        self.done = False
+        self.failed = False
+        self.states: list[bytes] = []
+        self.pinned = 0
+        self.wait_s = 0.0
+        self.answered_at = 0.0
+        self.alive = False
+        self.waiter: Waiter | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether some key is on its way up from a tier below the pool."""
+        return any(_PENDING_BYTE in states for states in self.states)
+
+    def leading_ready(self, index: int = 0) -> int:
+        """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""
+        if index >= len(self.states):
+            return 0
+        states = self.states[index]
+        return len(states) - len(states.lstrip(_READY_BYTE))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until done. Returns False when it is not after ``timeout_s`` seconds."""
+        return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
+
+    def answer(self, states: list[bytes], pinned: int, now: float, wait_s: float = 0.0) -> None:
+        """Settle with the daemon's answer. For the session only."""
+        if self.done:
+            return
+        self.wait_s = wait_s
+        self.states, self.pinned, self.answered_at, self.alive = states, pinned, now, pinned > 0
+        self.done = True  # last, since readers hold no lock
+
+    def fail(self) -> None:
+        """Settle without one. For the session only."""
+        if not self.done:
+            self.failed = True
+            self.done = True
+
+
+MAX_AHEAD = 10_000
+
+
+class EventStream:
+    """Puts messages in order and keeps the events of one topic until they are taken.
+
+    The daemon numbers all its KV event messages from 0, whatever their namespace, so a subscriber that wants to see
+    gaps reads every topic and decodes its own.
+
+    Attributes:
+        lost: messages that could not be had any more, and events that were dropped since nobody took them.
+        next_sequence: number of the message that comes next; a replay is asked for from here on.
+    """
+
+    def __init__(self, topic: bytes, max_events: int) -> None:
+        self._topic = topic
+        self._max_events = max_events
+        self._events: deque[KvEvent] = deque()
+        self._ahead: dict[int, tuple[bytes, bytes]] = {}
+        self._epoch: int | None = None
+        self._replay_upto = -1
+        self.next_sequence = 0
+        self.lost = 0
+
+    @property
+    def has_gap(self) -> bool:
+        """Messages are missing that a replay may bring."""
+        return bool(self._ahead)
+
+    def new_epoch(self, epoch: int) -> None:
+        """The session was opened with the daemon of this epoch. A new daemon numbers from 0 and holds no block."""
+        if epoch == self._epoch:
+            return
+        if self._epoch is not None:
+            self._keep(AllBlocksCleared())
+        self._epoch = epoch
+        self._ahead.clear()
+        self._replay_upto = -1
+        self.next_sequence = 0
+
+    def begin_replay(self) -> int:
+        """A replay is asked for now: from this number on."""
+        self._replay_upto = max(self._ahead, default=-1)
+        return self.next_sequence
+
+    def replayed(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
+        """A message was replayed. The end marker gives up what this replay should have brought and did not."""
+        if sequence == END_OF_REPLAY:
+            while self._ahead and min(self._ahead) <= self._replay_upto:
+                self._skip_gap()
+            return
+        # The daemon replays in order: what lies before this message is not to be had, or has come already.
+        self._replay_upto = max(self._replay_upto, int.from_bytes(sequence, "big"))
+        self.message(topic, sequence, payload)
+
+    def message(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
+        """A message was published."""
+        number = int.from_bytes(sequence, "big")
+        if number < self.next_sequence:
+            return
+        self._ahead[number] = (topic, payload)
+        self._deliver()
+        if len(self._ahead) > MAX_AHEAD:
+            self._skip_gap()
+
+    def take(self) -> list[KvEvent]:
+        """Events since the last call, in order."""
+        taken = list(self._events)
+        self._events.clear()
+        return taken
+
+    def _skip_gap(self) -> None:
+        if self._ahead:
+            first = min(self._ahead)
+            self.lost += first - self.next_sequence
+            self.next_sequence = first
+            self._deliver()
+
+    def _deliver(self) -> None:
+        while (found := self._ahead.pop(self.next_sequence, None)) is not None:
+            self.next_sequence += 1
+            topic, payload = found
+            if topic != self._topic:
+                continue
+            try:
+                batch = decode_event_batch(payload)
+            except msgspec.MsgspecError:
+                self.lost += 1
+                continue
+            for event in batch.events:
+                self._keep(event)
+
+    def _keep(self, event: KvEvent) -> None:
+        if len(self._events) >= self._max_events:
+            self._events.popleft()
+            self.lost += 1
+        self._events.append(event)
+
 
 MAX_RENEWALS = 65536
 """Leases that one Heartbeat can name."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from kvoffd_client.options import ClientOptions
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_proto.frames import READABLE, WRITABLE, events_of, receive_frames, send_frames
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import SocketPaths

@@ -6,12 +6,10 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_session import Link, Phase, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.identity import Identity
-from kvoffd_client.link import Link
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.pending import NEVER
-from kvoffd_client.session import Phase, Session
+from kvoffd_client.pending_requests import NEVER
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic

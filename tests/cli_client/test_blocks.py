@@ -15,7 +15,7 @@ import pytest
 from support.daemon import DaemonProcess
 
 from kvoffd_client.blocks import Block, BlockClient, BlockFile, Geometry, export_blocks
-from kvoffd_client.blocks import export as export_module
+from kvoffd_client.blocks import block_transfer as export_module
 from kvoffd_client.cli import main
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.testing import FakeEngine
@@ -245,7 +245,7 @@ def test_a_damaged_file_is_refused_and_named(cli: Cli, engine: FakeEngine, tmp_p
 
 PROGRAM = """
 import sys
-from kvoffd_client.blocks import export as module
+from kvoffd_client.blocks import block_transfer as module
 module.BATCH_BYTES = 1
 write = module._Part.add
 def slowly(part, block):

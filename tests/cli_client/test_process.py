@@ -19,7 +19,7 @@ from collections.abc import Callable
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 
 COMMAND = (sys.executable, "-c", "import sys; from kvoffd_client.cli import main; sys.exit(main())")

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import pytest
 from support.fake_daemon import FakeDaemon
 
-from kvoffd_client.memory import SharedMemory
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.registration import Registration
-from kvoffd_client.scheduler import SchedulerClient
-from kvoffd_client.worker import WorkerClient
+from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 SPEC = NamespaceSpec.named("client-tests")

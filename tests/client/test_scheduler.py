@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.fake_daemon import FakeDaemon, eventually
 
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved

@@ -10,8 +10,8 @@ import pytest
 from support.daemon import DaemonProcess
 from support.fake_daemon import FakeDaemon
 
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable, RequestRefused
-from kvoffd_client.options import ClientOptions
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

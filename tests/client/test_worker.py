@@ -8,9 +8,9 @@ import time
 import pytest
 from support.fake_daemon import FakeDaemon, eventually
 
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.registration import Registration
-from kvoffd_client.worker import WorkerClient
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.shared_memory import Registration
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 

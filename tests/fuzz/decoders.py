@@ -14,7 +14,7 @@ import msgspec
 from kvoffd.config import SETTINGS, ConfigError, load_config
 from kvoffd.pool.namespace_log import NamespaceLog, read_facts
 from kvoffd.pool.records import NamespaceRecord
-from kvoffd_client.event_stream import EventStream
+from kvoffd_client.scheduler_session import EventStream
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto.curve import CurveKeyError, is_key, read_public_keys, read_secret_key
 from kvoffd_proto.messages import GroupSpec

@@ -8,8 +8,8 @@ import pytest
 from support.gpu_machine import Machine
 from support.stub_cuda import wait_until
 
-from kvoffd_client.admin import AdminClient
-from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 
 KINDS = ["ordinary", "chunks"]

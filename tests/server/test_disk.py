@@ -11,7 +11,7 @@ import pytest
 from server.test_kv_events import replay
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.blocks import BlockClient
 from kvoffd_client.cli import main
 from kvoffd_client.errors import BlockUnavailable, RequestRefused

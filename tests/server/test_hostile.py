@@ -24,7 +24,7 @@ import zmq
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
-from kvoffd_client.memory import SharedMemory
+from kvoffd_client.shared_memory import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m

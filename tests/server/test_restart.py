@@ -18,7 +18,7 @@ from support.manager import ManagedDaemon, Manager
 from support.wire import WireClient, stats
 
 from kvoffd.pool.format import FORMAT_VERSION, HEADER
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 

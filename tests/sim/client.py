@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.session import Session
+from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.client_session import Session
 from kvoffd_proto import codec, lifeline
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.memory import Segment

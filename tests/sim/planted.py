@@ -244,7 +244,7 @@ PLANTED = (
     ),
     Planted(
         "the client skips lost event messages",
-        "kvoffd_client.event_stream",
+        "kvoffd_client.scheduler_session",
         "EventStream.message",
         "self._ahead[number] = (topic, payload)",
         "self._ahead[number] = (topic, payload); self.next_sequence = number",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffd_client.session import Phase
+from kvoffd_client.client_session import Phase
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import GroupTransfer, JobResult
 from tests.sim.client import SimClient

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
-from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.admin_client import AdminSession
 from kvoffd_proto import messages as m
 from tests.sim.audit import Readable
 from tests.sim.client import SimClient

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 
 MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 180.0

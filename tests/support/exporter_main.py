@@ -18,9 +18,9 @@ import numpy as np
 from kvoffd_client.cuda.driver import DEFAULT_LIBRARY, ExportDriver
 from kvoffd_client.cuda.export import export_segments
 from kvoffd_client.cuda.order import Event, OrderedSender
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.registration import Registration
-from kvoffd_client.worker import WorkerClient
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.shared_memory import Registration
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer
 

@@ -10,7 +10,7 @@ from support.daemon import DaemonProcess
 from support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_llama
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -18,7 +18,7 @@ from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
 

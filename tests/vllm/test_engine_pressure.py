@@ -10,7 +10,7 @@ from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -14,8 +14,8 @@ from support.daemon import DaemonProcess
 from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_gemma3, make_tiny_llama
 
-from kvoffd_client.admin import AdminClient
-from kvoffd_client.options import ClientOptions
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_proto.messages import NamespaceInfo, StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.copy import KIB, MIB, Copies, curves_of, measure_copies
 from kvoffd_client.bench.engine import BenchEngine
 from kvoffd_client.bench.gpu import Gpu

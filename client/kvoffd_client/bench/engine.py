@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from kvoffd_client.bench.place import EngineMemory, HostMemory
 from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.registration import Registration
-from kvoffd_client.scheduler import SchedulerClient
-from kvoffd_client.tickets import LookupTicket
-from kvoffd_client.worker import WorkerClient
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client.shared_memory import Registration
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 

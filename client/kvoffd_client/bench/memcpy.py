@@ -7,7 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-from kvoffd_client.memory import SharedMemory
+from kvoffd_client.shared_memory import SharedMemory
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import TracebackType
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.report import Cost
 
 

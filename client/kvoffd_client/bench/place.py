@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvoffd_client.bench.memcpy import Memcpy
-from kvoffd_client.memory import SharedMemory
-from kvoffd_client.registration import Memory
+from kvoffd_client.shared_memory import Memory, SharedMemory
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
 WAYS = (STORE, LOAD, BOTH)

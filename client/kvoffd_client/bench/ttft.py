@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.report import BenchFailed, Progress, Report, Result
 
 if TYPE_CHECKING:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from kvoffd_client.blocks.block import Block, Layer, Shard, checksum_of
-from kvoffd_client.blocks.client import BlockClient
-from kvoffd_client.blocks.export import Exported, export_blocks
-from kvoffd_client.blocks.file import BlockFile, BlockFileError
-from kvoffd_client.blocks.geometry import Geometry
-from kvoffd_client.blocks.restore import Imported, import_blocks
+from kvoffd_client.blocks.block_client import BlockClient
+from kvoffd_client.blocks.block_file import BlockFile, BlockFileError
+from kvoffd_client.blocks.block_transfer import Exported, Imported, export_blocks, import_blocks
+from kvoffd_client.namespace_spec import Geometry
 
 __all__ = [
     "Block",

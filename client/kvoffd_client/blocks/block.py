@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffd_client.blocks.geometry import Geometry
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable
+from kvoffd_client.namespace_spec import Geometry
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 
 if TYPE_CHECKING:

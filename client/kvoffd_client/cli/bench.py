@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.plot import check_plot, draw
 from kvoffd_client.bench.report import GpuFacts, Progress, Report, Result
 from kvoffd_client.cli.failure import CliError

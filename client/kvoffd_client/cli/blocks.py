@@ -22,7 +22,7 @@ from kvoffd_client.blocks import (
     export_blocks,
     import_blocks,
 )
-from kvoffd_client.blocks.export import Progress as TellProgress
+from kvoffd_client.blocks.block_transfer import Progress as TellProgress
 from kvoffd_client.cli.failure import CliError
 from kvoffd_client.cli.json_output import Plain, named, to_json
 from kvoffd_client.cli.resolve_namespace import choose_namespace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from kvoffd_client.admin import AdminClient
+from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.failure import CliError
 from kvoffd_client.cli.json_output import Plain, named, to_json
 from kvoffd_client.cli.lists import namespaces_table, sessions_table

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.administration import Administration
+from kvoffd_client.admin_client import Administration
 from kvoffd_client.cli.failure import CliError
 from kvoffd_client.cli.json_output import named, to_json
 from kvoffd_client.cli.screen import PIPE_LIST_CELLS, emit, make_console, show

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd_client.administration import Administration
+from kvoffd_client.admin_client import Administration
 from kvoffd_client.cli.failure import CliError
 from kvoffd_proto.curve import CurveKeyError, is_key, read_public_keys, read_secret_key
 
@@ -42,10 +42,10 @@ def remote(address: str, server_key: str | None, key_file: Path | None) -> Remot
 def open_admin(where: Where) -> Administration:
     """A client of that daemon."""
     if isinstance(where, Path):
-        from kvoffd_client.admin import AdminClient
+        from kvoffd_client.admin_client import AdminClient
 
         return AdminClient(where)
-    from kvoffd_client.remote_admin import RemoteAdminClient
+    from kvoffd_client.admin_client import RemoteAdminClient
 
     try:
         return RemoteAdminClient(where.address, where.server_key, where.secret_key)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_proto.messages import GroupSpec
 
 FORMAT = 1

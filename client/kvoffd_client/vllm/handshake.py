@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.scheduler import SchedulerClient
-from kvoffd_client.tickets import LookupTicket
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.scheduler_session import LookupTicket
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm import stats
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.log import logger

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvoffd_client.memory import SharedMemory
+from kvoffd_client.shared_memory import SharedMemory
 
 
 class SharedKvMemory(TorchFunctionMode):

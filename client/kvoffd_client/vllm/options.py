@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from kvoffd_client.options import ClientOptions
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.vllm.disk_wait import LIMIT, MODES, WaitRule
 from kvoffd_proto.sockets import default_directory
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from kvoffd_client.tickets import LookupTicket
+from kvoffd_client.scheduler_session import LookupTicket
 from kvoffd_client.vllm.disk_wait import DiskWait, WaitRule, pause_s
 from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
 

@@ -19,9 +19,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.registration import Registration
-from kvoffd_client.scheduler import SchedulerClient
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.shared_memory import Registration
 from kvoffd_client.vllm.events import EventFold
 from kvoffd_client.vllm.gpu import record_event
 from kvoffd_client.vllm.handshake import LateClient
@@ -32,7 +32,7 @@ from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Setting
 from kvoffd_client.vllm.stats import DEFINITIONS
 from kvoffd_client.vllm.stores import StoreWindow
 from kvoffd_client.vllm.worker import Client, KvoffdWorker, connect_worker
-from kvoffd_client.worker import WorkerClient
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
 
 

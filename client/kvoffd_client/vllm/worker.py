@@ -11,8 +11,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, Offload
 
 from kvoffd_client.cuda.export import GpuSegment
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.memory import SharedMemory
-from kvoffd_client.registration import Registration
+from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_client.vllm.gpu import NotShareable, export_tensors
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers

@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.admin_client import AdminSession
+from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_session import Link
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
-from kvoffd_client.identity import Identity
-from kvoffd_client.link import Link
-from kvoffd_client.options import ClientOptions
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, PoolOpened, PoolRefused
 from kvoffd_proto.messages import HeartbeatReply
 

@@ -11,16 +11,15 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Protocol
 
+from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
-from kvoffd_client.identity import Identity
-from kvoffd_client.link import Link
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.pending import NEVER, PendingRequests, Then
+from kvoffd_client.pending_requests import NEVER, PendingRequests, Then
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.lifeline import Attached, AttachRefused, FromDaemon, Greeting, Refused
+from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, Refused
 from kvoffd_proto.messages import (
     AnyReply,
     AnyRequest,
@@ -40,6 +39,28 @@ log = logging.getLogger("kvoffd_client")
 
 ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
 """Refusals that mean the daemon knows this session no more."""
+
+
+class Link(Protocol):
+    """What a session does to the outside. No call blocks."""
+
+    def open(self) -> None:
+        """Connect the lifeline. Raises OSError."""
+
+    def open_sockets(self, topics: Sequence[bytes]) -> None:
+        """Connect the jobs socket and the events socket, subscribed to ``topics``."""
+
+    def attach(self, message: Attach, fd: int) -> None:
+        """Send a descriptor over the lifeline. Raises OSError."""
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Send one message to the jobs socket; False when its queue is full."""
+
+    def close(self) -> None:
+        """Close everything: to the daemon this is the client's death."""
+
+    def close_draining(self, generation: int) -> None:
+        """Close everything but our reading half of the lifeline; its EOF is told by ``drained(generation)``."""
 
 
 class Phase(Enum):

@@ -7,13 +7,11 @@ import os
 import time
 from collections.abc import Sequence
 
+from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import RequestRefused
-from kvoffd_client.identity import Identity
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.scheduler_session import SchedulerSession
-from kvoffd_client.tickets import LookupTicket
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.scheduler_session import LookupTicket, SchedulerSession
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, Role
 

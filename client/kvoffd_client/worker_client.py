@@ -7,12 +7,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
+from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import RequestRefused
-from kvoffd_client.identity import Identity
-from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.options import ClientOptions
-from kvoffd_client.registration import Registration
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.shared_memory import Registration
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, JobResult, Role
 

@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from kvoffd_client.blocks.block import Block, Bytes, checksum_of, tensor_spec
-from kvoffd_client.blocks.geometry import Geometry
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.namespace_spec import Geometry
 from kvoffd_proto.blocks import ShardSpec
 
 FORMAT = "kvoffd-blocks"

@@ -1,4 +1,4 @@
-"""Memory a client shares with the daemon: a memfd sealed against resizing."""
+"""Memory that a client shares with the daemon, and the registration that describes a worker's KV tensors in it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import errno
 import fcntl
 import mmap
 import os
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from kvoffd_client.cuda.export import GpuSegment
+from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
 
 MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, Linux 5.14; not in Python's mmap
 PAGE_BYTES = 4096
@@ -85,3 +90,56 @@ def _touch(mapping: mmap.mmap, size_bytes: int) -> None:
         if error.errno != errno.EINVAL:  # ENOMEM and the like
             raise
         np.frombuffer(mapping, dtype=np.uint8)[:size_bytes:PAGE_BYTES] = 0  # Linux before 5.14
+
+
+Memory: TypeAlias = SharedMemory | tuple[int, int] | GpuSegment
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A worker's KV tensors. The memory must outlive the client that registers it.
+
+    Attributes:
+        rank: this worker's rank, below the namespace's world_size.
+        blocks_per_key: engine blocks that one key covers.
+        memories: the segments: SharedMemory, or (fd, size_bytes) of a sealed memfd, which stay the caller's; or
+            exported memory of one GPU, whose export the client closes when it is closed itself.
+        tensors: KV tensors; ``TensorLayout.segment`` is an index into ``memories``.
+        groups: per KV cache group its layers' pages, in slot order.
+    """
+
+    rank: int
+    blocks_per_key: int
+    memories: tuple[Memory, ...]
+    tensors: tuple[TensorLayout, ...]
+    groups: tuple[tuple[PageRef, ...], ...]
+
+    def handles(self) -> tuple[list[Handle], list[int]]:
+        """The segments as the wire has them, and the descriptors they name: the id of each is its index."""
+        handles: list[Handle] = []
+        fds: list[int] = []
+        for memory in self.memories:
+            first = len(fds)
+            if isinstance(memory, GpuSegment):
+                if memory.handle is not None:
+                    handles.append(CudaIpcHandle(memory.handle, memory.size_bytes, memory.gpu_uuid))
+                    continue
+                fds += memory.fds
+                ids = list(range(first, len(fds)))
+                handles.append(CudaVmmHandle(ids, list(memory.chunk_bytes), memory.gpu_uuid))
+            else:
+                fd, size_bytes = (memory.fd, memory.size_bytes) if isinstance(memory, SharedMemory) else memory
+                fds.append(fd)
+                handles.append(MemfdHandle(first, size_bytes))
+        return handles, fds
+
+    def close_exports(self) -> None:
+        """Close the descriptors of exported GPU memory, which keep it allocated."""
+        for memory in self.memories:
+            if isinstance(memory, GpuSegment):
+                memory.close()
+
+    @property
+    def on_gpu(self) -> bool:
+        """The memory is a GPU's."""
+        return any(isinstance(memory, GpuSegment) for memory in self.memories)

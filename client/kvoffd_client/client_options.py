@@ -1,8 +1,12 @@
-"""Every timeout and bound of a client, in one object."""
+"""What every client is made with: its timeouts and bounds, and who it is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.shared_memory import Registration
+from kvoffd_proto.messages import Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,3 +50,15 @@ class ClientOptions:
         for field in fields(self):
             if getattr(self, field.name) <= 0:
                 raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who the session is and what it opens."""
+
+    directory: str
+    role: Role
+    name: str
+    software: str
+    namespace: NamespaceSpec | None = None
+    registration: Registration | None = None

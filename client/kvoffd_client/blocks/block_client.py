@@ -10,14 +10,13 @@ from typing import ClassVar, cast
 
 import numpy as np
 
-from kvoffd_client.admin import AdminClient
-from kvoffd_client.admin_session import AdminSession
+from kvoffd_client.admin_client import AdminClient, AdminSession
 from kvoffd_client.blocks.block import Block, Bytes, Shard, checksum_of, gone
-from kvoffd_client.blocks.geometry import Geometry
-from kvoffd_client.blocks.session import BlockSession, Lease, OpenedPool
+from kvoffd_client.blocks.block_session import BlockSession, Lease, OpenedPool
+from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import BlockUnavailable, DaemonUnavailable, KvoffdClientError
-from kvoffd_client.memory import SharedMemory
-from kvoffd_client.options import ClientOptions
+from kvoffd_client.namespace_spec import Geometry
+from kvoffd_client.shared_memory import SharedMemory
 from kvoffd_proto.blocks import (
     CHECKSUM_BYTES,
     PUT_NO_ROOM,

@@ -1,0 +1,384 @@
+"""Clients of an administrator: over the daemon's sockets on its own machine, or over TCP from another."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_session import Session
+from kvoffd_client.connection import Connection
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
+from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
+from kvoffd_proto.codec import CodecError, decode_reply, encode
+from kvoffd_proto.curve import NO_TOKEN
+from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
+from kvoffd_proto.messages import (
+    AnyReply,
+    AnyRequest,
+    AttachDisk,
+    Clear,
+    DetachDisk,
+    Done,
+    DrainDisk,
+    Error,
+    Health,
+    HealthReply,
+    Hello,
+    Namespaces,
+    NamespacesReply,
+    Role,
+    Scrub,
+    ScrubReply,
+    Sessions,
+    SessionsReply,
+    Stats,
+    StatsReply,
+    Welcome,
+)
+from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.version import PROTOCOL_VERSION
+
+
+class AdminSession(Session):
+    """Adds to ``Session`` requests whose outcome is waited for.
+
+    Attributes:
+        attempts_failed: attempts to connect, and connections, that ended.
+    """
+
+    attempts_failed = 0
+
+    def ask(
+        self, message: AnyRequest, outcome: list[AnyReply | KvoffdClientError], now: float, timeout_s: float
+    ) -> None:
+        """Send a request; its reply, or why there is none, is appended to ``outcome``."""
+        if not self.usable:
+            outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
+            return
+
+        def then(reply: AnyReply | KvoffdClientError, _: float) -> None:
+            outcome.append(reply)
+            self.on_change()
+
+        self.request(message, then, now, timeout_s)
+
+    def _role_lost(self, dead: bool, now: float) -> None:
+        self.attempts_failed += 1
+
+
+R = TypeVar("R", bound=AnyReply)
+
+
+class Administration(ABC):
+    """Asks one daemon about itself. Connects at the first call; each call waits for its answer. Thread-safe.
+
+    All calls raise:
+        DaemonUnavailable: nothing listens there, or it refuses this user or key; the sentence names the place.
+        RequestRefused: the daemon answered with an error.
+        RequestTimeout: no answer in time.
+    """
+
+    def stats(self) -> StatsReply:
+        """All counters."""
+        return self._ask(StatsReply, lambda request_id, token: Stats(request_id, token))
+
+    def health(self) -> HealthReply:
+        """Whether the daemon works: a round trip through the loop that serves engines."""
+        return self._ask(HealthReply, lambda request_id, token: Health(request_id, token))
+
+    def sessions(self) -> SessionsReply:
+        """Open sessions, oldest first."""
+        return self._ask(SessionsReply, lambda request_id, token: Sessions(request_id, token))
+
+    def namespaces(self) -> NamespacesReply:
+        """Open namespaces, oldest first."""
+        return self._ask(NamespacesReply, lambda request_id, token: Namespaces(request_id, token))
+
+    def clear(self, fingerprint: bytes | None = None) -> int:
+        """Drop every block of one namespace, or of all; returns how many."""
+        return self._ask(Done, lambda request_id, token: Clear(request_id, token, fingerprint)).count
+
+    def scrub(self, start: bool = True) -> ScrubReply:
+        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
+
+        Args:
+            start: begin, unless it is being done already. False only asks.
+        """
+        return self._ask(ScrubReply, lambda request_id, token: Scrub(request_id, token, start))
+
+    def attach_disk(self, directory: str, size_bytes: int) -> None:
+        """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
+        self._ask(Done, lambda request_id, token: AttachDisk(request_id, token, directory, size_bytes))
+
+    def drain_disk(self, directory: str) -> None:
+        """Have nothing more written to a directory."""
+        self._ask(Done, lambda request_id, token: DrainDisk(request_id, token, directory))
+
+    def detach_disk(self, directory: str) -> None:
+        """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
+        self._ask(Done, lambda request_id, token: DetachDisk(request_id, token, directory))
+
+    @abstractmethod
+    def close(self) -> None:
+        """Go away. Repeatable."""
+
+    @abstractmethod
+    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+        """Send what ``make`` makes of a request id and a token; the reply, which is of ``kind``."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+DEFAULT_OPTIONS = ClientOptions()
+TAIL_POLL_MS = 200
+"""How soon events() notices close()."""
+
+
+class AdminClient(Administration):
+    """Administration over the daemon's sockets.
+
+    Args:
+        directory: where the daemon's sockets are.
+        options: ``request_timeout_s`` bounds every call, the connecting in it included.
+    """
+
+    _SESSION: ClassVar[type[AdminSession]] = AdminSession
+
+    def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
+        self._directory = os.fspath(directory)
+        self._options = options
+        self._connection: Connection[AdminSession] | None = None
+        self._closed = False
+        self._one_call = threading.Lock()
+
+    def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
+        """Yield (topic, sequence, batch) of all KV events from now on, also past restarts of the daemon.
+
+        Ends when close() was called, or after ``idle_timeout_s`` seconds without an event. Needs no session.
+
+        Raises:
+            DaemonUnavailable: there is no events socket in the directory.
+        """
+        path = SocketPaths(Path(self._directory)).events
+        if not path.exists():
+            raise DaemonUnavailable(
+                f"There is no kvoffd daemon in {self._directory} (no {path.name}); start one there."
+            )
+        with zmq.Context() as context, context.socket(zmq.SUB) as tail:
+            tail.setsockopt(zmq.LINGER, 0)
+            tail.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+            tail.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
+            tail.connect(f"ipc://{path}")
+            heard_at = time.monotonic()
+            while not self._closed:
+                if tail.poll(TAIL_POLL_MS):
+                    frames = tail.recv_multipart(zmq.NOBLOCK)
+                    heard_at = time.monotonic()
+                    try:
+                        topic, sequence, payload = frames
+                        batch = decode_event_batch(payload)
+                    except (ValueError, msgspec.MsgspecError):
+                        continue  # not an event of this protocol
+                    yield topic, int.from_bytes(sequence, "big"), batch
+                elif idle_timeout_s is not None and time.monotonic() - heard_at >= idle_timeout_s:
+                    return
+
+    def close(self) -> None:
+        """End the session. Repeatable."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close()
+
+    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+        def start(session: AdminSession, outcome: list[AnyReply | KvoffdClientError], now: float, left: float) -> None:
+            session.ask(make(session.next_request_id(), session.token), outcome, now, left)
+
+        reply = self._exchange(start)
+        if not isinstance(reply, kind):
+            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
+        return reply
+
+    def _exchange(self, start: Callable[[AdminSession, list[Any], float, float], None]) -> Any:
+        """Start something on the session and wait for its outcome; a KvoffdClientError is raised.
+
+        ``start`` gets the time and the seconds left, and sees to it that the outcome is appended to its list.
+        """
+        with self._one_call:
+            if self._closed:
+                raise DaemonUnavailable("The client is closed; make a new one.")
+            deadline = time.monotonic() + self._options.request_timeout_s
+            connection = self._connected(deadline)
+            session = connection.session
+            outcome: list[Any] = []
+            with connection.lock:
+                start(session, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
+                connection.flush()
+            connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
+        if not outcome or isinstance(outcome[0], RequestTimeout):
+            raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
+        if isinstance(outcome[0], KvoffdClientError):
+            raise outcome[0]
+        return outcome[0]
+
+    def _connected(self, deadline: float) -> Connection[AdminSession]:
+        """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
+        if self._connection is None:
+            identity = Identity(self._directory, Role.ADMIN, "admin", "")
+            self._connection = Connection(identity, self._options, self._SESSION)
+            before = 0
+        else:
+            before = self._connection.session.attempts_failed
+        connection, session = self._connection, self._connection.session
+        connection.check_process()
+        with connection.lock:
+            session.retry_now(time.monotonic())
+            connection.flush()
+        connection.wait(lambda: session.usable or session.attempts_failed > before, deadline - time.monotonic())
+        if session.usable:
+            return connection
+        problem = session.problem or f"The kvoffd daemon in {self._directory} did not answer in time."
+        raise DaemonUnavailable(problem) from session.refusal
+
+
+REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
+"""Other machines may be far away."""
+
+
+class RemoteAdminClient(Administration):
+    """Administration over a daemon's ``admin_address``.
+
+    Args:
+        address: ``host:port``.
+        server_key: the daemon's public key, 40 characters of Z85. Who has not its secret gets no request.
+        secret_key: the administrator's own. Its public half must be in the daemon's ``admin_clients_file``.
+        options: ``request_timeout_s`` bounds every call, the connecting in it included.
+
+    Raises:
+        ValueError: a key is none.
+    """
+
+    def __init__(self, address: str, server_key: str, secret_key: str, options: ClientOptions = REMOTE_OPTIONS) -> None:
+        try:
+            self._public_key = zmq.curve_public(secret_key.encode())
+            zmq.curve_public(server_key.encode())  # it is as long as a secret key, and written alike
+        except zmq.ZMQError as error:
+            raise ValueError("A key has 40 characters, as `kvoffd-cli keygen` writes it.") from error
+        self._address = address
+        self._server_key = server_key.encode()
+        self._secret_key = secret_key.encode()
+        self._options = options
+        self._context = zmq.Context(io_threads=1)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._last_id = 0
+        self._one_call = threading.Lock()
+
+    def close(self) -> None:
+        """Go away. Repeatable."""
+        with self._one_call:
+            self._let_go()
+            self._context.term()
+
+    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+        with self._one_call:
+            if self._context.closed:
+                raise DaemonUnavailable("The client is closed; make a new one.")
+            deadline = time.monotonic() + self._options.request_timeout_s
+            socket = self._connected(deadline)
+            reply = self._exchange(socket, make, deadline)
+        if not isinstance(reply, kind):
+            raise DaemonUnavailable(f"The daemon at {self._address} answered with a {type(reply).__name__}.")
+        return reply
+
+    def _connected(self, deadline: float) -> zmq.Socket[bytes]:
+        """The socket, after Hello: a daemon of another version says so."""
+        if self._socket is not None:
+            return self._socket
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket = socket
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.IPV6, 1)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self._server_key)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret_key)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public_key)
+            self._connect(socket, deadline)
+            hello = self._exchange(
+                socket,
+                lambda request_id, token: Hello(request_id, token, PROTOCOL_VERSION, Role.ADMIN, "admin", ""),
+                deadline,
+            )
+            if not isinstance(hello, Welcome):
+                raise DaemonUnavailable(f"The daemon at {self._address} answered Hello with a {type(hello).__name__}.")
+        except BaseException:
+            self._let_go()
+            raise
+        return socket
+
+    def _connect(self, socket: zmq.Socket[bytes], deadline: float) -> None:
+        """Connect. Raises DaemonUnavailable, which says where it failed."""
+        wanted = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        monitor = socket.get_monitor_socket(wanted)
+        problem = "nothing answers there"
+        try:
+            socket.connect(f"tcp://{self._address}")
+            while monitor.poll(max(0, round((deadline - time.monotonic()) * 1000))):
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    return
+                if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    problem = f"its admin_clients_file lacks this client's key, {self._public_key.decode()}"
+                    break
+                problem = "what listens there is no kvoffd, or has another key than the one given for it"
+        except zmq.ZMQError as error:
+            problem = f"{error}; an address is host:port"
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+        raise DaemonUnavailable(f"The kvoffd daemon at {self._address} cannot be reached: {problem}.")
+
+    def _exchange(
+        self, socket: zmq.Socket[bytes], make: Callable[[int, bytes], AnyRequest], deadline: float
+    ) -> AnyReply:
+        self._last_id += 1
+        frame = encode(make(self._last_id, NO_TOKEN))
+        sent = False
+        while (left := deadline - time.monotonic()) > 0:
+            ready = socket.poll(max(1, round(left * 1000)), zmq.POLLIN if sent else zmq.POLLOUT)
+            if ready & zmq.POLLOUT:
+                socket.send(frame, zmq.NOBLOCK)
+                sent = True
+            elif ready & zmq.POLLIN and (reply := self._receive(socket)).request_id == self._last_id:
+                if isinstance(reply, Error):
+                    raise RequestRefused(reply.code, reply.message)
+                return reply
+        self._let_go()
+        raise RequestTimeout(f"The kvoffd daemon at {self._address} did not answer in time; try again later.")
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> AnyReply:
+        frames = socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            return decode_reply(frames[0] if len(frames) == 1 else b"")
+        except CodecError as error:
+            self._let_go()
+            raise DaemonUnavailable(f"The daemon at {self._address} sent what is no reply: {error}.") from error
+
+    def _let_go(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
