@@ -44,7 +44,7 @@ class Blocks:
         self.quarantined_bytes = 0
         self.pinned_blocks = 0
         self.pinned_bytes = 0
-        self.below: TieringHooks | None = None
+        self.tiering: TieringHooks | None = None
         self._slots = slots
         self._policy = policy
         self._listener = listener
@@ -227,8 +227,8 @@ class Blocks:
             self._listener.removed(block.namespace, block.group, [block.key])
 
     def _evict(self, blocks: Sequence[Block]) -> None:
-        if self.below is not None:
-            self.below.evicted(blocks)
+        if self.tiering is not None:
+            self.tiering.evicted(blocks)
         for block in blocks:
             assert block.state is READY
             assert not block.pins

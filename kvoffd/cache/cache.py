@@ -57,12 +57,12 @@ class BlockCache:
         self._stores: set[StoreTicket] = set()
         self._loads: set[LoadTicket] = set()
         self.exchange = TierTransfers(self, self._blocks, self._stores, self._settle)
-        self._below: TieringHooks | None = None
+        self._tiering: TieringHooks | None = None
 
     def attach(self, below: TieringHooks) -> None:
         """Have the tiers below the pool looked after from now on. Once."""
-        assert self._below is None
-        self._below = self._blocks.below = below
+        assert self._tiering is None
+        self._tiering = self._blocks.tiering = below
 
     # --- namespaces ------------------------------------------------------------------------------
 
@@ -213,8 +213,8 @@ class BlockCache:
         slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), protected, node), strict=False))
         for block in narrow:
             self._blocks.reopen_shard(block, rank)
-        if narrow and self._below is not None:  # so does what a tier has of it
-            self._below.forget(namespace, group, [block.key for block in narrow])
+        if narrow and self._tiering is not None:  # so does what a tier has of it
+            self._tiering.forget(namespace, group, [block.key for block in narrow])
         ticket.dropped = [number for number in wanted if number not in slot_for]
         namespace.counters.dropped_keys += len(ticket.dropped)
         ticket.copy = sorted(slot_for)
@@ -237,8 +237,8 @@ class BlockCache:
         shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
         assert shard_bytes is not None
         ready = self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
-        if ready and self._below is not None:
-            self._below.stored([block for block in ticket.blocks if block.state is READY])
+        if ready and self._tiering is not None:
+            self._tiering.stored([block for block in ticket.blocks if block.state is READY])
         return ready
 
     def abort_store(self, ticket: StoreTicket) -> None:
@@ -299,8 +299,8 @@ class BlockCache:
         """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
         self._settle()
         sound = self.integrity.judge(look, found)
-        if not sound and self._below is not None:
-            self._below.forget(look.block.namespace, look.block.group, [look.block.key])
+        if not sound and self._tiering is not None:
+            self._tiering.forget(look.block.namespace, look.block.group, [look.block.key])
         return sound
 
     # --- drop ------------------------------------------------------------------------------------
@@ -321,11 +321,11 @@ class BlockCache:
             if readable:
                 self._listener.removed(namespace, group, readable)
             dropped += len(blocks)
-            if self._below is not None:
+            if self._tiering is not None:
                 gone = dict.fromkeys(keys)
                 own = {block.key for block in blocks}
-                dropped += sum(key not in own and self._below.has(namespace, group, key) for key in gone)
-                self._below.forget(namespace, group, gone)
+                dropped += sum(key not in own and self._tiering.has(namespace, group, key) for key in gone)
+                self._tiering.forget(namespace, group, gone)
         return dropped
 
     def give_up(self, blocks: Iterable[Block]) -> None:
@@ -346,9 +346,9 @@ class BlockCache:
         dropped = 0
         for one in [namespace] if namespace is not None else self.namespaces:
             blocks = [block for index in one.index for block in index.values()]
-            if self._below is not None:
-                both = sum(self._below.has(one, block.group, block.key) for block in blocks)
-                dropped += self._below.forget_all(one) - both
+            if self._tiering is not None:
+                both = sum(self._tiering.has(one, block.group, block.key) for block in blocks)
+                dropped += self._tiering.forget_all(one) - both
             self._blocks.drop(blocks)
             self._listener.cleared(one)
             dropped += len(blocks)
@@ -362,7 +362,7 @@ class BlockCache:
         self._settle()
         return self._blocks.pinned_blocks
 
-    def balance(self) -> PoolUsage:
+    def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""
         self._settle()
         writing, ready, leaving = (
@@ -373,9 +373,9 @@ class BlockCache:
             self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes, self._blocks.quarantined_bytes
         )
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raise AssertionError where an invariant is broken. Looks at every block: for tests and the simulator."""
-        balance = self.balance()
+        balance = self.pool_usage()
         audit(
             self.slots,
             self.policy,

@@ -65,9 +65,9 @@ class Lookups:
             lease = Lease(lease_id, owner, namespace)
             self.leases.add(lease, self._clock())
             self._unsettled = _Found(lease, groups, states)
-        if self._blocks.below is not None and ready < sum(map(len, states)):
+        if self._blocks.tiering is not None and ready < sum(map(len, states)):
             split = [(group, namespace.split(group, keys)) for group, keys in groups]
-            states = self._blocks.below.find(namespace, split, states)
+            states = self._blocks.tiering.find(namespace, split, states)
             if not again:
                 namespace.counters.keys_pending += sum(told.count(PENDING) for told in states)
         if again:
@@ -131,8 +131,8 @@ class Lookups:
             for blocks in lease.blocks.values():
                 ready = [block for block in blocks if block.state is READY]
                 self._policy.touch(ready)
-                if self._blocks.below is not None:
-                    self._blocks.below.used(ready)
+                if self._blocks.tiering is not None:
+                    self._blocks.tiering.used(ready)
 
     def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
         """Give leases their full time again; returns those that are not alive, or not the owner's."""

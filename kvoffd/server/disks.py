@@ -102,7 +102,7 @@ class Disks:
         self._away_since: dict[str, int] = {}
         """By directory that was given up, the resets that it has seen."""
         self._stopping = False
-        self.below: TieringManager | None = None
+        self.tiering: TieringManager | None = None
         """None until the first directory is there: until then nothing knows of tiers."""
 
     def attach(self, size: DiskSize) -> None:
@@ -115,12 +115,12 @@ class Disks:
             )
         if len(self._disks) >= MAX_DISKS and known is None:
             raise KvoffdError(f"{MAX_DISKS} directories are attached, the limit.", ErrorCode.TOO_MANY)
-        if self.below is None:
-            self.below = self._make_below()
+        if self.tiering is None:
+            self.tiering = self._make_tiering()
         disk = self._disks[size.directory] = Disk(size)
         # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
         disk.opener = threading.Thread(
-            target=self._open, args=(disk, self.below), name=f"kvoffd-open-{Path(size.directory).name}", daemon=True
+            target=self._open, args=(disk, self.tiering), name=f"kvoffd-open-{Path(size.directory).name}", daemon=True
         )
         disk.opener.start()
 
@@ -145,8 +145,8 @@ class Disks:
             disk.state = State.CLOSING
             disk.tier.drain()
             self._tiers.detach(disk.tier)
-            assert self.below is not None
-            self.below.left(disk.tier)
+            assert self.tiering is not None
+            self.tiering.directory_detached(disk.tier)
 
     def namespace_reset(self, fingerprint: bytes) -> None:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
@@ -169,8 +169,8 @@ class Disks:
 
     def tick(self) -> None:
         """A few times a second."""
-        if self.below is not None:
-            self.below.tick()
+        if self.tiering is not None:
+            self.tiering.tick()
         for disk in [one for one in self._disks.values() if one.state is State.CLOSING]:
             assert disk.tier is not None
             disk.tier.tick()
@@ -198,8 +198,8 @@ class Disks:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
         until = time.monotonic() + deadline_s
         self._stopping = True
-        if self.below is not None:
-            self.below.stop()
+        if self.tiering is not None:
+            self.tiering.stop()
         for disk in self._disks.values():
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
@@ -215,7 +215,7 @@ class Disks:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _make_below(self) -> TieringManager:
+    def _make_tiering(self) -> TieringManager:
         config = self._config
         settings = TieringSettings(
             WriteMode(config.disk_write),
@@ -224,9 +224,9 @@ class Disks:
             config.disk_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        below = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
-        self._cache.attach(below)
-        return below
+        tiering = TieringManager(self._cache, self._tiers, self._events, self._clock, settings, self._engines_busy)
+        self._cache.attach(tiering)
+        return tiering
 
     def _known(self, directory: str) -> Disk:
         disk = self._disks.get(directory)
@@ -235,10 +235,10 @@ class Disks:
             raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.UNSUPPORTED)
         return disk
 
-    def _open(self, disk: Disk, below: TieringManager) -> None:
+    def _open(self, disk: Disk, tiering: TieringManager) -> None:
         """In a thread of its own."""
         try:
-            tier = self._open_disk(disk.size, below, lambda: self._stopping or disk.unwanted)
+            tier = self._open_disk(disk.size, tiering, lambda: self._stopping or disk.unwanted)
         except OpeningStopped:
             self._post(lambda: self._opening_stopped(disk))
         except Exception as error:
@@ -281,8 +281,8 @@ class Disks:
         for fingerprint in known if None in disk.cleared else known & disk.cleared:
             tier.remove_namespace(fingerprint)
         self._tiers.attach(tier)
-        assert self.below is not None
-        self.below.joined()
+        assert self.tiering is not None
+        self.tiering.directory_attached()
         if disk.unwanted:
             self.detach(disk.size.directory)
 

@@ -47,12 +47,12 @@ class EventPublisher:
         """Blocks left the index."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
 
-    def stored_below(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
         """Blocks are on disk."""
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
 
-    def removed_below(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
         """Blocks are not on disk any more."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
 

@@ -52,7 +52,7 @@ class Reporter:
             [self._namespace_stats(namespace) for namespace in cache.namespaces],
             self._integrity(),
             self._blocks(),
-            self._below(),
+            self._tiering(),
             service.disks.report() if service.disks is not None else [],
         )
 
@@ -90,18 +90,18 @@ class Reporter:
 
     def _pool(self) -> m.PoolStats:
         cache = self._service.cache
-        balance = cache.balance()
+        usage = cache.pool_usage()
         pinning = self._service.memory.pinning
         return m.PoolStats(
             cache.slots.pool_bytes,
             cache.slots.pool_bytes,
             self._service.table_bytes,
-            balance.free_bytes,
-            balance.writing_bytes,
-            balance.ready_bytes,
-            balance.leaving_bytes,
-            balance.pinned_bytes,
-            balance.quarantined_bytes,
+            usage.free_bytes,
+            usage.writing_bytes,
+            usage.ready_bytes,
+            usage.leaving_bytes,
+            usage.pinned_bytes,
+            usage.quarantined_bytes,
             cache.slots.spilled_slots,
             pinning.pinned_bytes,
             pinning.refused_bytes,
@@ -124,23 +124,23 @@ class Reporter:
             len(pins.blocks), pins.pinned_bytes, service.desk.got_blocks, puts.put_blocks, puts.put_bytes
         )
 
-    def _below(self) -> m.BelowStats | None:
-        below = self._service.below
-        if below is None:
+    def _tiering(self) -> m.BelowStats | None:
+        tiering = self._service.tiering
+        if tiering is None:
             return None
-        promoter, writer = below.promoter, below.writer
+        promoter, demoter = tiering.promoter, tiering.demoter
         return m.BelowStats(
             promoter.promoted_blocks,
             promoter.promoted_bytes,
             promoter.waiting_blocks,
             dict(promoter.failures),
             promoter.bytes_per_second,
-            writer.written_blocks,
-            writer.written_bytes,
-            writer.waiting_blocks,
-            writer.over_budget,
-            writer.mode.value,
-            writer.budget.left_bytes,
+            demoter.written_blocks,
+            demoter.written_bytes,
+            demoter.waiting_blocks,
+            demoter.over_budget,
+            demoter.mode.value,
+            demoter.budget.left_bytes,
         )
 
     def _direction(self, direction: Direction) -> m.DirectionStats:

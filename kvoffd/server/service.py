@@ -259,13 +259,13 @@ class Service:
             self.lookup_rate.add(1)
             self.cache.touch(lease_id)
         self._looked_up.clear()
-        if self.below is not None:
-            self.below.pump()
+        if self.tiering is not None:
+            self.tiering.pump()
 
     @property
-    def below(self) -> TieringManager | None:
+    def tiering(self) -> TieringManager | None:
         """What looks after the tiers below the pool; None while there is no tier."""
-        return self.disks.below if self.disks is not None else None
+        return self.disks.tiering if self.disks is not None else None
 
     def tick(self) -> None:
         """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""

@@ -79,7 +79,7 @@ class TieringManager:
             pool_bytes // 2,
             settings.deadline_s,
         )
-        self.writer = Demoter(
+        self.demoter = Demoter(
             cache.exchange,
             tier,
             cache.policy,
@@ -100,14 +100,14 @@ class TieringManager:
         """Blocks that were there before their namespace was opened, and that no event has told of yet."""
         self._evicted: list[Block] = []
         self._stopped = False
-        self.joined()
+        self.directory_attached()
 
     # --- what the cache calls --------------------------------------------------------------------
 
     def find(
         self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
     ) -> list[bytes]:
-        """See BelowHooks. Groups that need their whole past go first: they say how far windows are of use."""
+        """See TieringHooks. Groups that need their whole past go first: they say how far windows are of use."""
         told = [bytearray(state) for state in states]
         limit_tokens: int | None = None
         windows: list[int] = []
@@ -132,19 +132,19 @@ class TieringManager:
         return list(map(bytes, told))
 
     def used(self, blocks: Sequence[Block]) -> None:
-        """See BelowHooks."""
-        self.writer.used(blocks)
+        """See TieringHooks."""
+        self.demoter.used(blocks)
 
     def stored(self, blocks: Sequence[Block]) -> None:
-        """See BelowHooks."""
-        self.writer.stored(blocks)
+        """See TieringHooks."""
+        self.demoter.stored(blocks)
 
     def evicted(self, blocks: Sequence[Block]) -> None:
-        """See BelowHooks. The tier's own order goes on where the pool's ends, by the next tick: a store waits here."""
+        """See TieringHooks. The tier's own order goes on where the pool's ends, by the next tick: a store waits here."""
         self._evicted += blocks
 
     def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
-        """See BelowHooks."""
+        """See TieringHooks."""
         names = list(keys)
         for key in names:
             self.promoter.forget(namespace, group, key)
@@ -152,7 +152,7 @@ class TieringManager:
         self._tell_removed(namespace, group, names)
 
     def forget_all(self, namespace: Namespace) -> int:
-        """See BelowHooks. The caller's event tells of it."""
+        """See TieringHooks. The caller's event tells of it."""
         self.promoter.forget_all(namespace)
         for group in range(len(namespace.groups)):
             self._told.pop((namespace, group), None)
@@ -165,7 +165,7 @@ class TieringManager:
         return sum(map(self.tier.remove_namespace, names - {space.fingerprint for space in self._cache.namespaces}))
 
     def has(self, namespace: Namespace, group: int, key: bytes) -> bool:
-        """See BelowHooks."""
+        """See TieringHooks."""
         return key in self.tier.index(namespace.fingerprint, group)
 
     # --- what the daemon calls -------------------------------------------------------------------
@@ -174,13 +174,13 @@ class TieringManager:
         """Begin what was asked for, and go on writing. For when the replies are out."""
         if not self._stopped:
             self.promoter.pump()
-            self.writer.pump()
+            self.demoter.pump()
 
     def stop(self) -> None:
         """Begin nothing any more."""
         self._stopped = True
         self.promoter.stop()
-        self.writer.stop()
+        self.demoter.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool, events."""
@@ -188,10 +188,10 @@ class TieringManager:
         self.tier.touch(map(id_of, evicted))
         self.tier.tick()
         self.promoter.tick()
-        self.writer.tick()
+        self.demoter.tick()
         self.tell()
 
-    def opened(self, namespace: Namespace) -> None:
+    def namespace_opened(self, namespace: Namespace) -> None:
         """A namespace was opened: what is there of it already is told of by and by."""
         for group in range(len(namespace.groups)):
             untold = dict.fromkeys(self.tier.index(namespace.fingerprint, group))
@@ -200,12 +200,12 @@ class TieringManager:
             if untold:
                 self._untold[namespace, group] = untold
 
-    def joined(self) -> None:
+    def directory_attached(self) -> None:
         """The tier has blocks that it was not told to write, as those of a directory that was attached."""
         for namespace in self._cache.namespaces:
-            self.opened(namespace)
+            self.namespace_opened(namespace)
 
-    def left(self, tier: Tier) -> None:
+    def directory_detached(self, tier: Tier) -> None:
         """Part of the tier, such as a directory, is not there any more, nor are its blocks."""
         for fingerprint, group in tier.groups():
             namespace = self._cache.find_namespace(fingerprint)
@@ -258,14 +258,14 @@ class TieringManager:
         fresh = [key for key in keys if key not in told]
         told.update(fresh)
         if fresh:
-            self._events.stored_below(namespace, group, fresh, self.tier.medium)
+            self._events.stored_in_tier(namespace, group, fresh, self.tier.medium)
 
     def _tell_removed(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         told = self._told.get((namespace, group), set())
         gone = [key for key in dict.fromkeys(keys) if key in told]
         told.difference_update(gone)
         if gone:
-            self._events.removed_below(namespace, group, gone, self.tier.medium)
+            self._events.removed_from_tier(namespace, group, gone, self.tier.medium)
 
     def _namespace(self, block_id: TierKey) -> Namespace | None:
         namespace = self._cache.find_namespace(block_id.fingerprint)

@@ -29,7 +29,7 @@ class Heir:
         self.events = Folded()
         self.cache = BlockCache(self.slots, make_policy("lru"), self.events, Clock())
         self.adoption = self.cache.adopt(list(rig.slots.facts.values()) if facts is None else facts, records)
-        self.cache.check()
+        self.cache.check_invariants()
 
     def ready(self) -> set[tuple[bytes, int, bytes]]:
         return {

@@ -33,7 +33,7 @@ def test_only_as_many_blocks_go_as_are_needed_the_oldest_first(policy: str) -> N
     assert rig.states(namespace, keys_of(0, 1, 2, 7, 100, 101)) == [A, A, R, R, R, R]
     assert namespace.counters.evicted_blocks == 2
     assert ("removed", 0, [keys_of(0), keys_of(1)]) in rig.events.log
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
@@ -48,7 +48,7 @@ def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
     rig.cache.commit_store(ticket)
     rig.cache.commit_store(writing)
     assert rig.states(namespace, keys_of(*range(10))) == [R] * 8 + [A] * 2
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
@@ -58,7 +58,7 @@ def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(*range(10)))
     assert (ticket.copy, ticket.dropped) == ([*range(8)], [8, 9])
     rig.cache.commit_store(ticket)
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_a_job_never_evicts_its_own_keys() -> None:
@@ -108,7 +108,7 @@ def test_a_block_goes_with_the_slots_of_all_its_ranks() -> None:
     assert len(ticket.copy) == 2
     # One block of two slots was enough for two shards.
     assert namespace.counters.evicted_blocks == 1
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_a_new_size_takes_over_the_coldest_region_when_the_pool_is_full() -> None:
@@ -121,7 +121,7 @@ def test_a_new_size_takes_over_the_coldest_region_when_the_pool_is_full() -> Non
     # The rest of the region serves its new size without another eviction.
     assert rig.put(large, keys_of(2)) == 0
     assert small.counters.evicted_blocks == 4
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
@@ -137,7 +137,7 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     # Nothing can make room now, so nothing is evicted in vain.
     assert rig.put(large, keys_of(2)) == 1
     assert rig.states(small, keys_of(*range(4))) == [R] * 4
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
@@ -194,7 +194,7 @@ def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> Non
     use(rig, small, b"".join(others))
     assert rig.put(large, keys_of(1)) == 0
     assert rig.states(large, keys_of(1)) == [R]
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
@@ -215,7 +215,7 @@ def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
     rig.put(idle, keys_of(*range(64)))
     for number in range(200):
         assert rig.put(busy, keys_of(number)) == 0
-    rig.cache.check()
+    rig.cache.check_invariants()
     assert busy.ready_blocks >= 28
 
 
@@ -228,7 +228,7 @@ def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
         assert rig.put(spaces[1], keys_of(number)) == 0
         if number > 100:
             assert min(space.ready_bytes for space in spaces) >= rig.slots.pool_bytes // 4
-    rig.cache.check()
+    rig.cache.check_invariants()
     stored = sum(space.counters.stored_blocks * space.slot_bytes(0, 0) for space in spaces)
     evicted = sum(space.counters.evicted_blocks * space.slot_bytes(0, 0) for space in spaces)
     # Beyond what had to go, hardly anything went: at most what two regions hold.
@@ -242,5 +242,5 @@ def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
     rig.cache.set_shard_bytes(namespace, 1, [2 * SLOT_UNIT])
     for number in range(40):
         assert rig.put(namespace, keys_of(number)) == 0
-        rig.cache.check()
+        rig.cache.check_invariants()
     assert namespace.ready_blocks >= 4

@@ -44,7 +44,7 @@ def test_right_bytes_change_nothing_but_the_count() -> None:
     assert rig.states(namespace, keys_of(1, 2)) == [2, 2]
     integrity = rig.cache.integrity
     assert (integrity.checked_slots, integrity.checked_bytes, integrity.mismatches) == (2, 2 * SLOT_UNIT, 0)
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only() -> None:
@@ -53,11 +53,11 @@ def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only
     store(rig, namespace, keys_of(1, 2))
     look = looks(rig)[keys_of(1), 1]
     assert not rig.cache.judge(look, look.checksum + 1)
-    rig.cache.check()
+    rig.cache.check_invariants()
     assert rig.states(namespace, keys_of(1, 2)) == [0, 2]
     assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
-    balance = rig.cache.balance()
-    assert (balance.quarantined_bytes, balance.ready_bytes, balance.leaving_bytes) == (SLOT_UNIT, 2 * SLOT_UNIT, 0)
+    usage = rig.cache.pool_usage()
+    assert (usage.quarantined_bytes, usage.ready_bytes, usage.leaving_bytes) == (SLOT_UNIT, 2 * SLOT_UNIT, 0)
     assert rig.cache.integrity.mismatches == rig.cache.integrity.quarantined_slots == 1
     assert look.offset not in {record.offset for record in rig.slots.left_behind()}
 
@@ -71,11 +71,11 @@ def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
     rig.cache.judge(bad, 0)
     for number in range(100, 160):
         rig.put(large if number % 3 else small, keys_of(number))
-        rig.cache.check()
+        rig.cache.check_invariants()
     rig.cache.clear()
-    balance = rig.cache.balance()
-    assert balance.free_bytes == rig.slots.pool_bytes - SLOT_UNIT
-    assert balance.quarantined_bytes == SLOT_UNIT
+    usage = rig.cache.pool_usage()
+    assert usage.free_bytes == rig.slots.pool_bytes - SLOT_UNIT
+    assert usage.quarantined_bytes == SLOT_UNIT
     taken = rig.slots.take(SLOT_UNIT, 1000)
     assert bad.offset not in taken
     assert len(taken) == 11
@@ -88,7 +88,7 @@ def test_a_key_can_be_stored_anew_after_its_slot_was_lost() -> None:
     rig.cache.judge(looks(rig)[keys_of(1), 0], 0)
     store(rig, namespace, keys_of(1))
     assert rig.states(namespace, keys_of(1)) == [2]
-    rig.cache.check()
+    rig.cache.check_invariants()
 
 
 def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
@@ -97,14 +97,14 @@ def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
     store(rig, namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
     rig.cache.judge(looks(rig)[keys_of(2), 0], 0)
-    rig.cache.check()
-    assert rig.cache.balance().leaving_bytes == SLOT_UNIT
+    rig.cache.check_invariants()
+    assert rig.cache.pool_usage().leaving_bytes == SLOT_UNIT
     with pytest.raises(NotReady) as refusal:
         rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2))
     assert refusal.value.missing == [1]
     rig.cache.release(1, [1])
-    rig.cache.check()
-    assert rig.cache.balance().quarantined_bytes == SLOT_UNIT
+    rig.cache.check_invariants()
+    assert rig.cache.pool_usage().quarantined_bytes == SLOT_UNIT
 
 
 def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
@@ -155,7 +155,7 @@ def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None
         for look in wanted:
             heir.cache.judge(look, look.checksum)
         heir.cache.end_load([ticket], ok=False)
-        heir.cache.check()
+        heir.cache.check_invariants()
     assert [look.block.key for look in integrity.unverified(1)] == [keys_of(2)]
 
 
@@ -165,7 +165,7 @@ def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
     heir = heir_of(rig)
     heir.cache.clear()
     assert heir.cache.integrity.unverified_slots == 0
-    heir.cache.check()
+    heir.cache.check_invariants()
 
 
 def test_a_slot_without_a_checksum_is_not_adopted() -> None:
@@ -179,4 +179,4 @@ def test_a_slot_without_a_checksum_is_not_adopted() -> None:
     heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
     adoption = heir.cache.adopt(list(rig.slots.facts.values()), records)
     assert (adoption.blocks, adoption.refused_slots) == (1, 1)
-    heir.cache.check()
+    heir.cache.check_invariants()

@@ -281,11 +281,11 @@ class CacheMachine(RuleBasedStateMachine):
         elif sum(model.slot_bytes for model in held) > self.rig.slots.pool_bytes // 2:
             refusal = ErrorCode.NO_ROOM
         if refusal is not None:
-            before = self.cache.balance()
+            before = self.cache.pool_usage()
             with pytest.raises(KvoffdError) as caught:
                 self.cache.pin(namespace, group, keys_of(*chain))
             assert caught.value.code == refusal
-            assert self.cache.balance() == before
+            assert self.cache.pool_usage() == before
             return
         assert self.cache.pin(namespace, group, keys_of(*chain)) == len(fresh)
         for name in fresh:
@@ -363,14 +363,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
-        before = self.cache.balance()
+        before = self.cache.pool_usage()
         with pytest.raises(BadKeys):
             self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain) + b"x")
         with pytest.raises(BadKeys):
             self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain, 1, 1))
         with pytest.raises(BadKeys):
             self.cache.lookup(self.spaces[space], self.next_lease, 1, [(0, keys_of(*chain)), (0, b"x")])
-        assert self.cache.balance() == before
+        assert self.cache.pool_usage() == before
 
     def end_leases(self, lease_ids: list[int]) -> None:
         for lease_id in lease_ids:
@@ -392,7 +392,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        self.cache.check()
+        self.cache.check_invariants()
 
     @invariant()
     def the_index_is_the_model_s(self) -> None:
@@ -448,8 +448,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.pinned_blocks == len(self.kept)
         self.cache.clear()
         assert self.cache.pinned_blocks == 0
-        assert self.cache.balance().free_bytes == self.rig.slots.pool_bytes
-        self.cache.check()
+        assert self.cache.pool_usage().free_bytes == self.rig.slots.pool_bytes
+        self.cache.check_invariants()
 
 
 class ArcCacheMachine(CacheMachine):

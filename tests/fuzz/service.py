@@ -272,11 +272,11 @@ class Rig:
         )
         leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
         pins = frozenset(cache.operator_pins.blocks)
-        return cache.balance(), leases, pins, sessions, len(cache.namespaces), len(self.engine.queue)
+        return cache.pool_usage(), leases, pins, sessions, len(cache.namespaces), len(self.engine.queue)
 
     def finish(self) -> None:
         """All sessions end, all copies come back: nothing is held."""
-        self.service.cache.check()
+        self.service.cache.check_invariants()
         for session in list(self.service.sessions.values()):
             cast(Line, session.lifeline).open = False
             self.service.end_session(session, lambda: None)
@@ -285,14 +285,14 @@ class Rig:
         self.now += 1000
         self.service.tick()
         cache = self.service.cache
-        cache.check()
+        cache.check_invariants()
         cache.clear()  # what operators have pinned stays until then
-        cache.check()
-        balance = cache.balance()
-        assert balance.pinned_bytes == balance.leaving_bytes == balance.writing_bytes == 0, balance
+        cache.check_invariants()
+        usage = cache.pool_usage()
+        assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)
         assert not self.service.jobs.unfinished
-        assert balance.free_bytes == POOL_BYTES, balance
+        assert usage.free_bytes == POOL_BYTES, usage
 
 
 def _held(session: Session) -> tuple[set[bytes], dict[int, int], list[bytes]]:

@@ -130,13 +130,13 @@ def _adopted_blocks(table: bytes) -> int:
         publisher = EventPublisher(8)
         cache = BlockCache(pool, make_policy("lru"), publisher, lambda: 0.0, half_stored_timeout_s=1.0, lease_ttl_s=1.0)
         adopt_blocks(cache, pool)
-        cache.check()
-        balance = cache.balance()
-        assert balance.free_bytes + balance.ready_bytes == POOL_BYTES, balance
+        cache.check_invariants()
+        usage = cache.pool_usage()
+        assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage
         blocks = sum(namespace.ready_blocks for namespace in cache.namespaces)
         cache.clear()
-        cache.check()
-        assert cache.balance().free_bytes == POOL_BYTES
+        cache.check_invariants()
+        assert cache.pool_usage().free_bytes == POOL_BYTES
         assert scan_table(pool.memory_fds[1]) == []
         return blocks
     finally:

@@ -44,4 +44,4 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     assert error.code is ErrorCode.CANCELLED
     assert rig.slots.nodes_wanted == [5, 6]
     assert space.nodes == {0: 5, 1: 6}
-    rig.cache.check()
+    rig.cache.check_invariants()

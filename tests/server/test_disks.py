@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.cache_rig import Rig
-from support.tiering_rig import FoldedBelow
+from support.tiering_rig import FoldedTierEvents
 
 from kvoffd.config import Config
 from kvoffd.disks import DiskSize
@@ -73,7 +73,7 @@ class DisksRig:
         self.disks = Disks(
             Config(),
             self.rig.cache,
-            FoldedBelow(),
+            FoldedTierEvents(),
             self.rig.clock,
             self.open,  # type: ignore[arg-type]
             self.calls.append,
@@ -112,8 +112,8 @@ def rig() -> Iterator[DisksRig]:
 
 
 def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> None:
-    assert rig.disks.below is None
-    assert rig.rig.cache._below is None
+    assert rig.disks.tiering is None
+    assert rig.rig.cache._tiering is None
     rig.attach()
     assert rig.state() == [State.OPENING]
     rig.opened()
@@ -210,7 +210,7 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
     """As a request does it."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
-    service = SimpleNamespace(cache=rig.rig.cache, disks=rig.disks, below=rig.disks.below, epoch=1)
+    service = SimpleNamespace(cache=rig.rig.cache, disks=rig.disks, tiering=rig.disks.tiering, epoch=1)
     clear(service, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
 
 

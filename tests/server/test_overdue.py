@@ -54,7 +54,7 @@ def test_its_keys_are_free_for_others_and_its_slots_are_not() -> None:
     runner.transfer_done(job, Outcome.FAILED)
     assert rig.states(namespace, keys_of(1, 2)) == [READY, ABSENT]
     assert rig.slots.free_bytes == free + namespace.slot_bytes(0, 0)
-    rig.cache.balance()
+    rig.cache.pool_usage()
 
 
 def test_what_others_stored_under_its_keys_stays() -> None:

@@ -115,7 +115,7 @@ class Audit:
     def check_cache(self) -> None:
         """The cache's own audit."""
         try:
-            self._service.cache.check()
+            self._service.cache.check_invariants()
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 

@@ -199,7 +199,7 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CodecError:
             request = None
-        before = service.cache.balance(), len(service.cache.leases), service.jobs.unfinished
+        before = service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
         sent = len(service.outbox.replies)
         service.handle(dealer.name, frame)
         replies = [codec.decode_reply(reply) for _, reply in service.outbox.replies[sent:]]
@@ -209,7 +209,7 @@ class SimDaemon:
         if self._world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
         if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
-            after = service.cache.balance(), len(service.cache.leases), service.jobs.unfinished
+            after = service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
             if before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
@@ -306,7 +306,7 @@ class SimDaemon:
     def squeeze(self) -> None:
         """Evict every block that may be evicted."""
         cache = self.service.cache
-        cache.balance()  # enters the pins of the last lookup
+        cache.pool_usage()  # enters the pins of the last lookup
         blocks = [block for block in cache.policy.candidates() if not block.pins]
         cache._blocks._evict(blocks)
         self._schedule_flush()
@@ -332,9 +332,9 @@ class SimDaemon:
         """When no session and no job is left."""
         self.flush()
         self.check_all()
-        balance = self.service.cache.balance()
-        if balance.pinned_bytes or balance.leaving_bytes or len(self.service.cache.leases):
-            raise Broken(f"no session is left but something is held: {balance}")
+        usage = self.service.cache.pool_usage()
+        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.cache.leases):
+            raise Broken(f"no session is left but something is held: {usage}")
         if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
         if self.space.mapped_segments():
@@ -360,7 +360,7 @@ class SimDaemon:
 
     def _exit(self) -> None:
         if self.disk is not None:
-            self.disk.below.stop()
+            self.disk.tiering.stop()
             self.disk.tier.close(0.0)
         self.flush()
         self.die()

@@ -148,15 +148,15 @@ class SimDisk:
             deadline_s=dice.choice((0.4, 1.5)),
             per_second_bytes=dice.choice((0, 2**20)),
         )
-        self.below = TieringManager(service.cache, tier, service.publisher, clock, settings)
-        tier.listener = self.below
+        self.tiering = TieringManager(service.cache, tier, service.publisher, clock, settings)
+        tier.listener = self.tiering
         tier.service = service
-        service.cache.attach(self.below)
+        service.cache.attach(self.tiering)
         self._service = service
 
     def tick(self) -> None:
         """As Disks."""
-        self.below.tick()
+        self.tiering.tick()
 
     def report(self) -> list[m.DiskStats]:
         """As Disks."""
@@ -187,7 +187,7 @@ class SimDisk:
             (name.group, name.key)
             for name in self.tier.device.blocks
             if name.fingerprint == fingerprint
-            and name.key not in self.below._untold.get((self._service.cache.namespace(fingerprint), name.group), ())
+            and name.key not in self.tiering._untold.get((self._service.cache.namespace(fingerprint), name.group), ())
         }
 
 

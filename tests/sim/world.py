@@ -173,9 +173,9 @@ class World:
                 return f"{engine.name} is not replaced yet"
             if reason := engine.unsettled():
                 return reason
-        balance = daemon.service.cache.balance()
-        if balance.pinned_bytes or balance.leaving_bytes or balance.writing_bytes:
-            return f"something is held for nobody: {balance}"
+        usage = daemon.service.cache.pool_usage()
+        if usage.pinned_bytes or usage.leaving_bytes or usage.writing_bytes:
+            return f"something is held for nobody: {usage}"
         return None
 
     def _still_open(self) -> str | None:

@@ -28,19 +28,19 @@ class FakeMemory:
         return crc32(self.data[offset][:length]) + 1
 
 
-class FoldedBelow:
+class FoldedTierEvents:
     """Folds what is told of the tier; refuses what is impossible."""
 
     def __init__(self) -> None:
         self.index: set[tuple[bytes, int, bytes]] = set()
 
-    def stored_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert medium == "disk"
         assert not names & self.index
         self.index |= names
 
-    def removed_below(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert names <= self.index
         self.index -= names
@@ -61,13 +61,13 @@ class TieringRig(Rig):
         self.memory = FakeMemory()
         self.device = device or Device()
         self.tier = MemoryTier(self.device, self.memory, tier_bytes, most_jobs)
-        self.told = FoldedBelow()
+        self.told = FoldedTierEvents()
         self.engines_busy = False
-        self.below = TieringManager(
+        self.tiering = TieringManager(
             self.cache, self.tier, self.told, self.clock, settings or TieringSettings(), lambda: self.engines_busy
         )
-        self.tier.listener = self.below
-        self.cache.attach(self.below)
+        self.tier.listener = self.tiering
+        self.cache.attach(self.tiering)
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """What a shard must hold."""
@@ -91,7 +91,7 @@ class TieringRig(Rig):
             dropped = len(ticket.dropped)
         return dropped
 
-    def put_below(self, namespace: Namespace, keys: bytes) -> None:
+    def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
         """Into the tier alone."""
         self.put(namespace, keys)
         blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
@@ -114,12 +114,12 @@ class TieringRig(Rig):
 
     def come_up(self) -> None:
         """All that was asked for."""
-        self.below.pump()
+        self.tiering.pump()
         self.tier.end_all(self.clock())
 
     def check(self) -> None:
         """The books, the events, and the bytes of all that is ready."""
-        self.cache.check()
+        self.cache.check_invariants()
         for namespace in self.cache.namespaces:
             for group, index in enumerate(namespace.index):
                 for key, block in index.items():
@@ -135,4 +135,4 @@ def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
     return TierKey(namespace.fingerprint, group, key)
 
 
-__all__ = ["FakeMemory", "FoldedBelow", "TieringRig", "name_of"]
+__all__ = ["FakeMemory", "FoldedTierEvents", "TieringRig", "name_of"]

@@ -18,7 +18,7 @@ chains = st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True)
 faults = st.sampled_from([None, None, None, *TierResult])
 
 
-class BelowMachine(RuleBasedStateMachine):
+class TieringMachine(RuleBasedStateMachine):
     """What is dropped never comes back, whatever is under way then; what is ready has the bytes of its name."""
 
     @initialize(mode=st.sampled_from(WriteMode), tier_blocks=st.sampled_from([3, 99]), jobs=st.sampled_from([2, 99]))
@@ -58,7 +58,7 @@ class BelowMachine(RuleBasedStateMachine):
         if not keep:
             self.rig.cache.release(1, [self.leases])
         if PENDING in answer.states[0]:
-            self.rig.below.pump()
+            self.rig.tiering.pump()
 
     @rule()
     def release(self) -> None:
@@ -66,7 +66,7 @@ class BelowMachine(RuleBasedStateMachine):
 
     @rule()
     def pump(self) -> None:
-        self.rig.below.pump()
+        self.rig.tiering.pump()
 
     @rule()
     def evict_all(self) -> None:
@@ -83,7 +83,7 @@ class BelowMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.rig.clock.now += seconds
         self.rig.cache.expire()
-        self.rig.below.tick()
+        self.rig.tiering.tick()
 
     @rule(space=st.integers(0, 1), chain=chains, ask=st.booleans())
     def put_down(self, space: int, chain: list[int], ask: bool) -> None:
@@ -92,8 +92,8 @@ class BelowMachine(RuleBasedStateMachine):
         self.rig.put(namespace, keys_of(*chain))
         ready = [block for block in namespace.index[0].values() if block.state is BlockState.READY]
         self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
-        self.rig.below.writer._due.update(dict.fromkeys(ready))
-        self.rig.below.writer.pump()
+        self.rig.tiering.demoter._due.update(dict.fromkeys(ready))
+        self.rig.tiering.demoter.pump()
         self.rig.tier.end_all(self.rig.clock())
         self.evict_all()
         if ask:
@@ -130,7 +130,7 @@ class BelowMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.tier.tell()
             self.rig.check()
-            promoter, most = self.rig.below.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
+            promoter, most = self.rig.tiering.promoter, max(self.rig.slots.pool_bytes // 8, 2 * SLOT_UNIT)
             assert promoter.under_way_bytes - promoter._given_up_bytes <= most
             assert promoter.under_way_bytes <= 2 * most, "what was given up and hangs may hold as much again, not more"
 
@@ -142,18 +142,18 @@ class BelowMachine(RuleBasedStateMachine):
             rig.cache.abort_store(ticket)
         rig.cache.end_owner(1)
         rig.tier.draining = True
-        while rig.tier.jobs or rig.below.promoter.busy:
+        while rig.tier.jobs or rig.tiering.promoter.busy:
             rig.come_up()
             rig.clock.now += 10.0
-            rig.below.tick()
+            rig.tiering.tick()
         rig.clock.now += 1000.0
         rig.cache.expire()
-        balance = rig.cache.balance()
-        assert (balance.writing_bytes, balance.leaving_bytes, balance.pinned_bytes) == (0, 0, 0)
+        usage = rig.cache.pool_usage()
+        assert (usage.writing_bytes, usage.leaving_bytes, usage.pinned_bytes) == (0, 0, 0)
         rig.check()
 
 
-TestBelow = BelowMachine.TestCase
-TestBelow.settings = settings(
+TestTiering = TieringMachine.TestCase
+TestTiering.settings = settings(
     max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

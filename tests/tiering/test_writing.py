@@ -17,7 +17,7 @@ def rig_of(mode: WriteMode, **settings: int) -> TieringRig:
 
 
 def go_on(rig: TieringRig) -> None:
-    rig.below.tick()
+    rig.tiering.tick()
     rig.tier.end_all()
 
 
@@ -27,14 +27,14 @@ def test_always_writes_what_is_stored() -> None:
     rig.put(space, keys_of(1, 2))
     go_on(rig)
     assert rig.in_tier(space, keys_of(1, 2)) == 2
-    assert rig.below.writer.written_bytes == 4 * SLOT_UNIT
+    assert rig.tiering.demoter.written_bytes == 4 * SLOT_UNIT
     rig.check()
 
 
 def test_what_came_up_is_not_written_again() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
-    rig.put_below(space, keys_of(1))
+    rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
     rig.come_up()
     go_on(rig)
@@ -71,11 +71,11 @@ def test_the_cold_end_is_written_ahead_when_room_is_short_and_nobody_reads() -> 
 def test_while_others_read_only_evict_writes_the_cold_end(mode: WriteMode, written: int) -> None:
     rig = rig_of(mode)
     space = rig.open()
-    rig.put_below(space, keys_of(99))
+    rig.put_in_tier(space, keys_of(99))
     rig.put(space, keys_of(*range(31)))
     rig.states(space, keys_of(99))
-    rig.below.pump()
-    rig.below.tick()
+    rig.tiering.pump()
+    rig.tiering.tick()
     assert sum(not job.reading for job in rig.tier.jobs) == written
 
 
@@ -92,10 +92,10 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1))
-    rig.below.pump()
+    rig.tiering.pump()
     assert rig.cache.pinned_blocks == 1
     rig.put(space, keys_of(*range(2, 40)))
-    rig.cache.check()
+    rig.cache.check_invariants()
     assert keys_of(1) in space.index[0]
     rig.tier.end_all()
     rig.check()
@@ -105,7 +105,7 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1, 2))
-    rig.below.pump()
+    rig.tiering.pump()
     rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
@@ -117,13 +117,13 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1))
-    rig.below.pump()
+    rig.tiering.pump()
     rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.put(space, keys_of(1))
     rig.tier.end_all()
     go_on(rig)
     go_on(rig)
-    assert rig.cache.balance().leaving_bytes == 0
+    assert rig.cache.pool_usage().leaving_bytes == 0
     rig.check()
 
 
@@ -131,10 +131,10 @@ def test_a_write_that_fails_is_let_go() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(1))
-    rig.below.pump()
+    rig.tiering.pump()
     rig.tier.end_all(fault=TierResult.FAILED)
     assert rig.cache.pinned_blocks == 0
-    assert rig.below.writer.written_blocks == 0
+    assert rig.tiering.demoter.written_blocks == 0
     rig.check()
 
 
@@ -153,7 +153,7 @@ def test_no_more_than_a_sixteenth_of_the_pool_is_pinned_for_writing() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
     rig.put(space, keys_of(*range(16)))
-    rig.below.pump()
+    rig.tiering.pump()
     assert len(rig.tier.jobs) == 2
     rig.tier.end_all()
     assert len(rig.device.blocks) == 16
@@ -166,8 +166,8 @@ def test_beyond_the_days_bytes_nothing_is_written_and_that_is_counted() -> None:
     rig.put(space, keys_of(*range(16)))
     go_on(rig)
     assert len(rig.device.blocks) == 4
-    assert rig.below.writer.over_budget == 1
-    assert rig.below.writer.budget.left_bytes == 0
+    assert rig.tiering.demoter.over_budget == 1
+    assert rig.tiering.demoter.budget.left_bytes == 0
     rig.clock.now += DAY_S / 28 + 1
     rig.put(space, keys_of(99))
     go_on(rig)
@@ -193,7 +193,7 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
     rig.put(space, keys_of(*range(16)))
     for ticks in range(1, 4):
         go_on(rig)
-        rig.below.pump()
+        rig.tiering.pump()
         rig.tier.end_all()
         assert len(rig.device.blocks) == 2 * ticks
     rig.engines_busy = False
@@ -217,8 +217,8 @@ def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
     longest = 0
     for start in range(0, 6400, 16):
         rig.put(space, keys_of(*range(start, start + 16)))
-        rig.below.tick()  # what it began is never done
-        longest = max(longest, rig.below.writer.waiting_blocks)
+        rig.tiering.tick()  # what it began is never done
+        longest = max(longest, rig.tiering.demoter.waiting_blocks)
     assert longest <= LEAST_SWEPT + 2 * space.ready_blocks + 16
     assert len(rig.tier.jobs) == 2
     rig.tier.end_all()
@@ -229,14 +229,14 @@ def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
 def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig = rig_of(WriteMode.NEVER)
     space = rig.open()
-    rig.put_below(space, keys_of(1))
-    rig.put_below(space, keys_of(2))
+    rig.put_in_tier(space, keys_of(1))
+    rig.put_in_tier(space, keys_of(2))
     rig.states(space, keys_of(1))
     rig.come_up()
-    rig.put_below(space, keys_of(3))
+    rig.put_in_tier(space, keys_of(3))
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
     rig.cache._blocks._evict([space.index[0][keys_of(1)]])
-    rig.below.tick()
+    rig.tiering.tick()
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 
 

@@ -20,23 +20,23 @@ class TiersRig(TieringRig):
     def __init__(self) -> None:
         super().__init__(regions=8)
         self.tiers = Tiers()
-        self.below = TieringManager(self.cache, self.tiers, self.told, self.clock, TieringSettings(WriteMode.ALWAYS))
-        self.cache._below = self.cache._blocks.below = self.below
+        self.tiering = TieringManager(self.cache, self.tiers, self.told, self.clock, TieringSettings(WriteMode.ALWAYS))
+        self.cache._tiering = self.cache._blocks.tiering = self.tiering
         self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
 
     def member(self, memory: FakeMemory, size_bytes: int) -> MemoryTier:
         tier = MemoryTier(Device(), memory, size_bytes)
-        tier.listener = self.below
+        tier.listener = self.tiering
         self.tiers.attach(tier)
         return tier
 
     def write_all(self, space: Namespace, *numbers: int) -> None:
         self.put(space, keys_of(*numbers))
-        self.below.tick()
+        self.tiering.tick()
         while any(member.jobs for member in self.members):
             for member in self.members:
                 member.end_all()
-            self.below.tick()
+            self.tiering.tick()
 
     def held(self) -> list[int]:
         return [len(member.device.blocks) for member in self.members]
@@ -63,7 +63,7 @@ def test_blocks_come_up_from_whichever_member_has_them(rig: TiersRig) -> None:
     rig.write_all(space, *range(8))
     rig.cache._blocks._evict(list(space.index[0].values()))
     assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
-    rig.below.pump()
+    rig.tiering.pump()
     while any(member.jobs for member in rig.members):
         for member in rig.members:
             member.end_all(rig.clock())
@@ -84,12 +84,12 @@ def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> 
     rig.cache._blocks._evict(list(space.index[0].values()))
     gone = [name.key for name in rig.members[0].device.blocks]
     rig.tiers.detach(rig.members[0])
-    rig.below.left(rig.members[0])
+    rig.tiering.directory_detached(rig.members[0])
     assert rig.states(space, gone[0]) == [ABSENT]
     assert rig.told.index == {tuple(name) for name in rig.members[1].device.blocks}
     rig.tiers.attach(rig.members[0])
-    rig.below.joined()
-    rig.below.tell()
+    rig.tiering.directory_attached()
+    rig.tiering.tell()
     assert len(rig.told.index) == 8
     assert rig.states(space, gone[0]) == [PENDING]
 

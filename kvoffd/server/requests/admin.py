@@ -38,8 +38,8 @@ def clear(service: Service, session: Session, message: m.Clear) -> m.Done:
     """Drop the blocks of one namespace, or of all."""
     cache = service.cache
     count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-    if message.namespace is None and service.below is not None:
-        count += service.below.forget_unopened()
+    if message.namespace is None and service.tiering is not None:
+        count += service.tiering.forget_unopened()
     if service.disks is not None:
         service.disks.cleared(message.namespace)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)

@@ -48,8 +48,8 @@ def find_or_open(service: Service, message: m.OpenNamespace | RestoreNamespace) 
     if created:
         # A subscriber that knew an earlier life of the daemon must forget what it believed.
         service.publisher.cleared(namespace)
-        if service.below is not None:
-            service.below.opened(namespace)
+        if service.tiering is not None:
+            service.tiering.namespace_opened(namespace)
     return namespace, created
 
 

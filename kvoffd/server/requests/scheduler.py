@@ -31,8 +31,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     ttl_ms = round(service.config.lease_ttl_s * 1000) if answer.pinned else 0
     service.note_lookup(message.lease_id, service.clock() - started)
     wait_ms = 0
-    if service.below is not None and any(_PENDING in states for states in answer.states):
-        wait_ms = math.ceil(service.below.promoter.wait_s * 1000)
+    if service.tiering is not None and any(_PENDING in states for states in answer.states):
+        wait_ms = math.ceil(service.tiering.promoter.wait_s * 1000)
     return m.LookupReply(
         message.request_id, service.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
     )
