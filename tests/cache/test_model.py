@@ -435,7 +435,7 @@ class CacheMachine(RuleBasedStateMachine):
         events = Folded()
         heir = BlockCache(self.rig.slots.successor(records), make_policy(self.policy), events, self.rig.clock)
         heir.adopt(self.rig.slots.facts.values(), records)
-        heir.check()
+        heir.check_invariants()
         assert events.index == self.rig.events.index
 
     def teardown(self) -> None:
