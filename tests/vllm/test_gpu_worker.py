@@ -12,8 +12,7 @@ from support.stub_cuda import StubCuda, fresh_stub, wait_until
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client.cuda.driver import ExportDriver
-from kvoffd_client.cuda.export import GpuSegment, export_segments
+from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.vllm.gpu import NotShareable, export_tensors
 from kvoffd_client.vllm.specs import KeyedSpec

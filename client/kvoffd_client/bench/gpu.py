@@ -11,8 +11,7 @@ from uuid import UUID
 from kvoffd_client.bench.gpu_driver import BenchDriver
 from kvoffd_client.bench.place import BOTH, LOAD, STORE
 from kvoffd_client.bench.report import BenchFailed
-from kvoffd_client.cuda.driver import CudaError
-from kvoffd_client.cuda.export import GpuSegment, export_segments
+from kvoffd_client.cuda.export import CudaError, GpuSegment, export_segments
 from kvoffd_proto.units import format_size
 
 _GRANULARITY = 2 << 20

@@ -3,69 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
 
-from kvoffd_client.cuda.driver import PROTOTYPES, ExportDriver
-
-_STREAM_NON_BLOCKING = 1
-_MEMHOSTALLOC_PORTABLE = 1
-
-_INT, _UINT, _SIZE, _ADDRESS, _POINTER = (
-    ctypes.c_int,
-    ctypes.c_uint,
-    ctypes.c_size_t,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-)
+from kvoffd_client.cuda.export import ExportDriver
+from kvoffd_proto import cuda_driver as cuda
 
 
 class BenchDriver(ExportDriver):
-    """The driver library, as a bench uses it. See ExportDriver; all but the devices' calls need a current context."""
-
-    prototypes: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        **PROTOTYPES,
-        "cuDriverGetVersion": (_POINTER,),
-        "cuDeviceGetCount": (_POINTER,),
-        "cuDeviceGet": (_POINTER, _INT),
-        "cuDeviceGetName": (_POINTER, _INT, _INT),
-        "cuMemGetInfo_v2": (_POINTER, _POINTER),
-        "cuMemAlloc_v2": (_POINTER, _SIZE),
-        "cuMemFree_v2": (_ADDRESS,),
-        "cuMemHostAlloc": (_POINTER, _SIZE, _UINT),
-        "cuMemFreeHost": (_POINTER,),
-        "cuStreamCreate": (_POINTER, _UINT),
-        "cuStreamDestroy_v2": (_POINTER,),
-        "cuStreamSynchronize": (_POINTER,),
-        "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
-        "cuModuleLoadData": (_POINTER, ctypes.c_char_p),
-        "cuModuleGetFunction": (_POINTER, _POINTER, ctypes.c_char_p),
-        "cuLaunchKernel": (_POINTER, *(_UINT,) * 7, _POINTER, _POINTER, _POINTER),
-    }
-
-    def version(self) -> int:
-        """Highest CUDA version the driver knows: 1000 * major + 10 * minor."""
-        version = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(version))
-        return version.value
-
-    def device_count(self) -> int:
-        """GPUs (or MIG instances) that this process may use."""
-        count = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        return count.value
-
-    def device(self, ordinal: int) -> int:
-        """The driver's name of a device."""
-        device = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
-        return device.value
-
-    def device_name(self, device: int) -> str:
-        """As NVIDIA sells it."""
-        text = ctypes.create_string_buffer(128)
-        self._call("cuDeviceGetName", text, len(text), device)
-        return text.value.decode(errors="replace")
+    """The driver library, as a bench uses it. See ExportDriver; all of these calls need a current context."""
 
     def free_bytes(self) -> int:
         """Of the GPU's memory: what no process has."""
@@ -86,7 +31,7 @@ class BenchDriver(ExportDriver):
     def allocate_pinned(self, size: int) -> int:
         """Pinned memory of the host."""
         address = ctypes.c_uint64()
-        self._call("cuMemHostAlloc", ctypes.byref(address), size, _MEMHOSTALLOC_PORTABLE)
+        self._call("cuMemHostAlloc", ctypes.byref(address), size, cuda.MEMHOSTALLOC_PORTABLE)
         return address.value
 
     def free_pinned(self, address: int) -> None:
@@ -96,7 +41,7 @@ class BenchDriver(ExportDriver):
     def create_stream(self) -> int:
         """A stream that waits for no other."""
         stream = ctypes.c_void_p()
-        self._call("cuStreamCreate", ctypes.byref(stream), _STREAM_NON_BLOCKING)
+        self._call("cuStreamCreate", ctypes.byref(stream), cuda.STREAM_NON_BLOCKING)
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:

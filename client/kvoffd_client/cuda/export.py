@@ -2,13 +2,91 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvoffd_client.cuda.driver import HANDLE_TYPE_FABRIC, CudaError, ExportDriver
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto import cuda_driver as cuda
+
+LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
+
+
+class CudaError(cuda.CudaCallFailed, KvoffdClientError):
+    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``."""
+
+
+class ExportDriver(cuda.CudaLibrary):
+    """The driver library as an exporter uses it. See CudaLibrary.
+
+    Args:
+        library: path of libcuda; KVOFFD_CUDA_LIBRARY or the system's when None.
+
+    Raises:
+        KvoffdClientError: it is not there, or is too old.
+    """
+
+    call_failed = CudaError
+    library_missing = KvoffdClientError
+    setting = LIBRARY_VARIABLE
+
+    def __init__(self, library: str | None = None) -> None:
+        super().__init__(library or os.environ.get(LIBRARY_VARIABLE) or cuda.DEFAULT_LIBRARY)
+        self.init()
+
+    def device_of(self, address: int) -> int:
+        """Return the device whose memory it is. Raises CudaError where it is no device's."""
+        device = ctypes.c_int()
+        self._call("cuPointerGetAttribute", ctypes.byref(device), cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+        return device.value
+
+    def has_ipc_handle(self, address: int) -> bool:
+        """Return whether the memory has an IPC handle. Memory of the virtual memory API has none."""
+        capable = ctypes.c_uint()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(capable), cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address
+        )
+        return bool(capable.value)
+
+    def ipc_handle(self, base: int) -> bytes:
+        """Return the 64-byte IPC handle of a whole allocation."""
+        handle = ctypes.create_string_buffer(cuda.IPC_HANDLE_BYTES)
+        self._call("cuIpcGetMemHandle", handle, base)
+        return handle.raw
+
+    def export_chunk(self, address: int) -> tuple[int, int]:
+        """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
+        allocation = ctypes.c_uint64()
+        self._call("cuMemRetainAllocationHandle", ctypes.byref(allocation), address)
+        try:
+            properties = cuda.MemAllocationProp()
+            self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), allocation)
+            types = int(properties.requested_handle_types)
+            fd = ctypes.c_int(-1)
+            if types & cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
+                kind = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+                self._call("cuMemExportToShareableHandle", ctypes.byref(fd), allocation, kind, 0)
+            return fd.value, types
+        finally:
+            self._call("cuMemRelease", allocation)
+
+    def current_context(self) -> int:
+        """Return this thread's current context; 0 for none."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value or 0
+
+    @contextmanager
+    def context(self, device: int) -> Iterator[None]:
+        """Make the device's context current in this thread for a while."""
+        self.set_context(self.retain_context(device))
+        try:
+            yield
+        finally:
+            self.set_context(0)
+            self.release_context(device)
 
 
 class NotExportable(KvoffdClientError):
@@ -131,7 +209,7 @@ def _virtual_segment(driver: ExportDriver, run: Sequence[tuple[int, int]], uuid:
 
 
 def _no_descriptor(types: int) -> str:
-    if types & HANDLE_TYPE_FABRIC:
+    if types & cuda.MEM_HANDLE_TYPE_FABRIC:
         return (
             "The memory was made for fabric handles only, which need NVIDIA's IMEX service. Have the engine allocate "
             "it with descriptors too (vLLM's cumem allocator does so where fabric handles are not permitted), or start "

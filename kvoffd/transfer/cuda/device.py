@@ -48,7 +48,7 @@ def list_devices(driver: CudaDriver) -> list[Device]:
     return [
         Device(
             device,
-            driver.uuid(device),
+            driver.device_uuid(device),
             driver.whole_uuid(device),
             driver.device_name(device),
             driver.pci_bus_id(device),

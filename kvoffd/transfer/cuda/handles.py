@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError, OutOfBounds
-from kvoffd.transfer.cuda.driver import INVALID_CONTEXT, CudaDriver, CudaError
+from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
+from kvoffd_proto.cuda_driver import ERROR_INVALID_CONTEXT
 from kvoffd_proto.errors import ErrorCode
 
 # Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
@@ -163,7 +164,7 @@ class GpuMappings:
 
 def _unmappable(error: CudaError) -> UnmappableHandle:
     advice = _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
-    if error.call.startswith("cuIpcOpen") and error.status == INVALID_CONTEXT:
+    if error.call.startswith("cuIpcOpen") and error.status == ERROR_INVALID_CONTEXT:
         advice = (
             f"Most likely the engine's process and the daemon have the same process id ({os.getpid()}), each in its "
             "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."

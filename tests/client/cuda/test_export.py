@@ -10,8 +10,7 @@ import pytest
 from support.stub_cuda import DeviceBuffer, StubCuda, fresh_stub
 
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, VmmExport
-from kvoffd_client.cuda.driver import ExportDriver
-from kvoffd_client.cuda.export import GpuSegment, NotExportable, export_segments
+from kvoffd_client.cuda.export import ExportDriver, GpuSegment, NotExportable, export_segments
 from kvoffd_client.errors import KvoffdClientError
 
 SIZE = 1 << 20
