@@ -7,11 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
@@ -104,15 +105,18 @@ def _kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:
 
 def _settled(daemon: DaemonProcess) -> Footprint:
     """The footprint once one engine is left and the books balance."""
-    deadline = time.monotonic() + SETTLE_DEADLINE_S
     with AdminClient(daemon.directory) as admin:
-        while reason := held(admin.stats(), sessions=3):
-            assert time.monotonic() < deadline, reason
-            time.sleep(0.02)
+
+        def reason() -> str:
+            return held(admin.stats(), sessions=3)
+
+        wait_until(lambda: not reason(), SETTLE_DEADLINE_S, explain=reason)
     # ZeroMQ closes a connection in a thread of its own, some time after its peer has gone.
-    looks = [Footprint.of(daemon.pid)]
-    while len(looks) < 10 or len({look.descriptors for look in looks[-10:]}) > 1:
-        assert time.monotonic() < deadline, f"the number of descriptors does not settle: {looks[-10:]}"
-        time.sleep(0.02)
-        looks.append(Footprint.of(daemon.pid))
-    return looks[-1]
+    measured: deque[Footprint] = deque(maxlen=10)
+
+    def descriptors_are_steady() -> bool:
+        measured.append(Footprint.of(daemon.pid))
+        return len(measured) == 10 and len({footprint.descriptors for footprint in measured}) == 1
+
+    wait_until(descriptors_are_steady, SETTLE_DEADLINE_S, explain=lambda: measured, interval_s=0.02)
+    return measured[-1]

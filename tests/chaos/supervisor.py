@@ -11,6 +11,7 @@ from typing import Self
 
 from support.daemon import START_DEADLINE_S
 from support.manager import ManagedDaemon, Manager
+from support.waiting import wait_until
 
 WATCHDOG_S = 1.2
 ABORT_S = 0.5
@@ -64,11 +65,12 @@ class Supervisor:
 
     def wait_serving(self, lives: int, deadline_s: float = START_DEADLINE_S) -> None:
         """Until at least ``lives`` daemons were started and the last of them serves."""
-        deadline = time.monotonic() + deadline_s
-        while not (self.lives >= lives and self.daemon.running and self._manager.ready):
+
+        def serves() -> bool:
             assert not self.failure, self.failure
-            assert time.monotonic() < deadline, f"no daemon serves:\n{self.daemon.log[-4000:]}"
-            time.sleep(LOOK_S)
+            return self.lives >= lives and self.daemon.running and self._manager.ready
+
+        wait_until(serves, deadline_s, explain=lambda: self.daemon.log[-4000:])
 
     def close(self) -> None:
         """End the daemon for good and remove what it left."""

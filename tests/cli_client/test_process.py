@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.testing import FakeEngine
@@ -90,11 +91,8 @@ def test_ctrl_c_is_quiet(daemon: DaemonProcess, arguments: tuple[str, ...]) -> N
 
 def wait_for_admin(daemon: DaemonProcess) -> None:
     """Until the daemon has another admin than the one that asks."""
-    deadline = time.monotonic() + DEADLINE_S
     with AdminClient(daemon.directory) as admin:
-        while sum(session.role == "admin" for session in admin.sessions().sessions) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: sum(session.role == "admin" for session in admin.sessions().sessions) >= 2, DEADLINE_S)
 
 
 def test_a_reader_that_goes_is_no_error(daemon: DaemonProcess) -> None:

@@ -6,7 +6,8 @@ import random
 import time
 from collections import Counter
 
-from support.fake_daemon import FakeDaemon, eventually
+from support.fake_daemon import FakeDaemon
+from support.waiting import wait_until
 
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.worker_client import WorkerClient
@@ -58,12 +59,12 @@ def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
             misbehave(fake, dice)
         results.update(result.job_id for result in worker.wait_results(0.005))
     fake.answers.clear()
-    eventually(lambda: worker.unfinished == 0)
+    wait_until(lambda: worker.unfinished == 0)
     results.update(result.job_id for result in worker.take_results())
     assert results == Counter(range(1, job_id + 1))
-    eventually(lambda: all(ticket.done for ticket in tickets))
+    wait_until(lambda: all(ticket.done for ticket in tickets))
     assert job_id > 500
-    eventually(lambda: scheduler.connected and worker.ready)
+    wait_until(lambda: scheduler.connected and worker.ready)
     last = scheduler.lookup(KEYS)
     assert last.wait(5)
     assert not last.failed

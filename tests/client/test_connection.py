@@ -12,7 +12,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.fake_daemon import FakeDaemon, eventually
+from support.fake_daemon import FakeDaemon
+from support.waiting import wait_until
 
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import ForkedProcess
@@ -57,7 +58,7 @@ def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(re
 
 def test_a_directory_too_long_for_a_socket_is_told_as_the_problem(tmp_path: Path) -> None:
     with SchedulerClient(tmp_path / ("x" * 120), SPEC, options=QUICK) as client:
-        eventually(lambda: "longer than" in (client.problem or ""))
+        wait_until(lambda: "longer than" in (client.problem or ""))
 
 
 def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
@@ -65,7 +66,7 @@ def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
 ) -> None:
     for epoch in (2, 3):
         fake.restart()
-        eventually(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.connected and worker.ready)
+        wait_until(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.connected and worker.ready)
         assert fake.epoch == epoch
         ticket = scheduler.lookup(KEYS)
         assert ticket.wait(5)
@@ -80,11 +81,11 @@ def test_eof_fails_requests_and_jobs_at_once(
     ticket = scheduler.lookup(KEYS)
     worker.store(1, TRANSFER)
     worker.load(2, 2**32, TRANSFER)
-    eventually(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen(m.Load))
     fake.stop()
     assert ticket.wait(1)
     assert ticket.failed
-    eventually(lambda: worker.unfinished == 0)
+    wait_until(lambda: worker.unfinished == 0)
     assert [(result.job_id, result.error) for result in worker.take_results()] == [
         (1, ErrorCode.SESSION_ENDED),
         (2, ErrorCode.SESSION_ENDED),
@@ -115,7 +116,7 @@ def test_garbage_on_the_lifeline_ends_the_connection_and_a_new_one_works(
     fake: FakeDaemon, scheduler: SchedulerClient, data: bytes
 ) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, data)
-    eventually(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
 
 
 def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
@@ -124,14 +125,14 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
         assert not client.wait_settled(5)
         assert client.refusal is not None
         assert client.refusal.code is ErrorCode.BAD_VERSION
-        eventually(lambda: client._session.generation > 3)
+        wait_until(lambda: client._session.generation > 3)
     told = [record for record in caplog.records if "99" in record.getMessage()]
     assert len(told) == 1, "a reason is logged once, not at each attempt"
 
 
 def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, encode_frame(Refused(ErrorCode.TOO_MANY, "Too many sessions.")))
-    eventually(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
 
 
 def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
@@ -147,7 +148,7 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
         slowest = max(slowest, time.monotonic() - began)
     assert slowest < 1.0, "a call that waited for the daemon would take its timeout or for ever"
     assert all(ticket.wait(5) and ticket.failed for ticket in tickets)
-    eventually(lambda: not scheduler.connected and not worker.ready)
+    wait_until(lambda: not scheduler.connected and not worker.ready)
     assert scheduler.lookup(KEYS).failed
     fake.frozen.clear()
     assert scheduler.wait_connected(5)
@@ -185,19 +186,19 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
         del scheduler, worker, client
         gc.collect()
     assert threading.active_count() <= threads
-    eventually(lambda: open_fds() <= fds)
+    wait_until(lambda: open_fds() <= fds)
 
 
 def test_reconnecting_leaks_no_descriptors(fake: FakeDaemon, worker: WorkerClient) -> None:
     def settle(round_: int) -> None:
         fake.end_session(m.Role.WORKER)
-        eventually(lambda: len(fake.seen(m.Register)) == round_ and worker.ready)
+        wait_until(lambda: len(fake.seen(m.Register)) == round_ and worker.ready)
 
     settle(2)
     before = open_fds()
     for round_ in range(3, 12):
         settle(round_)
-    eventually(lambda: open_fds() <= before)
+    wait_until(lambda: open_fds() <= before)
 
 
 def test_an_error_inside_is_logged_once_and_survived(
@@ -212,7 +213,7 @@ def test_an_error_inside_is_logged_once_and_survived(
             raise RuntimeError("a bug")
 
     monkeypatch.setattr(scheduler._session, "_role_tick", explode)
-    eventually(lambda: calls > 3 and scheduler.connected)
+    wait_until(lambda: calls > 3 and scheduler.connected)
     told = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
     assert len(told) == 1
     assert told[0].exc_info is not None
@@ -240,7 +241,7 @@ def test_a_forked_child_is_told_and_does_not_keep_its_parents_session_alive(
         assert "new client" in ours.recv()
         assert scheduler.lookup(KEYS).wait(5), "the parent goes on"
         scheduler.close()
-        eventually(lambda: not fake.peers)
+        wait_until(lambda: not fake.peers)
     finally:
         ours.send("end")
         child.join(10)
@@ -258,7 +259,7 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
     with monkeypatch.context() as patch:
         patch.setattr(scheduler._session, "reply", explode)
         ticket = scheduler.lookup(KEYS)
-        eventually(lambda: (scheduler.poll(), ticket.done)[1])
+        wait_until(lambda: (scheduler.poll(), ticket.done)[1])
         assert ticket.failed
     assert scheduler.wait_connected(5)
     assert scheduler.lookup(KEYS).wait(5)
@@ -286,10 +287,10 @@ def test_a_thread_that_waits_long_does_not_keep_the_heartbeat_from_going_out(
 
     fake.answers[m.Lookup] = lambda *_: None
     assert scheduler.wait_connected(5)
-    eventually(lambda: heartbeats() > 0)
+    wait_until(lambda: heartbeats() > 0)
     before = heartbeats()
     ticket = scheduler.lookup(KEYS)
     assert not ticket.wait(QUICK.request_timeout_s / 2)
     assert ticket.wait(5)
     assert ticket.failed
-    eventually(lambda: heartbeats() > before)
+    wait_until(lambda: heartbeats() > before)

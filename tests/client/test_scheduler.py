@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_daemon import FakeDaemon, eventually
+from support.fake_daemon import FakeDaemon
+from support.waiting import wait_until
 
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
@@ -35,7 +36,7 @@ def test_leases_are_renewed_until_they_are_released(fake: FakeDaemon, scheduler:
     assert dropped.wait(5)
     scheduler.release(dropped.lease_id)
     before = len(fake.seen(m.Heartbeat))
-    eventually(lambda: len(fake.seen(m.Heartbeat)) >= before + 2)
+    wait_until(lambda: len(fake.seen(m.Heartbeat)) >= before + 2)
     assert fake.seen(m.Heartbeat)[-1].renew == [kept.lease_id]
     assert [request.lease_ids for request in fake.seen(m.Release)] == [[dropped.lease_id]]
 
@@ -46,7 +47,7 @@ def test_a_lease_that_the_daemon_ended_is_known_as_dead(fake: FakeDaemon, schedu
     fake.answers[m.Heartbeat] = lambda request, _: m.HeartbeatReply(
         request.request_id, fake.epoch, 0, 0, list(request.renew)
     )
-    eventually(lambda: not ticket.alive)
+    wait_until(lambda: not ticket.alive)
 
 
 def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
@@ -70,13 +71,13 @@ def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: Sche
     assert [request.groups for request in fake.seen(m.Invalidate)] == [KEYS]
     assert len(fake.seen(m.Reset)) == 1
     fake.stop()
-    eventually(lambda: not scheduler.connected)
+    wait_until(lambda: not scheduler.connected)
     assert not scheduler.reset(0.1)
 
 
 def test_poll_takes_answers_in_without_the_other_thread(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     ticket = scheduler.lookup(KEYS)
-    eventually(lambda: (scheduler.poll(), ticket.done)[1])
+    wait_until(lambda: (scheduler.poll(), ticket.done)[1])
     assert not ticket.failed
 
 
@@ -84,7 +85,7 @@ def test_events_come_in_order_whatever_pub_drops(fake: FakeDaemon, scheduler: Sc
     for number in range(10):
         fake.kv_event(SPEC.fingerprint if number % 3 else OTHER, [removed(number)], publish=number % 2 == 0)
     got: list[object] = []
-    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 6)[1])
+    wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= 6)[1])
     assert got == [removed(number) for number in range(10) if number % 3]
     assert scheduler.events_lost == 0
 
@@ -94,7 +95,7 @@ def test_events_before_the_subscription_are_replayed_and_lost_ones_counted(fake:
         fake.kv_event(SPEC.fingerprint, [removed(number)], publish=False, keep=number >= 2)
     with SchedulerClient(fake.directory, SPEC, subscribe_events=True) as late:
         got: list[object] = []
-        eventually(lambda: (got.extend(late.take_events()), len(got) >= 3)[1])
+        wait_until(lambda: (got.extend(late.take_events()), len(got) >= 3)[1])
         assert got == [removed(2), removed(3), removed(4)]
         assert late.events_lost == 2
 
@@ -102,10 +103,10 @@ def test_events_before_the_subscription_are_replayed_and_lost_ones_counted(fake:
 def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     fake.kv_event(SPEC.fingerprint, [removed(0)])
     got: list[object] = []
-    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 1)[1])
+    wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= 1)[1])
     fake.kv_messages.clear()
     fake.restart()
-    eventually(lambda: scheduler.epoch == 2 and scheduler.connected)
+    wait_until(lambda: scheduler.epoch == 2 and scheduler.connected)
     fake.kv_event(SPEC.fingerprint, [removed(7)])
-    eventually(lambda: (got.extend(scheduler.take_events()), len(got) >= 3)[1])
+    wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= 3)[1])
     assert got == [removed(0), AllBlocksCleared(), removed(7)]

@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from support.fake_daemon import FakeDaemon, eventually
+from support.fake_daemon import FakeDaemon
+from support.waiting import wait_until
 
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.shared_memory import Registration
@@ -114,13 +115,13 @@ def test_a_fence_gives_up_running_stores_at_its_deadline_by_closing_the_lifeline
 ) -> None:
     fake.hold_jobs = True
     worker.store(1, TRANSFER)
-    eventually(lambda: fake.seen(m.Store))
+    wait_until(lambda: fake.seen(m.Store))
     began = time.monotonic()
     worker.fence([1], 0.1)
     assert 0.1 <= time.monotonic() - began < 1.0
     result = worker.take_results()[0]
     assert (result.job_id, result.ok, result.error) == (1, False, ErrorCode.SESSION_ENDED)
-    eventually(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
     fake.hold_jobs = False
     worker.store(1, TRANSFER)
     assert take(worker, 1)[1].ok
@@ -135,7 +136,7 @@ def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Threa
 def test_a_fence_waits_for_loads_beyond_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.load(1, 2**32, TRANSFER)
-    eventually(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen(m.Load))
     thread = fence_in_thread(worker, [1])
     thread.join(0.4)
     assert thread.is_alive()
@@ -153,12 +154,12 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     fake.close_on_eof = False
     worker.store(1, TRANSFER)
     worker.load(2, 2**32, TRANSFER)
-    eventually(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen(m.Load))
     old = fake.peer(m.Role.WORKER)
     thread = fence_in_thread(worker, [1, 2])
-    eventually(lambda: worker._session.results)
+    wait_until(lambda: worker._session.results)
     assert [result.job_id for result in worker.take_results()] == [1]
-    eventually(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
     assert thread.is_alive()
     assert worker.unfinished == 1
     fake.do(lambda: fake._end(old))
@@ -171,7 +172,7 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
 def test_the_daemons_death_ends_a_fence(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.hold_jobs = True
     worker.load(1, 2**32, TRANSFER)
-    eventually(lambda: fake.seen(m.Load))
+    wait_until(lambda: fake.seen(m.Load))
     thread = fence_in_thread(worker, [1])
     fake.stop()
     thread.join(5)
@@ -187,12 +188,12 @@ def test_after_unregister_no_job_is_taken_and_no_memory_is_handed_out_again(
     worker.store(1, TRANSFER)
     assert not worker.take_results()[0].ok
     fake.end_session(m.Role.WORKER)
-    eventually(lambda: len(fake.seen(m.Hello)) == 2)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2)
     assert len(fake.seen(m.Register)) == 1
 
 
 def test_unregister_without_an_answer_ends_the_session_and_says_so(fake: FakeDaemon, worker: WorkerClient) -> None:
     fake.answers[m.Unregister] = lambda *_: None
     assert not worker.unregister(0.1)
-    eventually(lambda: not fake.peers or len(fake.seen(m.Hello)) == 2)
+    wait_until(lambda: not fake.peers or len(fake.seen(m.Hello)) == 2)
     assert len(fake.seen(m.Register)) == 1

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0
@@ -76,11 +76,12 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
 def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
     pytest.importorskip("vllm")
     demo = start_demo(tmp_path)
-    deadline = time.monotonic() + START_DEADLINE_S
-    while not any("engine.py" in command for command in processes_about(str(tmp_path))):
+
+    def runs_an_engine() -> bool:
         assert demo.poll() is None, demo.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        return any("engine.py" in command for command in processes_about(str(tmp_path)))
+
+    wait_until(runs_an_engine, START_DEADLINE_S, interval_s=0.05)
     demo.send_signal(number)
     output, _ = demo.communicate(timeout=30)
     assert demo.returncode == 130

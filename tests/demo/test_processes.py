@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from tests.demo.processes import Child, DemoFailed, own_environment
 
@@ -29,10 +29,8 @@ def start(children: ExitStack, log: Path, program: str) -> Child:
 
 
 def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
+    status = Path(f"/proc/{pid}/status")
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), DEADLINE_S)
 
 
 GRANDCHILD = """

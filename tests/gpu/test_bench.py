@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 from support.gpu_machine import Machine
-from support.stub_cuda import Ranges, wait_until
+from support.stub_cuda import Ranges
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import copy_gpu

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from support.exporter import Exporter
 from support.gpu_machine import Machine
-from support.stub_cuda import wait_until
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.testing import FakeEngine

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from server.test_kv_events import replay
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.blocks import BlockClient
@@ -29,14 +29,6 @@ def keys_of(*numbers: int) -> list[bytes]:
     return [number.to_bytes(32, "big") for number in numbers]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait, as for threads of the daemon."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-
-
 def daemon_on(place: Path, size: str = "64MiB", directory: Path | None = None, **flags: str) -> DaemonProcess:
     """A pool of 8 MiB, 32 blocks, over a disk that takes every block."""
     return DaemonProcess("8MiB", directory, disk=f"{place}={size}", **{"disk_write": "always", **flags})
@@ -47,7 +39,7 @@ def engine_on(daemon: DaemonProcess, world_size: int = 1) -> FakeEngine:
 
 
 def serving(admin: AdminClient) -> None:
-    until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"])
+    wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["serving"], DEADLINE_S)
 
 
 def below(admin: AdminClient) -> m.BelowStats:
@@ -65,7 +57,7 @@ def fill(engine: FakeEngine, admin: AdminClient, blocks: int) -> dict[int, int]:
         engine.fill(range(BATCH), seed=first)
         sums.update(zip(numbers, engine.checksums(range(BATCH)), strict=True))
         assert engine.store(keys_of(*numbers), range(BATCH)).ok
-        until(lambda: below(admin).written_blocks >= before + len(sums))
+        wait_until(lambda: below(admin).written_blocks >= before + len(sums), DEADLINE_S)
     return sums
 
 
@@ -146,10 +138,10 @@ def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: Daem
         assert engine.scheduler.reset()
         assert engine.lookup(keys_of(2)) == 0
         fill(engine, admin, 48)
-        until(lambda: below(admin).written_blocks >= 96)
+        wait_until(lambda: below(admin).written_blocks >= 96, DEADLINE_S)
         assert admin.clear() >= 48
         assert engine.lookup(keys_of(40)) == 0
-        until(lambda: admin.stats().disks[0].blocks == 0)
+        wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
 
 
 def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Path) -> None:
@@ -212,7 +204,7 @@ def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Pa
 def test_a_directory_that_cannot_be_used_does_not_stop_the_daemon(tmp_path: Path) -> None:
     with daemon_on(tmp_path / "missing") as daemon:
         with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
-            until(lambda: [disk.state for disk in admin.stats().disks] == ["failed"])
+            wait_until(lambda: [disk.state for disk in admin.stats().disks] == ["failed"], DEADLINE_S)
             engine.fill([0], seed=0)
             assert engine.store(keys_of(0), [0]).ok
             assert engine.lookup(keys_of(0)) == 1
@@ -235,7 +227,7 @@ def test_disks_come_and_go_while_the_daemon_serves(
         assert main(["disk", "drain", str(tmp_path), *where]) == 0
         engine.fill(range(BATCH), seed=99)
         assert engine.store(keys_of(*range(100, 108)), range(BATCH)).ok
-        until(lambda: admin.stats().disks[1].blocks == BATCH)
+        wait_until(lambda: admin.stats().disks[1].blocks == BATCH, DEADLINE_S)
         assert main(["disk", *where]) == 0
         page = capsys.readouterr().out
         for expected in (str(tmp_path), "draining", str(other), "serving", "16", "8"):
@@ -258,16 +250,16 @@ def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_
         serving(admin)
         fill(engine, admin, 16)
         admin.detach_disk(str(tmp_path))
-        until(lambda: not admin.stats().disks)
+        wait_until(lambda: not admin.stats().disks, DEADLINE_S)
         assert engine.scheduler.reset()
         admin.attach_disk(str(tmp_path), 2**26)
         serving(admin)
         assert engine.lookup(keys_of(*range(16))) == 0
-        until(lambda: admin.stats().disks[0].blocks == 0)
+        wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
         # What is stored from now on is good, and stays over the next absence.
         sums = fill(engine, admin, BATCH)
         admin.detach_disk(str(tmp_path))
-        until(lambda: not admin.stats().disks)
+        wait_until(lambda: not admin.stats().disks, DEADLINE_S)
         admin.clear()
         admin.attach_disk(str(tmp_path), 2**26)
         serving(admin)
@@ -300,7 +292,7 @@ def test_an_engine_that_dies_while_its_blocks_come_up_leaves_nothing(daemon: Dae
             fill(engine, admin, 48)
             for _ in range(5):
                 engine.scheduler.lookup([m.GroupKeys(0, b"".join(keys_of(*range(8))))])
-        until(lambda: below(admin).pending_blocks == 0)
-        until(lambda: admin.stats().pool.pinned_bytes == 0)
+        wait_until(lambda: below(admin).pending_blocks == 0, DEADLINE_S)
+        wait_until(lambda: admin.stats().pool.pinned_bytes == 0, DEADLINE_S)
         assert admin.stats().pool.writing_bytes == 0
         assert daemon.stop() == 0

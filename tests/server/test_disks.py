@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.cache_rig import Rig
 from support.tiering_rig import FoldedTierEvents
+from support.waiting import wait_until
 
 from kvoffd.config import Config
 from kvoffd.disks import DiskSize
@@ -94,10 +95,7 @@ class DisksRig:
     def opened(self) -> None:
         """Let the thread do its work, and take in what it posts."""
         self.go.set()
-        deadline = time.monotonic() + 10
-        while not self.calls:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: self.calls)
         self.calls.pop()()
 
     def state(self) -> list[State]:
@@ -152,10 +150,7 @@ def test_a_directory_is_attached_once(rig: DisksRig) -> None:
 def test_an_opening_stops_when_its_directory_is_given_up(rig: DisksRig) -> None:
     rig.attach()
     rig.disks.detach(SIZE.directory)
-    deadline = time.monotonic() + 10
-    while not rig.calls:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: rig.calls)
     rig.calls.pop()()
     assert rig.state() == []
 

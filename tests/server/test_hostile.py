@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import zmq
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd_client.shared_memory import SharedMemory
@@ -91,10 +92,7 @@ class Victim:
     def is_unharmed(self) -> None:
         """And nothing is left of the attack."""
         self.is_served()
-        deadline = time.monotonic() + SETTLE_S
-        while (problem := self._problem()) and time.monotonic() < deadline:
-            select.select([], [], [], 0.02)
-        assert not problem, problem
+        wait_until(lambda: not self._problem(), SETTLE_S, explain=self._problem)
         assert "Traceback" not in self.daemon.log
 
     def _problem(self) -> str:
@@ -347,11 +345,13 @@ def test_jobs_beyond_the_limit_are_refused_and_those_within_it_end(hostile: Wire
         assert isinstance(reply, m.Error)
         assert reply.code is ErrorCode.TOO_MANY
         refused += 1
-    deadline, done = time.monotonic() + 10, 0
-    while done + refused < 500 and time.monotonic() < deadline:
+
+    def done() -> int:
         replay = hostile.ask(m.Replay(hostile.next_id() + 20_000, hostile.token, 0), m.ReplayReply)
-        done = sum(len(batch.results) for batch in replay.batches)
-    assert done + refused == 500
+        return sum(len(batch.results) for batch in replay.batches)
+
+    wait_until(lambda: done() + refused >= 500)
+    assert done() + refused == 500
 
 
 def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient, memory: SharedMemory) -> None:

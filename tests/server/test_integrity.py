@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd_client.admin_client import AdminClient
@@ -105,13 +105,6 @@ def balanced(daemon: DaemonProcess) -> m.StatsReply:
     return found
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)
-
-
 def test_a_verified_load_of_a_flipped_byte_fails_and_the_slot_is_quarantined(pool_file: Path) -> None:
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess("32MiB", pool_file=str(pool_file), verify_share="1"))
@@ -157,13 +150,13 @@ def test_a_scrub_finds_what_loads_do_not_look_for(pool_file: Path) -> None:
         with AdminClient(daemon.directory) as admin:
             assert admin.scrub(start=False).slots == 0
             admin.scrub()
-            until(lambda: not admin.scrub(start=False).running)
+            wait_until(lambda: not admin.scrub(start=False).running)
             reply = admin.scrub(start=False)
             assert (reply.slots, reply.done_slots, reply.checked_slots, reply.mismatches) == (KEYS, KEYS, KEYS, 2)
             assert reply.checked_bytes == KEYS * PAGE
             assert reply.seconds > 0
             admin.scrub()
-            until(lambda: not admin.scrub(start=False).running)
+            wait_until(lambda: not admin.scrub(start=False).running)
             assert admin.scrub(start=False).mismatches == 0
         assert engine.lookup(3, 4, 8, 9) == [2, 0, 2, 0]
         assert balanced(daemon).pool.quarantined_bytes == 2 * PAGE
@@ -216,7 +209,7 @@ def test_what_was_taken_over_is_verified_in_the_background(pool_file: Path) -> N
         daemon.stop()
         flip(pool_file, engine.content[5])
         daemon.start()
-        until(lambda: balanced(daemon).integrity.unverified_slots == 0)
+        wait_until(lambda: balanced(daemon).integrity.unverified_slots == 0)
         found = balanced(daemon).integrity
         assert (found.checked_slots, found.mismatches, found.quarantined_slots) == (KEYS, 1, 1)
         # The slot is clean for the next life, and what was in it stays away.

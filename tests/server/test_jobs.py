@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd_client.shared_memory import SharedMemory
@@ -27,15 +28,6 @@ def fill(memory: SharedMemory, seed: int) -> bytes:
 
 def page(memory: SharedMemory, block: int) -> bytes:
     return memory.view[block * PAGE : (block + 1) * PAGE].tobytes()
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> float:
-    """Wait for ``condition``; how long it took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < deadline_s, "it did not come true in time"
-        time.sleep(0.001)
-    return time.monotonic() - started
 
 
 @pytest.fixture
@@ -227,7 +219,7 @@ def test_leases_end_with_their_time_unless_renewed():
                 assert scheduler.ask(beat, m.HeartbeatReply).ended == []
                 return stats(daemon.directory).leases == 1
 
-            until(first_is_gone)
+            wait_until(first_is_gone)
             assert load(worker, registration, 2, kept, keys(2), ids(9)).ok
             refused = worker.refused(
                 m.Load(
@@ -249,7 +241,7 @@ def test_half_stored_blocks_time_out(scheduler):
             registration = worker.register(memory)
             assert store(worker, registration, 1, keys(1), ids(0)).ok
             assert stats(daemon.directory).pool.writing_bytes > 0
-            until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
+            wait_until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
 
 
 def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: int) -> float:
@@ -279,8 +271,10 @@ def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: 
                 reply = admin.ask(m.Sessions(admin.next_id(), admin.token), m.SessionsReply)
                 return session_id not in [session.session_id for session in reply.sessions]
 
+            killed = time.monotonic()
             os.kill(child, 9)
-            return until(gone)
+            wait_until(gone, interval_s=0.001)
+            return time.monotonic() - killed
     finally:
         os.close(read_end)
         os.waitpid(child, 0)
@@ -292,7 +286,7 @@ def test_a_dead_engine_leaves_no_pin_no_job_and_no_half_written_block(daemon, sc
     blobs = [keys(*range(round * 100, round * 100 + pages)) for round in range(3)]
     seconds = [kill_an_engine_in_mid_store(daemon, blob, 2**20) for blob in blobs]
     assert min(seconds) < 0.1, f"sessions ended after {seconds} s; the least counts, since others' load only adds"
-    until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
+    wait_until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
     after = stats(daemon.directory)
     assert after.pool.free_bytes + after.pool.ready_bytes == after.pool.pool_bytes
     assert (after.pinned_blocks, after.leases) == (0, 0)

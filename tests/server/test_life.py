@@ -11,12 +11,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 from support.wire import WireClient, ids, keys, stats
 
 from kvoffd.config import Config
@@ -57,9 +57,7 @@ def test_the_directory_and_its_sockets_are_closed_to_strangers():
     )
     try:
         paths = SocketPaths(directory)
-        deadline = time.monotonic() + 20
-        while not paths.events.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(paths.events.exists, 20)
         assert stat.S_IMODE(directory.stat().st_mode) == 0o750
         for path in (paths.jobs, paths.events, paths.lifeline):
             assert stat.S_IMODE(path.stat().st_mode) == 0o660

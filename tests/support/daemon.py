@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from support.waiting import wait_until
 
 from kvoffd_proto.sockets import SocketPaths
 
@@ -79,21 +80,20 @@ class DaemonProcess:
     def wait_ready(self) -> None:
         """Until the lifeline, which is bound first, and the sockets after it can be connected to."""
         paths = SocketPaths(self.directory)
-        deadline = time.monotonic() + START_DEADLINE_S
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise AssertionError(f"the daemon ended with {self.process.returncode}:\n{self.log}")
-            if all(_answers(path) for path in (paths.jobs, paths.events, paths.lifeline)):
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"the daemon was not ready within {START_DEADLINE_S} s:\n{self.log}")
+
+        def ready() -> bool:
+            assert self.process.poll() is None, f"the daemon ended with {self.process.returncode}:\n{self.log}"
+            return all(_answers(path) for path in (paths.jobs, paths.events, paths.lifeline))
+
+        wait_until(ready, START_DEADLINE_S, explain=lambda: self.log, interval_s=0.01)
 
     def wait_log(self, text: str) -> None:
         """Until the log holds ``text``."""
-        deadline = time.monotonic() + START_DEADLINE_S
-        while text not in self.log:
-            assert time.monotonic() < deadline, f"the daemon never logged {text!r}:\n{self.log}"
-            time.sleep(0.01)
+        wait_until(
+            lambda: text in self.log,
+            START_DEADLINE_S,
+            explain=lambda: f"the daemon never logged {text!r}:\n{self.log}",
+        )
 
     def kill(self) -> None:
         """SIGKILL."""

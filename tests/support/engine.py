@@ -9,13 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from support.waiting import wait_until
+
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_proto.messages import StatsReply
 
 MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 180.0
@@ -174,11 +178,8 @@ class EngineProcess:
 
     def forget(self) -> None:
         """Clear the engine's own prefix cache, so that only the daemon has the blocks."""
-        deadline = time.monotonic() + 10.0
         # It refuses while blocks are in use, as by stores under way.
-        while not self.call("reset"):
-            assert time.monotonic() < deadline, "the prefix cache could not be cleared"
-            time.sleep(0.05)
+        wait_until(lambda: self.call("reset"), interval_s=0.05)
 
     def metrics(self) -> dict[str, float]:
         value: dict[str, float] = self.call("metrics")
@@ -226,14 +227,23 @@ class EngineProcess:
 
 def wait_connected(admin: AdminClient, workers: int = 1, deadline_s: float = 30.0) -> None:
     """Until an engine's scheduler and all its workers are connected and the workers' memory is registered."""
-    deadline = time.monotonic() + deadline_s
-    while True:
+
+    def connected() -> bool:
         sessions = admin.sessions().sessions
         registered = sum(session.registrations for session in sessions if session.role == "worker")
-        if registered >= workers and any(session.role == "scheduler" for session in sessions):
-            return
-        assert time.monotonic() < deadline, sessions
-        time.sleep(0.02)
+        return registered >= workers and any(session.role == "scheduler" for session in sessions)
+
+    wait_until(connected, deadline_s, explain=lambda: admin.sessions().sessions, interval_s=0.02)
+
+
+def wait_stats(admin: AdminClient, condition: Callable[[StatsReply], bool], deadline_s: float = 30.0) -> StatsReply:
+    """The first statistics of the daemon that fulfil ``condition``."""
+    return wait_until(
+        lambda: stats if condition(stats := admin.stats()) else None,
+        deadline_s,
+        explain=admin.stats,
+        interval_s=0.02,
+    )
 
 
 def completions(answer: list[dict[str, Any]]) -> list[Completion]:

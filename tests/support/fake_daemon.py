@@ -295,11 +295,3 @@ class FakeDaemon:
         if not self.drop_publications:
             topic = events.session_topic(self.epoch, peer.session_id)
             self._events.send_multipart([topic, peer.sequence.to_bytes(8, "big"), codec.encode(batch)])
-
-
-def eventually(promise: Callable[[], object], timeout_s: float = 5.0) -> None:
-    """Wait until ``promise()`` is true; fail when it is not in time."""
-    deadline = time.monotonic() + timeout_s
-    while not promise():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.002)

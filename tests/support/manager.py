@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 
 # Run in the new process: descriptors go where sd_listen_fds(3) has them, then the program takes over.
 LAUNCHER = """
@@ -82,10 +83,7 @@ class Manager:
         self.ready = False
 
     def wait_kept(self, count: int) -> None:
-        deadline = time.monotonic() + 10
-        while len(self.kept) != count:
-            assert time.monotonic() < deadline, f"{self.kept} and not {count} descriptors are kept"
-            time.sleep(0.01)
+        wait_until(lambda: len(self.kept) == count, explain=lambda: self.kept)
 
     def close(self) -> None:
         self._stop.set()

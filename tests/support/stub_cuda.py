@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 from itertools import count
@@ -16,11 +14,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.driver import CudaDriver
 
 SOURCE = Path(__file__).with_suffix(".c")
-WAIT_S = 10.0
 _numbers = count()
 
 
@@ -161,11 +159,3 @@ class DeviceBuffer:
         self.address = address
         self.handle = handle
         self.view: npt.NDArray[np.uint8] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    """Polls; fails after ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)

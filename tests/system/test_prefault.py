@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system.mappings import MappedSegment
@@ -46,18 +46,11 @@ def mapped_bytes(segment: MappedSegment) -> int:
     return 1024 * next(int(line.split()[1]) for line in lines[begin:] if line.startswith("Rss:"))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFaulter) -> None:
     size = 3 * STEP_BYTES + 5 * 4096
     with engine_memory(size, written=size) as fd:
         segment = faulter.map_memfd(fd, size)
-        eventually(lambda: faulter.idle)
+        wait_until(lambda: faulter.idle)
         assert mapped_bytes(segment) == size
         segment.close()
 
@@ -67,7 +60,7 @@ def test_what_the_engine_never_touched_is_not_made(faulter: PageFaulter) -> None
     with engine_memory(size, written=STEP_BYTES + 8192) as fd:
         before = os.fstat(fd).st_blocks
         segment = faulter.map_memfd(fd, size)
-        eventually(lambda: faulter.idle)
+        wait_until(lambda: faulter.idle)
         assert os.fstat(fd).st_blocks == before
         assert mapped_bytes(segment) == STEP_BYTES + 8192
         segment.close()
@@ -79,7 +72,7 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
         for number in range(20):
             segments = [faulter.map_memfd(fd, size) for _ in range(2)]
             if number % 2:
-                eventually(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
+                wait_until(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
             for segment in segments:
                 segment.close()
                 assert segment.closed

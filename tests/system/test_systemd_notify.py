@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until_async
 
 from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
 
@@ -179,12 +180,6 @@ class Beats(Notifier):
         super().watchdog()
 
 
-async def until(happened: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not happened():  # noqa: ASYNC110  what is waited for is a count, not an event
-            await asyncio.sleep(0.001)
-
-
 def test_the_watchdog_is_told_while_the_daemon_works(listener: socket.socket) -> None:
     async def until_three_beats() -> None:
         beats, asked = Beats(listener), 0
@@ -195,7 +190,7 @@ def test_the_watchdog_is_told_while_the_daemon_works(listener: socket.socket) ->
             return True
 
         keeper = asyncio.create_task(keep_watchdog(beats, works))
-        await until(lambda: beats.count >= 3)
+        await wait_until_async(lambda: beats.count >= 3)
         keeper.cancel()
         beats.close()
         assert asked >= 3
@@ -221,10 +216,10 @@ def test_no_beat_comes_while_the_daemon_does_not_work_and_they_come_again_after(
             return not broken
 
         keeper = asyncio.create_task(keep_watchdog(beats, works))
-        await until(lambda: asked >= 3)
+        await wait_until_async(lambda: asked >= 3)
         assert beats.count == 0
         broken = False
-        await until(lambda: beats.count > 0)
+        await wait_until_async(lambda: beats.count > 0)
         keeper.cancel()
         beats.close()
 

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
 from support.stub_cuda import fresh_stub
+from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
@@ -178,13 +179,6 @@ class Job:
             if not np.array_equal(self.destination[part], self.source[part]):
                 return False
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("direction", list(Direction))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engine import BLOCK_TOKENS, EngineProcess, completions, full_blocks, prompt, wait_connected
+from support.engine import BLOCK_TOKENS, EngineProcess, completions, full_blocks, prompt, wait_connected, wait_stats
 from support.models import make_tiny_llama
 
 from kvoffd_client.admin_client import AdminClient
@@ -44,15 +44,11 @@ class Rig:
         """Statistics once ``connected``, or once all full blocks are ``stored`` too."""
         self.supervisor.wait_serving(1)
         wanted = sum(length // BLOCK_TOKENS for length in LENGTHS) if condition == "stored" else 0
-        deadline = time.monotonic() + DEADLINE_S
         with AdminClient(self.supervisor.directory) as admin:
             wait_connected(admin)
-            while True:
-                stats = admin.stats()
-                if sum(item.ready_blocks for item in stats.namespaces) >= wanted:
-                    return stats
-                assert time.monotonic() < deadline, stats
-                time.sleep(0.05)
+            return wait_stats(
+                admin, lambda stats: sum(item.ready_blocks for item in stats.namespaces) >= wanted, DEADLINE_S
+            )
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_llama
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_proto.messages import StatsReply
@@ -33,10 +34,7 @@ def stats_of(daemon: DaemonProcess) -> StatsReply:
 
 
 def wait_on_disk(daemon: DaemonProcess, blocks: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while stats_of(daemon).disks[0].blocks < blocks:
-        assert time.monotonic() < deadline, stats_of(daemon)
-        time.sleep(0.05)
+    wait_until(lambda: stats_of(daemon).disks[0].blocks >= blocks, DEADLINE_S, explain=lambda: stats_of(daemon))
 
 
 def timed(engine: EngineProcess, index: int, salt: str | None = None) -> tuple[Completion, float]:

@@ -13,9 +13,19 @@ from typing import Self, TypeVar
 import msgspec
 import pytest
 import zmq
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
+from support.engine import (
+    BLOCK_TOKENS,
+    Completion,
+    EngineProcess,
+    completions,
+    full_blocks,
+    prompt,
+    wait_connected,
+    wait_stats,
+)
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
+from support.waiting import wait_until
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
 from kvoffd_client.admin_client import AdminClient
@@ -64,18 +74,10 @@ class Rig:
 
     def until(self, condition: Callable[[StatsReply], bool]) -> StatsReply:
         with AdminClient(self.daemon.directory) as admin:
-            return eventually(admin.stats, condition)
+            return wait_stats(admin, condition, DEADLINE_S)
 
     def failed_loads(self) -> float:
         return self.engine.metrics().get("vllm:kvoffd_failed_loads", 0)
-
-
-def eventually(ask: Callable[[], T], condition: Callable[[T], bool]) -> T:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition(answer := ask()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S} s: {answer}"
-        time.sleep(0.02)
-    return answer
 
 
 class Subscriber:
@@ -249,21 +251,25 @@ def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the
             daemon.read()
             return bool(engine.of(BlockStored) and daemon.of(BlockStored))
 
-        eventually(heard, bool)
+        wait_until(heard, DEADLINE_S)
         rig.engine.generate([wanted], max_tokens=4)
 
-        def stepped() -> None:
-            rig.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
-            engine.read()
-            daemon.read()
+        def wait_for_events(condition: Callable[[], bool]) -> None:
+            def step() -> bool:
+                rig.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
+                engine.read()
+                daemon.read()
+                return condition()
+
+            wait_until(step, DEADLINE_S)
 
         # Ten blocks whose tokens, as the engine's events describe them, are those of the prompt, in any order.
         chunks = {tuple(wanted[start : start + BLOCK_TOKENS]) for start in range(0, len(wanted), BLOCK_TOKENS)}
-        eventually(stepped, lambda _: chunks <= engine.described().keys())
-        eventually(stepped, lambda _: {engine.described()[chunk] for chunk in chunks} <= daemon.hashes(BlockStored))
+        wait_for_events(lambda: chunks <= engine.described().keys())
+        wait_for_events(lambda: {engine.described()[chunk] for chunk in chunks} <= daemon.hashes(BlockStored))
         with AdminClient(rig.daemon.directory) as admin:
             admin.clear()
-        eventually(stepped, lambda _: engine.hashes(BlockRemoved) >= engine.hashes(BlockStored))
+        wait_for_events(lambda: engine.hashes(BlockRemoved) >= engine.hashes(BlockStored))
         assert daemon.of(AllBlocksCleared)
         assert not engine.of(AllBlocksCleared), "the engine's own blocks are still there"
 
@@ -274,12 +280,12 @@ def test_killing_the_engine_in_mid_store_leaves_nothing_behind(rig: Rig) -> None
         stored = sum(item.stored_blocks for item in admin.stats().namespaces)
         with rig.daemon.fault("store slow 1"):
             rig.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
-            eventually(admin.stats, lambda stats: stats.store.running_jobs > 0)
+            wait_stats(admin, lambda stats: stats.store.running_jobs > 0)
             rig.engine.kill()
             killed = time.monotonic()
-            eventually(admin.stats, lambda stats: stats.sessions == 1)
+            wait_stats(admin, lambda stats: stats.sessions == 1)
             assert time.monotonic() - killed < 0.5
-            stats = eventually(admin.stats, lambda stats: stats.store.running_jobs + stats.pool.writing_bytes == 0)
+            stats = wait_stats(admin, lambda stats: stats.store.running_jobs + stats.pool.writing_bytes == 0)
     assert stats.leases == 0
     assert stats.pool.pinned_bytes == 0
     assert sum(item.stored_blocks for item in stats.namespaces) == stored

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected, wait_stats
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_proto.messages import StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -34,16 +34,14 @@ def expected(model: Path) -> list[Completion]:
 
 def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
     """Until the engine is connected, no store runs and at least so many blocks can be read."""
-    deadline = time.monotonic() + 60
+
+    def settled(stats: StatsReply) -> bool:
+        idle = stats.store.running_jobs + stats.store.queued_jobs == 0
+        return idle and sum(item.ready_blocks for item in stats.namespaces) >= ready_blocks
+
     with AdminClient(daemon.directory) as admin:
         wait_connected(admin)
-        while True:
-            stats = admin.stats()
-            idle = stats.store.running_jobs + stats.store.queued_jobs == 0
-            if idle and sum(item.ready_blocks for item in stats.namespaces) >= ready_blocks:
-                return
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.05)
+        wait_stats(admin, settled, 60)
 
 
 @pytest.mark.parametrize(

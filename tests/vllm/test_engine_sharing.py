@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_gemma3, make_tiny_llama
+from support.waiting import wait_until
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.client_options import ClientOptions
@@ -92,11 +92,12 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def wait_stored(admin: AdminClient, blocks: int) -> None:
     """Answers do not wait for stores; who looks for the blocks at once may be too early."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (ready := sum(item.ready_blocks for item in admin.stats().namespaces)) < blocks:
-        assert time.monotonic() < deadline, f"{ready} of {blocks} blocks were stored"
-        time.sleep(0.05)
-    assert ready == blocks
+
+    def stored() -> int:
+        return sum(item.ready_blocks for item in admin.stats().namespaces)
+
+    wait_until(lambda: stored() >= blocks, PATIENCE_S, explain=lambda: f"{stored()} of {blocks} blocks were stored")
+    assert stored() == blocks
 
 
 def tokens(completions: list[Completion]) -> list[list[int]]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from support.stub_cuda import StubCuda, fresh_stub, wait_until
+from support.stub_cuda import StubCuda, fresh_stub
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from support.waiting import wait_until
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments

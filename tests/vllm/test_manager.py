@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
+from support.waiting import wait_until
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -59,13 +57,6 @@ class Rig:
 
     def results(self, context: ReqContext) -> list[LookupResult]:
         return [self.manager.lookup(item, context) for item in KEYS]
-
-
-def eventually(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        time.sleep(0.005)
 
 
 def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:
@@ -239,10 +230,10 @@ def test_a_reset_drops_the_namespace_after_running_jobs_ended_and_believes_nothi
     assert rig.client.resets == 0
     rig.manager.reset_report(1)
     assert not rig.manager.has_pending_work()
-    eventually(lambda: rig.client.resets > 0)
+    wait_until(lambda: rig.client.resets > 0)
     assert rig.manager.prepare_store(KEYS, context).keys_to_store == []
     rig.client.reset_works = True
-    eventually(lambda: rig.manager.prepare_store(KEYS, context).keys_to_store == KEYS)
+    wait_until(lambda: rig.manager.prepare_store(KEYS, context).keys_to_store == KEYS)
     rig.manager.shutdown()
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import DeviceBuffer, StubCuda, wait_until
+from support.stub_cuda import DeviceBuffer, StubCuda
+from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.engine import STEPS_IN_FLIGHT, CudaEngine

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.stub_cuda import Ranges, StubCuda, fresh_stub, wait_until
+from support.stub_cuda import Ranges, StubCuda, fresh_stub
+from support.waiting import wait_until
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory

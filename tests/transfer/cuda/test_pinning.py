@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.stub_cuda import Ranges, StubCuda, wait_until
+from support.stub_cuda import Ranges, StubCuda
+from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.pinning import PinnedPool

@@ -1,0 +1,55 @@
+"""The one way in which tests wait for something that another thread or process does."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+DEADLINE_S = 10.0
+INTERVAL_S = 0.005
+
+
+def wait_until(
+    condition: Callable[[], T],
+    deadline_s: float = DEADLINE_S,
+    *,
+    explain: Callable[[], object] | None = None,
+    interval_s: float = INTERVAL_S,
+) -> T:
+    """Call ``condition`` until its result is true, and return that result.
+
+    Args:
+        condition: what is waited for; its source text is part of the failure's message.
+        deadline_s: seconds after which the wait fails.
+        explain: gives the state of things for the failure's message; by default the condition's last result is shown.
+        interval_s: seconds between two calls.
+
+    Raises AssertionError when the deadline is over. What ``condition`` raises ends the wait at once.
+    """
+    deadline = time.monotonic() + deadline_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, _failure(condition, deadline_s, explain() if explain else result)
+        time.sleep(interval_s)
+    return result
+
+
+async def wait_until_async(condition: Callable[[], T], deadline_s: float = DEADLINE_S) -> T:
+    """``wait_until`` in an event loop, which goes on meanwhile."""
+    deadline = time.monotonic() + deadline_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, _failure(condition, deadline_s, result)
+        await asyncio.sleep(INTERVAL_S)
+    return result
+
+
+def _failure(condition: Callable[[], object], deadline_s: float, state: object) -> str:
+    try:
+        wanted = inspect.getsource(condition).strip()
+    except (OSError, TypeError):  # made by exec, or a builtin
+        wanted = repr(condition)
+    return f"did not come true within {deadline_s:g} s: {wanted}\nat last: {state}"
