@@ -203,6 +203,11 @@ METRICS: tuple[MetricSpec, ...] = (
         lambda stats: stats.lookups_per_second,
     ),
     _counter("kvoffd_requests_total", "Requests answered, errors included.", lambda stats: stats.requests),
+    _counter(
+        "kvoffd_replies_dropped_total",
+        "Replies that could not be sent, since their client was gone or did not read.",
+        lambda stats: stats.replies_dropped,
+    ),
     MetricSpec(
         "kvoffd_errors_total",
         "counter",

@@ -67,6 +67,8 @@ class Pool:
         """What an earlier daemon left; nothing in a new pool."""
         self.cold_reason = ""
         """Why what an earlier daemon left was not taken over; empty where it was, or where there was nothing."""
+        self.touched_bytes = 0
+        """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
         self.adopted = False
         """Whether an earlier daemon's pool was taken over, be it empty."""
         self._facts_dropped = False
@@ -144,14 +146,22 @@ class Pool:
         should_stop: Callable[[], bool] = lambda: False,
     ) -> int:
         """Makes all pages of the pool resident: see PoolMemory.touch."""
-        return self._memory.touch(threads, on_progress, should_stop, segments=self.segments)
+
+        def on_touched(touched_bytes: int) -> None:
+            self._note_touched(touched_bytes)
+            on_progress(touched_bytes)
+
+        return self._memory.touch(threads, on_touched, should_stop, segments=self.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
         """Fills the page tables of a resident pool while it is in use, with one thread; without it, faults would."""
         try:
-            self._memory.touch(1, lambda _: None, should_stop, _SHORT_TOUCH_BYTES)
+            self._memory.touch(1, self._note_touched, should_stop, _SHORT_TOUCH_BYTES)
         except PoolTooLarge as error:
             logger.warning("%s", error.message)
+
+    def _note_touched(self, touched_bytes: int) -> None:
+        self.touched_bytes = touched_bytes
 
     def slot_bytes(self, nbytes: int) -> int:
         """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""

@@ -68,6 +68,10 @@ class SlotStore(Protocol):
     def free_bytes(self) -> int:
         """Bytes in no slot that is handed out."""
 
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes whose pages this process has in memory and in its page tables."""
+
     def slot_bytes(self, nbytes: int) -> int:
         """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""
 

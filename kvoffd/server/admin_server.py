@@ -164,6 +164,7 @@ class AdminServer:
             try:
                 self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
             except zmq.ZMQError:
+                self._service.replies_dropped += 1
                 logger.debug("An administrator went away before the answer.")
         return True
 

@@ -22,8 +22,6 @@ class Reporter:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self.problems: list[str] = []
-        """Standing problems that need an operator, a sentence each."""
 
     def stats(self, request_id: int) -> m.StatsReply:
         """All counters."""
@@ -54,12 +52,13 @@ class Reporter:
             self._blocks(),
             self._tiering(),
             service.disks.report() if service.disks is not None else [],
+            service.replies_dropped,
         )
 
     def health(self, request_id: int) -> m.HealthReply:
         """Whether the daemon works. That it answers at all says that its loop does."""
         service = self._service
-        problems = self.problems + service.memory.problems
+        problems = list(service.memory.problems)
         if lost := service.cache.integrity.mismatches:
             problems.append(
                 f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
@@ -94,7 +93,7 @@ class Reporter:
         pinning = self._service.memory.pinning
         return m.PoolStats(
             cache.slots.pool_bytes,
-            cache.slots.pool_bytes,
+            max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
             self._service.table_bytes,
             usage.free_bytes,
             usage.writing_bytes,

@@ -88,6 +88,7 @@ class Service:
         self.desk = BlockAccess(config, cache)
         self.errors: Counter[str] = Counter()
         self.requests = 0
+        self.replies_dropped = 0
         self.lookup_latency = LatencyRecorder()
         self.lookup_rate = RateMeter()
         self.outbox = Outbox()

@@ -39,7 +39,6 @@ class Transport:
         self._jobs = self._context.socket(zmq.ROUTER)
         self._events = self._context.socket(zmq.PUB)
         self._turn_due = False
-        self.replies_dropped = 0
 
     def open(self) -> None:
         """Bind both sockets. Raises zmq.ZMQError."""
@@ -126,7 +125,7 @@ class Transport:
         try:
             send_frames(self._jobs, frames)
         except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)
-            self.replies_dropped += 1
+            self._service.replies_dropped += 1
             return False
         return True
 

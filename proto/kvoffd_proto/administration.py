@@ -205,6 +205,9 @@ class StatsReply(Reply, frozen=True):
     blocks: Annotated[BlockAccessStats, Meta(description="What operators did with single blocks.")]
     below: Annotated[BelowStats | None, Meta(description="Traffic with the disks; nil while there is none.")] = None
     disks: Annotated[list[DiskStats], Meta(description="Directories of the disk tier.")] = field(default_factory=list)
+    replies_dropped: Annotated[
+        Count, Meta(description="Replies that could not be sent, since their client was gone or did not read.")
+    ] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -242,6 +242,7 @@ def _values() -> str:
         f"| {m.ABSENT} | absent | Not in the pool. |\n"
         f"| {m.WRITING} | writing | In the pool, but a shard of it is still to be written; it cannot be loaded yet. |\n"
         f"| {m.READY} | ready | Can be loaded; pinned by the lookup's lease. |\n"
+        f"| {m.PENDING} | pending | In a tier below the pool and on its way up; ask again. |\n"
     )
 
 

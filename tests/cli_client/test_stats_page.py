@@ -83,6 +83,19 @@ def test_a_pool_that_is_still_touched_says_so(fresh: StatsReply, render: Render)
     assert "25.0 % of the pool's memory is touched" in render(StatsPage(msgspec.structs.replace(fresh, pool=starting)))
 
 
+def test_a_quarantined_slot_is_no_memory_that_is_still_to_be_touched(fresh: StatsReply, render: Render) -> None:
+    lost = 1 << 20
+    pool = msgspec.structs.replace(fresh.pool, usable_bytes=fresh.pool.usable_bytes - lost, quarantined_bytes=lost)
+    text = render(StatsPage(msgspec.structs.replace(fresh, pool=pool)))
+    assert "in quarantine" in text
+    assert "starting" not in text
+
+
+def test_replies_that_nobody_took_are_shown(busy: StatsReply, render: Render) -> None:
+    text = render(StatsPage(msgspec.structs.replace(busy, errors={}, replies_dropped=7)), 120)
+    assert line_with(text, "Errors").startswith("Errors 7 replies_dropped Replies could not be sent")
+
+
 def test_names_of_clients_cannot_move_the_cursor(busy: StatsReply, render: Render) -> None:
     evil = msgspec.structs.replace(busy.namespaces[0], label="\x1b[2J[red]x[/red]")
     text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[evil])), 120)

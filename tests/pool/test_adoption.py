@@ -304,6 +304,9 @@ def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
     assert second.free_bytes == 6 * MIB
     assert offsets[2] in second.take(MIB, 6)
     assert second.take(MIB, 1) == []
+    assert second.touched_bytes == 0
+    second.map_pages(lambda: False)
+    assert second.touched_bytes == second.pool_bytes
     second.close()
 
 

@@ -50,6 +50,7 @@ def test_no_session_hears_another_ones_completions() -> None:
     assert kv_topic(b"\xab\x01") == b"kv@ab01"
 
 
+@pytest.mark.engine
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.filterwarnings("ignore")  # importing vLLM warns about what is not ours
 @pytest.mark.timeout(300)

@@ -68,6 +68,12 @@ def test_every_error_code_has_a_sentence_of_its_own_on_the_page() -> None:
         assert f"| {code.value} | `{code.name}` | {code.sentence} |" in page
 
 
+def test_every_state_of_a_key_is_on_the_page() -> None:
+    states = reference().split("#### States of a key")[1].split("####")[0]
+    for name in ("absent", "writing", "ready", "pending"):
+        assert f"| {getattr(m, name.upper())} | {name} |" in states
+
+
 def test_the_daemon_has_a_handler_for_every_request() -> None:
     assert HANDLERS.keys() == m.EXCHANGES.keys()
 

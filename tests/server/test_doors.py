@@ -71,6 +71,21 @@ def test_a_message_of_several_frames_gets_an_error(worker):
     assert isinstance(reply, m.Error)
 
 
+def test_replies_that_a_client_does_not_take_are_counted(daemon, worker):
+    # More than ZeroMQ queues for one peer (10,000 in the daemon, 1,000 in the client) and the kernel's buffers hold.
+    count = 20_000
+    for _ in range(count):
+        worker.jobs.send(b"\xc1")
+    while count_of(daemon, ErrorCode.MALFORMED) < count:
+        time.sleep(0.01)  # until the daemon has read them all; pytest's timeout bounds it
+    received = 0
+    while worker.jobs.poll(1000):
+        worker.jobs.recv()
+        received += 1
+    assert received < count
+    assert stats(daemon.directory).replies_dropped == count - received
+
+
 def test_an_oversized_frame_is_refused_and_the_session_goes_on():
     with DaemonProcess(max_frame_size="64KiB") as daemon, WireClient(daemon.directory) as client:
         reply = client.raw(b"\x00" * (65 * 1024))

@@ -124,6 +124,7 @@ def test_a_verified_load_of_a_flipped_byte_fails_and_the_slot_is_quarantined(poo
         assert engine.came(2)
         found = balanced(daemon)
         assert found.pool.quarantined_bytes == PAGE
+        assert found.pool.usable_bytes == found.pool.pool_bytes - PAGE
         assert (found.integrity.mismatches, found.integrity.quarantined_slots) == (1, 1)
         assert found.integrity.checked_slots == 5
         with AdminClient(daemon.directory) as admin:

@@ -20,7 +20,7 @@ class FakeSlots:
         self.length = [region_bytes] * regions + [last_region_bytes] * bool(last_region_bytes)
         regions = len(self.length)
         self.pool_bytes = sum(self.length)
-        self.free_bytes = self.pool_bytes
+        self.free_bytes = self.touched_bytes = self.pool_bytes
         self.size_of: list[int] = [0] * regions
         self.used: list[set[int]] = [set() for _ in range(regions)]
         self.free_in: list[list[int]] = [[] for _ in range(regions)]

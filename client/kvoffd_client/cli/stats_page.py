@@ -28,6 +28,8 @@ FIXED_LINES = 20
 """Lines of a page without its namespaces, with one error and a notice of two lines."""
 FIXED_LINES_AIRY = FIXED_LINES + 8
 DISK_LINES = 2
+REPLIES_DROPPED = "replies_dropped"
+_REPLIES_DROPPED_MEANS = "Replies could not be sent, since their client was gone or did not read."
 MIN_BAR_CELLS = 10
 MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
@@ -65,7 +67,7 @@ class StatsPage:
             (disk_section(self.now, TITLE_CELLS - 2),) if self.now.disks else (),
             (_activity(self.now, rates),),
             _namespaces(self.now.namespaces, self._most_namespaces, wide=options.max_width >= WIDE_CELLS),
-            (_errors(self.now.errors, whole=self.lines is None),),
+            (_errors(_failures(self.now), whole=self.lines is None),),
             (Text(self.footnote, style="dim"),) if self.footnote else (),
         )
         for index, parts in enumerate(part for part in sections if part):
@@ -82,7 +84,7 @@ class StatsPage:
         """As many as the screen has lines for beside all the rest."""
         if self.lines is None:
             return MAX_NAMESPACES
-        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(self.now.errors) - 1)
+        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(_failures(self.now)) - 1)
         rest += (DISK_LINES + self._airy) if self.now.disks else 0
         least = MIN_NAMESPACES - bool(self.now.disks)
         return min(MAX_NAMESPACES, max(least, self.lines - rest))
@@ -158,8 +160,9 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
     if pool.quarantined_bytes:
         lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"
         yield Text(f"{'':{TITLE_CELLS}}{lost}", style="red")
-    if pool.usable_bytes < pool.pool_bytes:
-        done = percent(pool.usable_bytes, pool.pool_bytes)
+    touched = pool.usable_bytes + pool.quarantined_bytes
+    if touched < pool.pool_bytes:
+        done = percent(touched, pool.pool_bytes)
         yield Text(f"{'':{TITLE_CELLS}}starting: {done} of the pool's memory is touched", style="yellow")
 
 
@@ -278,8 +281,13 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
     )
 
 
+def _failures(now: StatsReply) -> dict[str, int]:
+    """Refusals by code, and the replies that no client took."""
+    return now.errors | ({REPLIES_DROPPED: now.replies_dropped} if now.replies_dropped else {})
+
+
 def _errors(errors: dict[str, int], whole: bool) -> Table | Text:
-    """Refusals by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
+    """Failures by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
     found = sorted(((-count, code) for code, count in errors.items() if count))
     if not found:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
@@ -290,7 +298,7 @@ def _errors(errors: dict[str, int], whole: bool) -> Table | Text:
     grid.add_column()
     for index, (negative, code) in enumerate(found):
         known = ErrorCode.__members__.get(code.upper())
-        meaning = known.sentence if known is not None else ""
+        meaning = known.sentence if known is not None else _REPLIES_DROPPED_MEANS if code == REPLIES_DROPPED else ""
         explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
         grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
     return grid
