@@ -82,10 +82,10 @@ class Config:
         "What is written to disk: every block, those used twice or next to be evicted while the disk is idle, all that "
         "are next to be evicted, or none.",
     )
-    disk_write_per_day: int = size_setting(
+    disk_write_bytes_per_day: int = size_setting(
         0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound."
     )
-    disk_write_rate: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
+    disk_write_bytes_per_s: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
     disk_deadline_s: float = duration_setting(
         5.0, 0.1, "A block that was asked for and has not come from disk by then is a miss."
     )
@@ -147,6 +147,10 @@ class Config:
     )
 
 
+_ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
+"""What the name of a setting has in place of the unit that ends its field's name."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """One field of Config as users see it."""
@@ -158,9 +162,10 @@ class Setting:
     @property
     def name(self) -> str:
         """Key in TOML and in ``kvoffd config``."""
-        if self.field_name.endswith("_bytes"):
-            return f"{self.field_name.removesuffix('_bytes')}_size"
-        return self.field_name.removesuffix("_s")
+        for unit, ending in _ENDINGS.items():
+            if self.field_name.endswith(unit):
+                return self.field_name.removesuffix(unit) + ending
+        return self.field_name
 
     @property
     def flag(self) -> str:

@@ -26,8 +26,8 @@ class CacheListener(Protocol):
 class TierEvents(Protocol):
     """Told of what a tier below the pool holds of open namespaces. Folding it gives the tier's index."""
 
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
         """These keys can be brought up from now on."""
 
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
         """These keys can not be brought up any more; all of them could before."""

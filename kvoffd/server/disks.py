@@ -219,8 +219,8 @@ class Disks:
         config = self._config
         settings = TieringSettings(
             WriteMode(config.disk_write),
-            config.disk_write_per_day,
-            config.disk_write_rate,
+            config.disk_write_bytes_per_day,
+            config.disk_write_bytes_per_s,
             config.disk_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )

@@ -47,13 +47,13 @@ class EventPublisher:
         """Blocks left the index."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
 
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
-        """Blocks are on disk."""
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        """Blocks are in a tier below the pool, which vLLM knows as the one medium STORAGE, whatever the tier."""
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
 
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes], medium: str) -> None:
-        """Blocks are not on disk any more."""
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        """Blocks are in no tier below the pool any more."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
 
     def cleared(self, namespace: Namespace) -> None:

@@ -258,14 +258,14 @@ class TieringManager:
         fresh = [key for key in keys if key not in told]
         told.update(fresh)
         if fresh:
-            self._events.stored_in_tier(namespace, group, fresh, self.tier.medium)
+            self._events.stored_in_tier(namespace, group, fresh)
 
     def _tell_removed(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
         told = self._told.get((namespace, group), set())
         gone = [key for key in dict.fromkeys(keys) if key in told]
         told.difference_update(gone)
         if gone:
-            self._events.removed_from_tier(namespace, group, gone, self.tier.medium)
+            self._events.removed_from_tier(namespace, group, gone)
 
     def _namespace(self, block_id: TierKey) -> Namespace | None:
         namespace = self._cache.find_namespace(block_id.fingerprint)

@@ -109,8 +109,6 @@ class Tier(ABC):
 
     name: str
     """What people call it, such as ``disk:/mnt/nvme0``."""
-    medium: str
-    """The kind, as in KV events and metrics: ``disk``."""
 
     @abstractmethod
     def groups(self) -> Collection[tuple[bytes, int]]:

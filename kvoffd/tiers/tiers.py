@@ -17,7 +17,6 @@ class Tiers(Tier):
     """
 
     name = "disk"
-    medium = "disk"
 
     def __init__(self) -> None:
         self._members: list[Tier] = []

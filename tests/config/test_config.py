@@ -80,6 +80,8 @@ def test_every_setting_is_described_in_a_sentence(setting: Setting) -> None:
 def test_names_leave_the_unit_to_the_value() -> None:
     names = {setting.field_name: (setting.name, setting.flag, setting.variable) for setting in SETTINGS}
     assert names["pool_bytes"] == ("pool_size", "--pool-size", "KVOFFD_POOL_SIZE")
+    assert names["disk_write_bytes_per_day"][0] == "disk_write_per_day"
+    assert names["disk_write_bytes_per_s"][0] == "disk_write_rate"
     assert names["lease_ttl_s"] == ("lease_ttl", "--lease-ttl", "KVOFFD_LEASE_TTL")
     assert names["max_sessions"] == ("max_sessions", "--max-sessions", "KVOFFD_MAX_SESSIONS")
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.publisher import MAX_EVENTS_PER_MESSAGE, EventPublisher
-from kvoffd_proto.events import AllBlocksCleared, BlockStored, decode_event_batch
+from kvoffd_proto.events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode_event_batch,
+)
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -24,3 +31,22 @@ def test_much_at_once_becomes_many_messages_in_order() -> None:
     assert stored == [number.to_bytes(8, "big") for number in range(count)]
     assert publisher.flush() == []
     assert publisher.replay(2)[:2] == messages[2:]
+
+
+def test_an_event_names_the_medium_as_vllm_does() -> None:
+    namespace = Namespace(b"f" * 32, "", 1, 8, [GroupSpec("full", 16)], "{}")
+    publisher = EventPublisher(1000)
+    for tell in (publisher.stored, publisher.removed, publisher.stored_in_tier, publisher.removed_from_tier):
+        tell(namespace, 0, [bytes(8)])
+    ((_, _, payload),) = publisher.flush()
+    found = [
+        (type(event), event.medium)
+        for event in decode_event_batch(payload).events
+        if isinstance(event, BlockStored | BlockRemoved)
+    ]
+    assert found == [
+        (BlockStored, MEDIUM_CPU),
+        (BlockRemoved, MEDIUM_CPU),
+        (BlockStored, MEDIUM_STORAGE),
+        (BlockRemoved, MEDIUM_STORAGE),
+    ]

@@ -50,7 +50,6 @@ class MemoryTier(Tier):
     """
 
     name = "memory:test"
-    medium = "disk"
 
     def __init__(
         self,

@@ -34,13 +34,12 @@ class FoldedTierEvents:
     def __init__(self) -> None:
         self.index: set[tuple[bytes, int, bytes]] = set()
 
-    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
         names = {(namespace.fingerprint, group, key) for key in keys}
-        assert medium == "disk"
         assert not names & self.index
         self.index |= names
 
-    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes], medium: str) -> None:
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
         names = {(namespace.fingerprint, group, key) for key in keys}
         assert names <= self.index
         self.index -= names

@@ -40,8 +40,6 @@ MakeWorkers = Callable[[DiskQueue, Executor, Callable[[], float], Callable[[], N
 class DiskTier(Tier):
     """Keeps blocks in one preallocated file of a directory: see ``format``. Made by ``open``."""
 
-    medium = "disk"
-
     @classmethod
     def open(
         cls,
