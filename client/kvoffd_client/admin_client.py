@@ -20,9 +20,9 @@ from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
 from kvoffd_proto.codec import CodecError, decode_reply, encode
-from kvoffd_proto.curve import NO_TOKEN
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.messages import (
+    PROTOCOL_VERSION,
     AnyReply,
     AnyRequest,
     AttachDisk,
@@ -45,8 +45,7 @@ from kvoffd_proto.messages import (
     StatsReply,
     Welcome,
 )
-from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
 
 
 class AdminSession(Session):

@@ -21,6 +21,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, Refused
 from kvoffd_proto.messages import (
+    PROTOCOL_VERSION,
     AnyReply,
     AnyRequest,
     Error,
@@ -33,7 +34,6 @@ from kvoffd_proto.messages import (
     Role,
     Welcome,
 )
-from kvoffd_proto.version import PROTOCOL_VERSION
 
 log = logging.getLogger("kvoffd_client")
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import zmq
 
 from kvoffd_client.client_options import ClientOptions
-from kvoffd_proto.frames import READABLE, WRITABLE, events_of, receive_frames, send_frames
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
-from kvoffd_proto.sockets import SocketPaths
+from kvoffd_proto.sockets import READABLE, WRITABLE, SocketPaths, events_of, receive_frames, send_frames
 
 READ_BYTES = 65536
 MAX_DESCRIPTORS = 4

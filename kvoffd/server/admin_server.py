@@ -22,9 +22,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session, StandingLifeline
 from kvoffd.settings import parse_address
-from kvoffd_proto.curve import CurveKeyError, read_public_keys, read_secret_key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
+from kvoffd_proto.sockets import CurveKeyError, read_public_keys, read_secret_key
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from kvoffd.server.session import Peer, Session
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from kvoffd.server.session import Peer, StandingLifeline
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 
 PROBE_DEADLINE_S = 2.0
 

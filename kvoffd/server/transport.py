@@ -13,7 +13,7 @@ from kvoffd.server.admission import guard
 from kvoffd.server.service import Service
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.events import SEQUENCE_BYTES
-from kvoffd_proto.frames import receive_frames, send_frames
+from kvoffd_proto.sockets import receive_frames, send_frames
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,19 @@
-"""Where the daemon's three sockets are."""
+"""The daemon's sockets: where they are, who may use the one on TCP, and how messages go in and out of them."""
 
 from __future__ import annotations
 
 import os
+import re
+import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import zmq
+
+# --- where the sockets are -----------------------------------------------------------------------
 
 SYSTEM_DIRECTORY = Path("/run/kvoffd")
 MAX_SOCKET_PATH_BYTES = 107
@@ -50,3 +59,95 @@ def default_directory() -> Path:
     if os.geteuid() == 0 or SYSTEM_DIRECTORY.is_dir() or not runtime:
         return SYSTEM_DIRECTORY
     return Path(runtime) / "kvoffd"
+
+
+# --- keys of administration over TCP -------------------------------------------------------------
+
+# TCP is encrypted and authenticated by CURVE (ZeroMQ RFC 26). A key is 32 bytes, written as 40 characters of Z85
+# (ZeroMQ RFC 32). A secret file holds one key; a file of public keys holds one on a line, and behind it a name where
+# there is one. Lines that begin with "#" are comments, in both.
+
+KEY_CHARACTERS = 40
+NO_TOKEN = bytes(16)
+"""In requests over TCP: the connection's key is what says who asks."""
+
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_MAX_FILE_BYTES = 1 << 20
+
+
+class CurveKeyError(Exception):
+    """A key or a file of keys is not to be used. The text is a sentence that says what to do."""
+
+
+def is_key(text: str) -> bool:
+    """Whether ``text`` is a key as Z85 writes it."""
+    return _KEY.fullmatch(text) is not None
+
+
+def read_secret_key(path: Path) -> str:
+    """The secret key in ``path``. Raises CurveKeyError, also where everybody may read the file."""
+    lines = _lines(path, secret=True)
+    if len(lines) != 1 or not is_key(lines[0]):
+        raise CurveKeyError(f"{path} holds no secret key; make a pair of files with `kvoffd-cli keygen FILE`.")
+    return lines[0]
+
+
+def read_public_keys(path: Path) -> dict[str, str]:
+    """Names by public key. Raises CurveKeyError."""
+    found: dict[str, str] = {}
+    for line in _lines(path, secret=False):
+        key, _, name = line.partition(" ")
+        if not is_key(key):
+            raise CurveKeyError(
+                f"{path}: a line begins with {key[:50]!r}, which is no public key; one has {KEY_CHARACTERS} "
+                "characters, as `kvoffd-cli keygen` writes them."
+            )
+        found[key] = name.strip()
+    return found
+
+
+def _lines(path: Path, *, secret: bool) -> list[str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
+                raise CurveKeyError(f"{path} is no file of keys.")
+            if secret and status.st_mode & stat.S_IROTH:
+                raise CurveKeyError(f"{path} holds a secret and everybody may read it; `chmod 600 {path}`.")
+            text = file.read().decode()
+    except OSError as error:
+        raise CurveKeyError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise CurveKeyError(f"{path} is no file of keys.") from error
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+# --- messages in and out -------------------------------------------------------------------------
+
+# pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
+# have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
+# The numbers are those of zmq.h, so that this package does not import pyzmq.
+_NOW, _MORE = 1, 1 | 2  # ZMQ_DONTWAIT, ZMQ_SNDMORE
+_RCVMORE, _EVENTS = 13, 15
+READABLE, WRITABLE = 1, 2  # ZMQ_POLLIN, ZMQ_POLLOUT
+
+
+def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Send one message. Raises zmq.Again where there is no room, zmq.ZMQError where nobody is there to have it."""
+    for frame in frames[:-1]:
+        socket.send(frame, _MORE)
+    socket.send(frames[-1], _NOW)
+
+
+def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """One message. Raises zmq.Again where none waits."""
+    frames = [socket.recv(_NOW)]
+    while socket.get(_RCVMORE):
+        frames.append(socket.recv(_NOW))
+    return frames
+
+
+def events_of(socket: zmq.Socket[bytes]) -> int:
+    """What the socket is: READABLE, WRITABLE, both or 0. Looking makes ZeroMQ notice what has changed."""
+    return cast(int, socket.get(_EVENTS))

@@ -10,6 +10,9 @@ from msgspec import Meta, Struct
 
 from kvoffd_proto.errors import ErrorCode
 
+PROTOCOL_VERSION = 1
+"""Raised whenever a message, a field or its meaning changes. Both ends must speak the same one; none is negotiated."""
+
 FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 BLOCK_ID_BYTES = 4

@@ -19,7 +19,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, session_topic
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()

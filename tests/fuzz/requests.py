@@ -7,7 +7,7 @@ from kvoffd.server.session import Session
 from kvoffd_proto import blocks as b
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.fuzz.choices import Choices
 
 PAGE, BLOCKS, KEY_BYTES = 8192, 4, 8

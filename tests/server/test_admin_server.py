@@ -32,10 +32,10 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.curve import NO_TOKEN, read_public_keys, read_secret_key
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.sockets import NO_TOKEN, read_public_keys, read_secret_key
 
 QUICK = ClientOptions(request_timeout_s=1.5)
 PATIENT = ClientOptions(request_timeout_s=20.0)

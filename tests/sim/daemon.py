@@ -19,7 +19,7 @@ from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.copier import SimEngine

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import CudaIpcHandle, Handle, MemfdHandle, PageRef, TensorLayout
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import Segment
 from tests.sim.rank import ids

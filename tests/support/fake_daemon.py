@@ -18,8 +18,8 @@ import zmq
 
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
+from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.version import PROTOCOL_VERSION
 
 LIMITS = m.Limits(1 << 20, 65536, 1000, 1000, 4, 64)
 Answer = m.AnyReply | bytes | None

@@ -15,8 +15,8 @@ from kvoffd_client.shared_memory import SharedMemory
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
-from kvoffd_proto.version import PROTOCOL_VERSION
 
 TIMEOUT_S = 5.0
 R = TypeVar("R", bound=m.Reply)

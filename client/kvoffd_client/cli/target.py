@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from kvoffd_client.admin_client import Administration
 from kvoffd_client.cli.failure import CliError
-from kvoffd_proto.curve import CurveKeyError, is_key, read_public_keys, read_secret_key
+from kvoffd_proto.sockets import CurveKeyError, is_key, read_public_keys, read_secret_key
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kvoffd.server.admission import may_administer
 from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.version import PROTOCOL_VERSION
+from kvoffd_proto.messages import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
