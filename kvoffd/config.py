@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.disks import DiskSize
 from kvoffd.settings import (
+    DiskSize,
     Kind,
     Value,
     address_setting,

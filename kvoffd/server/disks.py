@@ -14,10 +14,10 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.listener import TierEvents
 from kvoffd.config import Config
-from kvoffd.disks import DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.checksum import digest
 from kvoffd.pool.pool import Pool
+from kvoffd.settings import DiskSize
 from kvoffd.tiering.demotion import WriteMode
 from kvoffd.tiering.manager import TieringManager, TieringSettings
 from kvoffd.tiers.disk.errors import OpeningStopped

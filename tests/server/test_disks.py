@@ -13,10 +13,10 @@ from support.tiering_rig import FoldedTierEvents
 from support.waiting import wait_until
 
 from kvoffd.config import Config
-from kvoffd.disks import DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.server.disks import Disks, State
 from kvoffd.server.requests.admin import clear
+from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from kvoffd.disks import MIN_DISK_BYTES, DiskSize
 from kvoffd.errors import KvoffdError
 from kvoffd.server.disks import Disks
 from kvoffd.server.session import Session
+from kvoffd.settings import MIN_DISK_BYTES, DiskSize
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size

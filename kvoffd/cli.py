@@ -1,4 +1,4 @@
-"""Reads the command line and runs the command.
+"""The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd --version``.
 
 argparse and not typer: the options are made from the table of settings, and typer makes options from signatures.
 Nothing heavy is imported before the arguments are parsed.
@@ -7,16 +7,17 @@ Nothing heavy is imported before the arguments are parsed.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from kvoffd import __version__
-from kvoffd.cli.show import config_as_json, config_as_toml
 from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, load_config
 
 EXIT_REFUSED = 2
+_DEFAULTS = Config()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -69,6 +70,35 @@ def show(loaded: LoadedConfig, *, as_json: bool) -> int:
     return 0
 
 
+def config_as_toml(loaded: LoadedConfig) -> str:
+    """A TOML file that gives the same configuration, with each value's source as a comment."""
+    pairs: list[tuple[str, str]] = []
+    for setting in SETTINGS:
+        value = getattr(loaded.config, setting.field_name)
+        text = str(value) if setting.kind.metavar == "N" else _quoted(setting.kind.show(value))
+        pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
+    width = max(len(left) for left, _ in pairs)
+    return "".join(f"{left:<{width}}  # {source}\n" for left, source in pairs)
+
+
+def _quoted(text: str) -> str:
+    """``text`` as a TOML basic string. JSON's escapes are TOML's, but for DEL, which TOML wants escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def config_as_json(loaded: LoadedConfig) -> str:
+    """One JSON object: by setting, the value (bytes and seconds as numbers), the text that gives it and its source."""
+    shown = {}
+    for setting in SETTINGS:
+        value = getattr(loaded.config, setting.field_name)
+        shown[setting.name] = {
+            "value": value if isinstance(value, (int, float, str, tuple)) else str(value),
+            "text": setting.kind.show(value),
+            "source": loaded.sources[setting.field_name],
+        }
+    return json.dumps(shown, indent=2) + "\n"
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of ``kvoffd``. Values stay text here: ``load_config`` judges them, whatever their source."""
     parser = _Parser(
@@ -107,6 +137,3 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         if setting.name == "pool_size":
             text = f"TOML file with settings. [{CONFIG_VARIABLE}, default none]"
             parser.add_argument("--config", metavar="FILE", help=text)
-
-
-_DEFAULTS = Config()
