@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvoffd_client.cli.json_output import describe, named, to_json
+from kvoffd_client.cli.json_output import describe, to_json, to_plain
 from kvoffd_proto.messages import StatsReply
 
 
@@ -37,4 +37,4 @@ def test_every_key_is_documented_once(busy: StatsReply) -> None:
 
 def test_what_json_cannot_say_is_refused() -> None:
     with pytest.raises(TypeError):
-        named(object())
+        to_plain(object())

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from kvoffd_client.cli.disk import disks_page
+from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.rates import rates_between
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.messages import StatsReply

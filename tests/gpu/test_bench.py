@@ -18,7 +18,7 @@ from kvoffd_client.bench.copy import JOBS
 from kvoffd_client.bench.copy_gpu import bench_copy_gpu
 from kvoffd_client.bench.report import BenchFailed
 from kvoffd_client.cli import main
-from kvoffd_client.cli.bench import run_bench
+from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.cuda.export import LIBRARY_VARIABLE
 
 KIB, MIB = 2**10, 2**20

@@ -10,30 +10,37 @@ from typing import get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
+from kvoffd_client.cli.console import print_line
+
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
-"""What JSON can say."""
+"""A value that JSON has a form for."""
 
 _INTERNAL = frozenset({"request_id"})
 
 
-def named(value: object) -> Plain:
+def to_plain(value: object) -> Plain:
     """Turn a struct, and the structs in it, into objects by field name; bytes become hex. Raises TypeError."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Struct):
-        return {name: named(getattr(value, name)) for name in value.__struct_fields__ if name not in _INTERNAL}
+        return {name: to_plain(getattr(value, name)) for name in value.__struct_fields__ if name not in _INTERNAL}
     if isinstance(value, dict):
-        return {str(key): named(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [named(item) for item in value]
+        return [to_plain(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no JSON form.")
 
 
 def to_json(value: object) -> str:
-    """One line of JSON."""
-    return json.dumps(named(value), ensure_ascii=False)
+    """Return ``value`` as one line of JSON. Raises TypeError for what has no JSON form."""
+    return json.dumps(to_plain(value), ensure_ascii=False)
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as one line of JSON and flush."""
+    print_line(to_json(value))
 
 
 def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -57,7 +64,7 @@ def _description(hint: object) -> str:
 
 
 def _struct_in(hint: object) -> tuple[type[Struct] | None, bool]:
-    """The struct that ``hint`` is, or is unless it is None, or that a list of it holds, and whether it is a list."""
+    """Return the struct in ``hint`` (a struct, an optional one, or a list of them), and whether it is a list."""
     bare = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
     if isinstance(bare, type) and issubclass(bare, Struct):
         return bare, False

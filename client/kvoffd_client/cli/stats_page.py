@@ -8,9 +8,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.cli.disk import disk_section
+from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
+from kvoffd_client.cli.disk_commands import disk_section
 from kvoffd_client.cli.rates import Rates, rates_between, totals_of
-from kvoffd_client.cli.text import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
 from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import DirectionStats, NamespaceStats, PoolStats, StatsReply

@@ -1,31 +1,57 @@
-"""Which daemon a command is for."""
+"""Which daemon and which namespace a command is for, and the options that say so."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
-from kvoffd_client.admin_client import Administration
-from kvoffd_client.cli.failure import CliError
-from kvoffd_proto.sockets import CurveKeyError, is_key, read_public_keys, read_secret_key
+import typer
+
+from kvoffd_client.admin_client import AdminClient, Administration, RemoteAdminClient
+from kvoffd_client.cli.console import printable, short_fingerprint
+from kvoffd_proto.messages import NamespaceInfo
+from kvoffd_proto.sockets import CurveKeyError, default_directory, is_key, read_public_keys, read_secret_key
+
+MIN_PREFIX_DIGITS = 4
+"""Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
+
+Directory = Annotated[
+    Path | None,
+    typer.Option(
+        "--directory",
+        metavar="DIRECTORY",
+        help="Where the daemon's sockets are. [default: $KVOFFD_DIRECTORY, else where the daemon puts them]",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
+NAMESPACE_OPTION = typer.Option(
+    "--namespace",
+    metavar="NAME",
+    help=f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint.",
+)
+
+
+class CliError(Exception):
+    """The command cannot be done. The message is a sentence that says what to do next."""
 
 
 @dataclass(frozen=True)
-class Remote:
-    """One on another machine."""
+class RemoteDaemon:
+    """A daemon on another machine: its TCP address, its public key, and the administrator's secret key."""
 
     address: str
     server_key: str
     secret_key: str
 
 
-Where: TypeAlias = Path | Remote
-"""A daemon of this machine by its directory, or another."""
+Target: TypeAlias = Path | RemoteDaemon
+"""A daemon of this machine, by the directory of its sockets, or one on another machine."""
 
 
-def remote(address: str, server_key: str | None, key_file: Path | None) -> Remote:
-    """Put together what the command line says of a daemon on another machine. Raises CliError."""
+def remote_daemon(address: str, server_key: str | None, key_file: Path | None) -> RemoteDaemon:
+    """Return the daemon that the options --address, --server-key and --key name. Raises CliError."""
     if server_key is None or key_file is None:
         raise CliError("--address needs --server-key, the daemon's public key, and --key, the file of your secret key.")
     try:
@@ -34,20 +60,56 @@ def remote(address: str, server_key: str | None, key_file: Path | None) -> Remot
             if len(keys) != 1:
                 raise CliError(f"--server-key: {server_key} holds {len(keys)} keys; the daemon has one.")
             server_key = keys[0]
-        return Remote(address.removeprefix("tcp://"), server_key, read_secret_key(key_file))
+        return RemoteDaemon(address.removeprefix("tcp://"), server_key, read_secret_key(key_file))
     except CurveKeyError as error:
         raise CliError(str(error)) from error
 
 
-def open_admin(where: Where) -> Administration:
-    """A client of that daemon."""
-    if isinstance(where, Path):
-        from kvoffd_client.admin_client import AdminClient
+def target_of(context: typer.Context, directory: Path | None) -> Target:
+    """Return the daemon that the command line names. Raises CliError."""
+    remote: RemoteDaemon | None = context.obj
+    if remote is None:
+        return default_directory() if directory is None else directory
+    if directory is not None:
+        raise CliError("--address and --directory name two daemons; give one of them.")
+    return remote
 
-        return AdminClient(where)
-    from kvoffd_client.admin_client import RemoteAdminClient
 
+def local_directory(context: typer.Context, directory: Path | None) -> Path:
+    """Return the directory of the daemon's sockets, for commands that need them. Raises CliError."""
+    target = target_of(context, directory)
+    if isinstance(target, RemoteDaemon):
+        raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
+    return target
+
+
+def open_admin(context: typer.Context, directory: Path | None) -> Administration:
+    """Return a client of the daemon that the command line names. Raises CliError."""
+    target = target_of(context, directory)
+    if isinstance(target, Path):
+        return AdminClient(target)
     try:
-        return RemoteAdminClient(where.address, where.server_key, where.secret_key)
+        return RemoteAdminClient(target.address, target.server_key, target.secret_key)
     except ValueError as error:
         raise CliError(str(error)) from error
+
+
+def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:
+    """Return the one namespace whose label is ``wanted`` or whose fingerprint begins with it. Raises CliError."""
+    digits = wanted.lower()
+    found = [
+        namespace
+        for namespace in namespaces
+        if namespace.label == wanted
+        or (len(digits) >= MIN_PREFIX_DIGITS and namespace.namespace.hex().startswith(digits))
+    ]
+    if len(found) == 1:
+        return found[0]
+    shown = printable(wanted)
+    if not found:
+        raise CliError(
+            f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least "
+            f"{MIN_PREFIX_DIGITS} digits); `kvoffd-cli namespaces` lists them."
+        )
+    names = ", ".join(f"{short_fingerprint(item.namespace)} ({printable(item.label)})" for item in found)
+    raise CliError(f"{shown!r} could be any of {names}; give more digits of the fingerprint.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client.cli.failure import CliError
-from kvoffd_client.cli.resolve_namespace import choose_namespace
+from kvoffd_client.cli.target import CliError, resolve_namespace
 from kvoffd_proto.messages import NamespaceInfo
 
 
@@ -31,16 +30,16 @@ OPEN = [info("ab12cd34", "tiny"), info("ab12ffff", "twin"), info("00112233", "tw
 @pytest.mark.parametrize(("wanted", "index"), [("tiny", 0), ("ab12c", 3), ("AB12F", 1), ("0011", 2), ("7777", 3)])
 def test_a_label_or_a_prefix_finds_one(wanted: str, index: int) -> None:
     among = OPEN if wanted != "ab12c" else [info("00", "x"), info("00", "x"), info("11", "y"), info("ab12cd34", "z")]
-    assert choose_namespace(among, wanted) is among[index]
+    assert resolve_namespace(among, wanted) is among[index]
 
 
 @pytest.mark.parametrize("wanted", ["twin", "ab12", "ab12cd34"])
 def test_several_are_refused_with_their_fingerprints(wanted: str) -> None:
     with pytest.raises(CliError, match=r"could be any of .*ab12"):
-        choose_namespace(OPEN, wanted)
+        resolve_namespace(OPEN, wanted)
 
 
 @pytest.mark.parametrize("wanted", ["", "ab1", "nobody", "ffff"])
 def test_none_or_too_few_digits_are_refused(wanted: str) -> None:
     with pytest.raises(CliError, match="kvoffd-cli namespaces"):
-        choose_namespace(OPEN, wanted)
+        resolve_namespace(OPEN, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client.cli.text import percent
+from kvoffd_client.cli.console import percent
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+"""``kvoffd-cli sessions``, ``namespaces``, ``clear``, ``scrub`` and ``keygen``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import zmq
+from rich.table import Table
+from rich.text import Text
+
+from kvoffd_client.cli.console import (
+    add_numbers,
+    count_blocks,
+    fitting,
+    namespace_name,
+    percent,
+    plain_table,
+    print_line,
+    print_list,
+    printable,
+    section,
+    short_fingerprint,
+)
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_proto.messages import NamespaceInfo, ScrubReply, SessionInfo
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
+
+NOT_CONFIRMED = 1
+CORRUPT = 1
+FIRST_SCRUB_PAUSE_S = 0.02
+SCRUB_PAUSE_S = 0.5
+"""Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
+SECRET_MODE = 0o600
+PUBLIC_MODE = 0o644
+
+
+def sessions(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """List the connected clients, oldest first."""
+    with open_admin(context, directory) as admin:
+        found = admin.sessions().sessions
+    if json:
+        print_json({"sessions": found})
+    else:
+        print_list(_sessions_table(found))
+    return 0
+
+
+def _sessions_table(found: Sequence[SessionInfo]) -> Table | Text:
+    if not found:
+        return Text("No session is open.")
+    table = plain_table()
+    table.add_column("id", justify="right", no_wrap=True)
+    table.add_column("role", no_wrap=True)
+    table.add_column("name")
+    table.add_column("software")
+    for title in ("pid", "uid", "age", "idle", "leases", "jobs", "memory", "unacked"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for session in found:
+        table.add_row(
+            str(session.session_id),
+            printable(session.role),
+            fitting(session.name or "-"),
+            fitting(session.software or "-", "dim"),
+            str(session.pid) if session.pid else "-",
+            str(session.uid),
+            _format_age(session.age_seconds),
+            _format_age(session.idle_seconds),
+            format_count(session.leases),
+            format_count(session.jobs),
+            format_size(session.registered_bytes) if session.registrations else "-",
+            format_count(session.unacknowledged),
+        )
+    return table
+
+
+def _format_age(seconds: float) -> str:
+    """Fractions of the first second would only be noise."""
+    return format_duration(seconds) if seconds >= 1 else "<1 s"
+
+
+def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """List what is cached, by namespace."""
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+    if json:
+        print_json({"namespaces": found})
+    else:
+        print_list(_namespaces_table(found))
+    return 0
+
+
+def _namespaces_table(found: Sequence[NamespaceInfo]) -> Table | Text:
+    if not found:
+        return Text("No namespace is open; an engine opens its own when it connects.")
+    table = section("label")
+    table.add_column("fingerprint", no_wrap=True)
+    add_numbers(table, ("ranks", "groups", "tokens/block", "block size", "blocks", "writing", "size", "sessions"))
+    for namespace in found:
+        table.add_row(
+            fitting(namespace.label or "(no label)"),
+            short_fingerprint(namespace.namespace),
+            format_count(namespace.world_size),
+            format_count(len(namespace.groups)),
+            _format_range([group.tokens_per_block for group in namespace.groups], format_count),
+            _format_range([sum(by_rank) for by_rank in namespace.shard_bytes], format_size),
+            format_count(namespace.ready_blocks),
+            format_count(namespace.writing_blocks),
+            format_size(namespace.ready_bytes),
+            format_count(namespace.sessions),
+        )
+    return table
+
+
+def _format_range(values: Sequence[int], format_value: Callable[[int], str]) -> str:
+    """Return the value that all groups share, or the least and the largest; ``-`` where none is known."""
+    known = sorted({value for value in values if value > 0})
+    if not known:
+        return "-"
+    return format_value(known[0]) if len(known) == 1 else f"{format_value(known[0])} to {format_value(known[-1])}"
+
+
+def clear(
+    context: typer.Context,
+    directory: Directory = None,
+    namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    json: Json = False,
+) -> int:
+    """Drop the blocks of one namespace or of all.
+
+    They are gone from the index at once; the bytes of blocks in use go when their last user is done.
+
+    Exit status: 0 done, 1 not confirmed, 2 an error.
+    """
+    if (namespace is None) != everything:
+        raise CliError("Say what to clear: either --namespace with a label or fingerprint, or --all.")
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+        chosen = None if namespace is None else resolve_namespace(found, namespace)
+        name = "all namespaces"
+        if chosen is not None:
+            name = f"namespace {namespace_name(chosen.label, chosen.namespace)}"
+        if not yes and not _confirm_clear(found if chosen is None else [chosen], name):
+            print_line("Nothing was cleared.")
+            return NOT_CONFIRMED
+        dropped = admin.clear(None if chosen is None else chosen.namespace)
+    if json:
+        print_json({"namespace": chosen.namespace if chosen else None, "cleared_blocks": dropped})
+    else:
+        were = "was" if dropped == 1 else "were"
+        print_line(f"{count_blocks(dropped)} {were} dropped from {name}.")
+    return 0
+
+
+def _confirm_clear(cleared: Sequence[NamespaceInfo], name: str) -> bool:
+    """Ask on stderr, so that stdout holds nothing but the result. Raises CliError where nobody can answer."""
+    if not sys.stdin.isatty():
+        raise CliError("Nothing was cleared, since there is no terminal to confirm it on; add --yes.")
+    blocks = sum(namespace.ready_blocks for namespace in cleared)
+    size = format_size(sum(namespace.ready_bytes for namespace in cleared))
+    question = f"Drop {count_blocks(blocks)} ({size}) from {name}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Compare every block in the pool with its checksum.
+
+    The daemon reads in the background, with pauses, while it serves. A block whose bytes are not those that were
+    stored is dropped, and its slot is not used any more until a restart.
+
+    Exit status: 0 all are as they were stored, 1 some are not, 2 an error. Ctrl-C ends the waiting, not the scrub.
+    """
+    on_terminal = sys.stderr.isatty()
+    with open_admin(context, directory) as admin:
+        reply = admin.scrub()
+        pause_s = FIRST_SCRUB_PAUSE_S
+        while reply.running:
+            if on_terminal:
+                print(f"\r{_scrub_progress(reply)}\x1b[K", end="", file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s = min(SCRUB_PAUSE_S, 2 * pause_s)
+            reply = admin.scrub(start=False)
+    if on_terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if json:
+        print_json(reply)
+    else:
+        print_line(_scrub_result(reply))
+    return CORRUPT if reply.mismatches else 0
+
+
+def _scrub_progress(reply: ScrubReply) -> str:
+    done = f"{percent(reply.done_slots, reply.slots)} of {format_count(reply.slots)} slots"
+    wrong = f", {format_count(reply.mismatches)} wrong" if reply.mismatches else ""
+    return f"scrubbing: {done}{wrong}"
+
+
+def _scrub_result(reply: ScrubReply) -> str:
+    speed = f", {format_rate(reply.checked_bytes / reply.seconds)}" if reply.seconds > 0 else ""
+    read = (
+        f"{format_count(reply.checked_slots)} slots ({format_size(reply.checked_bytes)}) were compared with their "
+        f"checksums in {format_duration(reply.seconds)}{speed}"
+    )
+    if not reply.mismatches:
+        return f"{read}; all hold what was stored in them."
+    some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
+    return (
+        f"{read}; {some} not hold what was stored: the blocks are dropped and the slots not used before a restart. "
+        "The daemon's log names them; check the machine's memory (dmesg, edac-util)."
+    )
+
+
+def keygen(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where the secret key goes; FILE.pub is its public half.")
+    ],
+) -> int:
+    """Make a pair of keys for administration over TCP.
+
+    Each daemon has one, and each administrator. FILE stays where it was made; FILE.pub is for the other end.
+    """
+    public_file = file.with_name(f"{file.name}.pub")
+    for path in (file, public_file):
+        if path.exists():
+            raise CliError(f"{path} is there already; name another file, or remove it.")
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    _create_file(
+        file, f"# A secret key of kvoffd. What may be given away is {public_file.name}.\n{secret}\n", SECRET_MODE
+    )
+    _create_file(public_file, f"{public} {file.stem}\n", PUBLIC_MODE)
+    print_line(f"{file} holds the secret key, {public_file} the public one: {public}")
+    return 0
+
+
+def _create_file(path: Path, text: str, mode: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(fd, "w") as file:
+        file.write(text)

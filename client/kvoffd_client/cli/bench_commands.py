@@ -1,0 +1,211 @@
+"""``kvoffd-cli bench``: runs a bench and prints what it found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.console import plain_table, print_line, print_list
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
+from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
+
+if TYPE_CHECKING:
+    # Each command imports its bench itself: the engine's side of the client would make other commands start slowly.
+    from kvoffd_client.bench.report import GpuFacts, Progress, Report, Result
+
+Bench: TypeAlias = "Callable[[Path, Progress], Report]"
+PIECE_STEP_BYTES = 4096
+
+bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
+
+
+@bench_app.command()
+def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Measure lookups.
+
+    Round trips of 64, 1,000 and 10,000 keys, also while 8 engines store and load, and of 4 clients at once, against a
+    raw ZeroMQ echo of the same bytes. Fills the pool with blocks of its own, for which others go, and drops them at
+    the end.
+    """
+    from kvoffd_client.bench.lookup import bench_lookup
+
+    return run_bench(bench_lookup, local_directory(context, directory), as_json=json)
+
+
+@bench_app.command()
+def copy(
+    context: typer.Context,
+    directory: Directory = None,
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="host|cuda", help="Where the engine's memory lies: host, or cuda, a GPU.")
+    ] = "host",
+    piece_size: Annotated[
+        list[str] | None,
+        typer.Option("--piece-size", metavar="SIZE", help="A size of pieces, such as 64KiB; may be given repeatedly."),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor takes as many.")
+    ] = 1,
+    gpu: Annotated[int, typer.Option("--gpu", min=0, max=1023, help="Which GPU, as CUDA counts them here.")] = 0,
+    compute: Annotated[
+        bool, typer.Option("--compute", help="Measure too what another process that computes on the GPU feels.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw throughput against piece size.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Measure stores and loads.
+
+    Jobs of 64 MiB in pieces of 16 KiB to 1 MiB: in streams of each direction and both at once, then one at a time,
+    against memcpy of the same bytes. Stores 576 MiB of blocks of its own, for which a full pool
+    evicts others, and drops them at the end.
+
+    With --memory cuda the engine's memory lies on a GPU, jobs have 128 MiB, 1,152 MiB are stored, and the floor
+    is one large copy from or to pinned memory. The daemon's memory on the GPU is measured where it has no GPU in use
+    yet: its context, its mappings, and what the driver keeps there about the pinned pool.
+    """
+    bench = _copy_bench(memory, piece_size or [], threads, gpu, compute=compute)
+    return run_bench(bench, local_directory(context, directory), as_json=json, plot=plot)
+
+
+def _copy_bench(memory: str, piece_sizes: Sequence[str], threads: int, gpu: int, *, compute: bool) -> Bench:
+    """Return the bench that the options of ``bench copy`` ask for. Raises CliError."""
+    if memory == "host":
+        from kvoffd_client.bench.copy import HOST_BYTES, HOST_PIECES, bench_copy
+
+        if gpu or compute:
+            raise CliError("--gpu and --compute are about a GPU; add --memory cuda.")
+        return partial(
+            bench_copy, piece_sizes=_parse_piece_sizes(piece_sizes, HOST_BYTES) or HOST_PIECES, threads=threads
+        )
+    if memory != "cuda":
+        raise CliError(f"--memory {memory!r} is neither host nor cuda.")
+    from kvoffd_client.bench.copy_gpu import GPU_BYTES, GPU_PIECES, bench_copy_gpu
+
+    if threads > 1:
+        raise CliError("--threads is about host memory; for a GPU the daemon has one copy thread in each direction.")
+    pieces = _parse_piece_sizes(piece_sizes, GPU_BYTES) or GPU_PIECES
+    return partial(bench_copy_gpu, piece_sizes=pieces, ordinal=gpu, compute=compute)
+
+
+def _parse_piece_sizes(texts: Sequence[str], most: int) -> list[int]:
+    """Return the sizes in bytes, ascending, each once. Raises CliError."""
+    try:
+        sizes = sorted({parse_size(text) for text in texts})
+    except UnitError as error:
+        raise CliError(f"--piece-size: {error}.") from error
+    for size in sizes:
+        if not 0 < size <= most or size % PIECE_STEP_BYTES:
+            raise CliError(
+                f"--piece-size {exact_size(size)} is not a multiple of {exact_size(PIECE_STEP_BYTES)} of at most "
+                f"{exact_size(most)}."
+            )
+    return sizes
+
+
+@bench_app.command()
+def jobs(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Measure small jobs.
+
+    Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
+    """
+    from kvoffd_client.bench.jobs import bench_jobs
+
+    return run_bench(bench_jobs, local_directory(context, directory), as_json=json)
+
+
+@bench_app.command()
+def engine(
+    context: typer.Context,
+    model: Annotated[str, typer.Option("--model", help="Directory or name of the model, as vLLM takes it.")],
+    directory: Directory = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=64, max=1_000_000, help="Tokens of a prompt; the model must take one more.")
+    ] = 4096,
+    json: Json = False,
+) -> int:
+    """Measure vLLM with and without blocks in the pool.
+
+    Time to the first token of long prompts that nobody has computed before, against the same prompts after the engine
+    lost its own cache. Starts a vLLM of its own, in this process; vLLM must be installed.
+    """
+    from kvoffd_client.bench.ttft import bench_engine
+
+    bench = partial(bench_engine, model=model, tokens=tokens)
+    return run_bench(bench, local_directory(context, directory), as_json=json)
+
+
+def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None = None) -> int:
+    """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0."""
+    from kvoffd_client.bench.plot import check_plot, draw
+
+    if plot is not None:
+        check_plot(plot)
+    with AdminClient(directory) as admin:
+        admin.health()  # says at once, and in a sentence, that there is no daemon
+    report = bench(directory, _print_progress if sys.stderr.isatty() else _ignore_progress)
+    if plot is not None:
+        draw(report, plot)
+    if as_json:
+        print_json(report.to_object())
+    else:
+        print_list(_report_table(report))
+        print_line(f"\nfloor: {report.floor}")
+        if report.gpu is not None:
+            for line in _gpu_lines(report.gpu):
+                print_line(line)
+    return 0
+
+
+def _print_progress(what: str) -> None:
+    print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
+def _ignore_progress(what: str) -> None:
+    """Where stderr is no terminal, nobody watches."""
+
+
+def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
+    """Yield lines about the GPU and the memory that the daemon takes of it."""
+    yield f"GPU: {gpu.name}, {gpu.uuid}, driver {gpu.driver}"
+    if gpu.daemon_bytes is None:
+        yield "daemon's memory on the GPU: not measured, since the daemon had a GPU in use already"
+    else:
+        yield f"daemon's memory on the GPU: {format_size(gpu.daemon_bytes)}"
+    if gpu.unlockable_bytes:
+        yield f"not page-locked, so slow: {format_size(gpu.unlockable_bytes)} of the pool; see `kvoffd-cli health`"
+
+
+def _report_table(report: Report) -> Table:
+    """One line per case."""
+    table = plain_table()
+    table.add_column(report.bench, no_wrap=True)
+    with_checksums = any(result.cpu is not None and result.cpu.checksums is not None for result in report.results)
+    for title in ("value", "floor", "value/floor", "daemon CPU", *["of it checksums"] * with_checksums):
+        table.add_column(title, justify="right", no_wrap=True)
+    for result in report.results:
+        checksums = None if result.cpu is None else result.cpu.checksums
+        table.add_row(
+            Text(result.case),
+            _format_value(result, result.value),
+            _format_value(result, result.floor),
+            f"{result.ratio:.2f}",
+            "" if result.cpu is None else f"{format_duration(result.cpu.seconds)}/{result.cpu.per}",
+            *["" if checksums is None else format_duration(checksums)] * with_checksums,
+        )
+    return table
+
+
+def _format_value(result: Result, value: float) -> str:
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} {result.unit}"

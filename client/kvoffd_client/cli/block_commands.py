@@ -1,0 +1,447 @@
+"""``kvoffd-cli block``, ``export`` and ``import``: single blocks, and files of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import numpy as np
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from kvoffd_client.cli.console import (
+    add_numbers,
+    count_blocks,
+    namespace_name,
+    plain_table,
+    plural,
+    print_line,
+    print_list,
+    printable,
+    progress_bar,
+    section,
+)
+from kvoffd_client.cli.json_output import Plain, print_json
+from kvoffd_client.cli.target import (
+    NAMESPACE_OPTION,
+    CliError,
+    Directory,
+    Json,
+    local_directory,
+    resolve_namespace,
+)
+from kvoffd_client.errors import BlockDamaged
+from kvoffd_proto.blocks import BlockInfo
+from kvoffd_proto.messages import READY
+from kvoffd_proto.units import format_count, format_size
+
+if TYPE_CHECKING:
+    # The commands that need them import them: they would make every other command start more slowly.
+    from kvoffd_client.blocks import Block, BlockClient, BlockFile, Layer
+
+DAMAGED = 1
+PRESENT = 1
+NO_ROOM = 1
+
+Namespace = Annotated[str, NAMESPACE_OPTION]
+Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
+Key = Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex, or enough of its first digits.")]
+Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys in hex, or enough of their first digits.")]
+
+block_app = typer.Typer(
+    help="Look into single blocks, write and pin them. The daemon's setting block_access must allow it.",
+    rich_markup_mode=None,
+)
+
+
+@block_app.command()
+def ls(
+    context: typer.Context,
+    namespace: Namespace,
+    group: Group = 0,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="HEX", help="First digits of the keys wanted.")] = "",
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only those that operators have pinned.")] = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Blocks to show.")] = 100,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """List blocks, in the order in which they came."""
+    with _open_client(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        found = list(islice(client.list_blocks(fingerprint, group, prefix, pinned=pinned), limit + 1))
+    more, found = len(found) > limit, found[:limit]
+    if json:
+        print_json({"blocks": found, "more": more})
+        return 0
+    print_list(_blocks_table(found))
+    if more:
+        print_line(f"and more; --limit {10 * limit} shows more of them")
+    return 0
+
+
+def _blocks_table(blocks: Sequence[BlockInfo]) -> Table | Text:
+    if not blocks:
+        return Text("There is no such block.")
+    table = section("key")
+    table.add_column("state", no_wrap=True)
+    add_numbers(table, ("size", "pins"))
+    table.add_column("", no_wrap=True)
+    for block in blocks:
+        table.add_row(
+            Text(block.key.hex(), no_wrap=True),
+            "ready" if block.state == READY else "writing",
+            format_size(block.slot_bytes),
+            format_count(block.pins),
+            "pinned by an operator" if block.pinned else "",
+        )
+    return table
+
+
+@block_app.command()
+def show(
+    context: typer.Context,
+    key: Key,
+    namespace: Namespace,
+    group: Group = 0,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Show what a block is made of, and what is in it.
+
+    Its shards and layers with dtype, shape and layout, the least, mean and largest value of each, and whether its bytes
+    have their checksum.
+    """
+    with _open_client(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        (whole_key,) = _whole_keys(client, fingerprint, group, [key])
+        with client.get_block(fingerprint, whole_key, group, verify=False) as block:
+            try:
+                block.verify()
+                sound = True
+            except BlockDamaged:
+                sound = False
+            if json:
+                print_json(_block_object(block, sound))
+            else:
+                _print_block(block, sound)
+    return 0 if sound else DAMAGED
+
+
+def _block_object(block: Block, sound: bool) -> dict[str, Plain]:
+    shards: list[Plain] = [
+        {
+            "rank": shard.rank,
+            "bytes": int(shard.data.nbytes),
+            "checksum": f"{shard.checksum:016x}",
+            "layers": [
+                {"name": layer.name, "dtype": layer.dtype, "shape": list(layer.shape), "layout": layer.layout}
+                for layer in shard.layers
+            ],
+        }
+        for shard in block.shards
+    ]
+    return {
+        "namespace": block.geometry.fingerprint.hex(),
+        "group": block.group,
+        "key": block.key.hex(),
+        "first_block": block.first_block,
+        "sound": sound,
+        "shards": shards,
+    }
+
+
+def _print_block(block: Block, sound: bool) -> None:
+    geometry = block.geometry
+    kind = geometry.groups[block.group].kind
+    size = sum(shard.data.nbytes for shard in block.shards)
+    print_line(f"block {block.key.hex()}")
+    print_line(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
+    checksums = "the bytes have their checksums" if sound else "THE BYTES DO NOT HAVE THEIR CHECKSUMS"
+    count = f"{len(block.shards)} shard{plural(len(block.shards))}"
+    print_line(f"{format_size(size)} in {count}; {checksums}\n")
+    table = plain_table()
+    table.add_column("rank", justify="right", no_wrap=True)
+    for title in ("layer", "dtype", "shape", "layout"):
+        table.add_column(title, no_wrap=True)
+    for title in ("min", "mean", "max"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for shard in block.shards:
+        for number, layer in enumerate(shard.layers):
+            table.add_row(
+                str(shard.rank),
+                Text(printable(layer.name or str(number))),
+                layer.dtype,
+                " x ".join(map(str, layer.shape)),
+                printable(layer.layout or "-"),
+                *_value_range(layer),
+            )
+    print_list(table)
+
+
+def _value_range(layer: Layer) -> tuple[str, str, str]:
+    """Return the least, mean and largest value; dashes for dtypes that only torch can read."""
+    values = layer.array
+    if layer.dtype == "bfloat16":  # The upper half of a float32.
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif layer.dtype != str(values.dtype):
+        return "-", "-", "-"
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = values.min(), values.mean(dtype=np.float64), values.max()
+    return f"{found[0]:.4g}", f"{found[1]:.4g}", f"{found[2]:.4g}"
+
+
+@block_app.command()
+def get(
+    context: typer.Context,
+    key: Key,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of safetensors to write.")],
+    namespace: Namespace,
+    group: Group = 0,
+    directory: Directory = None,
+) -> int:
+    """Write one block into a file of safetensors."""
+    from kvoffd_client.blocks import export_blocks
+
+    with _open_client(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        (whole_key,) = _whole_keys(client, fingerprint, group, [key])
+        done = export_blocks(client, fingerprint, file, keys=[(group, whole_key)])
+        if not done.blocks:
+            file.unlink()
+            raise CliError(f"Block {whole_key.hex()} is damaged, or went while it was written; the file was removed.")
+    print_line(f"Block {whole_key.hex()} ({format_size(done.nbytes)}) is in {file}.")
+    return 0
+
+
+@block_app.command()
+def put(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What block get or export wrote, with one block in it.")],
+    namespace: Namespace,
+    key: Annotated[
+        str, typer.Option("--key", metavar="HEX", help="The whole key to put it under. [default: the block's own]")
+    ] = "",
+    directory: Directory = None,
+) -> int:
+    """Put one block from a file into the pool.
+
+    Exit status: 0 done, 1 a block of that key was there already, 2 an error.
+    """
+    from kvoffd_client.blocks import BlockFile
+
+    with _open_client(context, directory) as client, BlockFile(file) as source:
+        fingerprint = _fingerprint(client, namespace)
+        if len(source.entries) != 1:
+            raise CliError(f"{file} holds {len(source.entries)} blocks, not one; `kvoffd-cli import` puts all of them.")
+        if why := client.geometry(fingerprint).mismatch(source.geometry):
+            raise CliError(f"The block of {file} does not fit the namespace: {why}.")
+        whole_key = _parse_key(key, source.geometry.key_bytes) if key else source.entries[0].key
+        stored = client.put_block(fingerprint, whole_key, source.block(0))
+    outcome = "is in the pool" if stored else "was in the pool already; nothing was changed"
+    print_line(f"Block {whole_key.hex()} {outcome}.")
+    return 0 if stored else PRESENT
+
+
+@block_app.command()
+def pin(context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None) -> int:
+    """Keep blocks in the pool.
+
+    Until they are unpinned, dropped (as by clear), or the daemon ends. Half of the pool may be pinned.
+    """
+    return _change_pins(context, directory, namespace, group, keys, pinned=True)
+
+
+@block_app.command()
+def unpin(
+    context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None
+) -> int:
+    """Let pinned blocks go when their time comes."""
+    return _change_pins(context, directory, namespace, group, keys, pinned=False)
+
+
+def _change_pins(
+    context: typer.Context, directory: Path | None, namespace: str, group: int, digits: Sequence[str], *, pinned: bool
+) -> int:
+    with _open_client(context, directory) as client:
+        fingerprint = _fingerprint(client, namespace)
+        keys = _whole_keys(client, fingerprint, group, digits)
+        changed = (client.pin if pinned else client.unpin)(fingerprint, keys, group)
+    unchanged = len(keys) - changed
+    before = f"; {format_count(unchanged)} {'was' if unchanged == 1 else 'were'} before" if unchanged else ""
+    were = "was" if changed == 1 else "were"
+    print_line(f"{count_blocks(changed)} {were} {'pinned' if pinned else 'unpinned'}{before}.")
+    return 0
+
+
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of safetensors to write; it must not exist.")],
+    namespace: Namespace,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option("--prefix", metavar="KEY", help="First digits of the keys wanted; may be given several times."),
+    ] = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Write the blocks of a namespace into a file.
+
+    As safetensors with all that import needs. Blocks are pinned a few at a time while they are written. Killed in the
+    middle, the same command goes on where it was.
+    """
+    from kvoffd_client.blocks import export_blocks
+
+    with _open_client(context, directory) as client, progress_bar(f"exporting to {file.name}") as progress:
+        done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
+    if json:
+        print_json(
+            {
+                "file": str(file),
+                "blocks": done.blocks,
+                "bytes": done.nbytes,
+                "resumed": done.resumed,
+                "evicted": done.evicted,
+                "damaged": done.damaged,
+                "late": done.late,
+            }
+        )
+        return 0
+    resumed = f", {format_count(done.resumed)} of them from an earlier attempt" if done.resumed else ""
+    print_line(f"{format_count(done.blocks)} blocks ({format_size(done.nbytes)}) are in {file}{resumed}.")
+    if done.evicted:
+        print_line(f"{format_count(done.evicted)} blocks went out of the pool before their turn.")
+    if done.damaged:
+        print_line(
+            f"{format_count(len(done.damaged))} blocks do not have their checksums and were left out; run scrub."
+        )
+    if done.late:
+        print_line(f"{format_count(done.late)} blocks came too late for this file; export them into another one.")
+    return 0
+
+
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.")],
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="NAME", help="That the blocks must be of. [default: as the file says]"),
+    ] = None,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Although a namespace of that label and another fingerprint is open.")
+    ] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show what is inside, and import nothing.")] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Put the blocks of a file into the pool.
+
+    Opens their namespace where no engine has done so yet. Blocks that are there already are passed over, so that the
+    command may be given again. A file that is damaged, or of an engine whose bytes differ, is refused.
+
+    Exit status: 0 done, 1 some blocks found no room, 2 an error.
+    """
+    from kvoffd_client.blocks import BlockFile, import_blocks
+
+    if show_list:
+        if namespace is not None or beside:
+            raise CliError("--list imports nothing; leave --namespace and --beside away.")
+        with BlockFile(file) as source:
+            _print_file(file, source, as_json=json)
+        return 0
+    with _open_client(context, directory) as client, BlockFile(file) as source:
+        fingerprint = None if namespace is None else _fingerprint(client, namespace)
+        with progress_bar(f"importing {file.name}") as progress:
+            done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
+    if json:
+        print_json(
+            {
+                "file": str(file),
+                "namespace": source.geometry.fingerprint.hex(),
+                "created": done.created,
+                "blocks": done.blocks,
+                "bytes": done.nbytes,
+                "present": done.present,
+                "no_room": done.no_room,
+            }
+        )
+    else:
+        label = namespace_name(source.geometry.label, source.geometry.fingerprint)
+        opened = f" Namespace {label} was opened." if done.created else f" They are of {label}."
+        present = f", {format_count(done.present)} were there already" if done.present else ""
+        print_line(
+            f"{format_count(done.blocks)} blocks ({format_size(done.nbytes)}) were put into the pool{present}.{opened}"
+        )
+        if done.no_room:
+            print_line(
+                f"{format_count(done.no_room)} blocks found no room: what is in the pool is pinned or being written."
+            )
+    return NO_ROOM if done.no_room else 0
+
+
+def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
+    geometry, entries = source.geometry, source.entries
+    counts = [sum(entry.group == group for entry in entries) for group in range(len(geometry.groups))]
+    if as_json:
+        print_json(
+            {
+                "file": str(file),
+                "namespace": geometry.fingerprint.hex(),
+                "label": geometry.label,
+                "world_size": geometry.world_size,
+                "description": geometry.description,
+                "bytes": source.data_bytes,
+                "blocks": [{"group": entry.group, "key": entry.key.hex()} for entry in entries],
+            }
+        )
+        return
+    print_line(f"{format_count(len(entries))} blocks ({format_size(source.data_bytes)})")
+    print_line(f"of {printable(geometry.label)}, fingerprint {geometry.fingerprint.hex()}")
+    print_line(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes\n")
+    table = section("group")
+    table.add_column("kind", no_wrap=True)
+    add_numbers(table, ("blocks", "block size", "layers"))
+    for group, spec in enumerate(geometry.groups):
+        layers = [len(shards[group].pages) for shards in geometry.shards]
+        table.add_row(
+            str(group),
+            printable(spec.kind),
+            format_count(counts[group]),
+            format_size(geometry.block_bytes(group)),
+            format_count(max(layers)),
+        )
+    print_list(table)
+
+
+def _open_client(context: typer.Context, directory: Path | None) -> BlockClient:
+    from kvoffd_client.blocks import BlockClient
+
+    return BlockClient(local_directory(context, directory))
+
+
+def _fingerprint(client: BlockClient, namespace: str) -> bytes:
+    return resolve_namespace(client.namespaces().namespaces, namespace).namespace
+
+
+def _whole_keys(client: BlockClient, namespace: bytes, group: int, given: Sequence[str]) -> list[bytes]:
+    """Return the keys that begin with the digits ``given``. Raises CliError where they fit none or several blocks."""
+    keys: list[bytes] = []
+    for digits in given:
+        found = [info.key for info in islice(client.list_blocks(namespace, group, digits.lower()), 3)]
+        if len(found) != 1:
+            begins = "Several keys begin" if found else "No key begins"
+            raise CliError(f"{begins} with {printable(digits)!r} in group {group}; `kvoffd-cli block ls` lists them.")
+        keys += found
+    return keys
+
+
+def _parse_key(digits: str, key_bytes: int) -> bytes:
+    try:
+        key = bytes.fromhex(digits)
+    except ValueError:
+        key = b""
+    if len(key) != key_bytes:
+        raise CliError(f"--key {printable(digits)} is no whole key; give {2 * key_bytes} hex digits.")
+    return key

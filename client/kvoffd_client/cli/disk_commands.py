@@ -1,0 +1,181 @@
+"""``kvoffd-cli disk``: shows, attaches, drains and detaches the directories of the disk tier."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvoffd_client.admin_client import Administration
+from kvoffd_client.cli.console import add_numbers, fitting, percent, print_line, print_list, printable, section
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
+from kvoffd_proto.messages import BelowStats, DiskStats, StatsReply
+from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
+
+FAILED = 1
+POLL_S = 0.1
+"""Between two questions for the state of a directory that is attached or detached."""
+
+Disk = Annotated[str, typer.Argument(metavar="DISK", help="The directory.")]
+
+disk_app = typer.Typer(help="Show and change the disk tier.", rich_markup_mode=None)
+
+
+@disk_app.callback(invoke_without_command=True)
+def show(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Show the disk tier's directories: use, age, what was written, errors.
+
+    Exit status: 0 all serve, 1 one has failed or hangs, 2 an error.
+    """
+    if context.invoked_subcommand is not None:
+        return 0
+    with open_admin(context, directory) as admin:
+        reply = admin.stats()
+    if json:
+        print_json({"disks": reply.disks, "below": reply.below})
+    else:
+        print_list(disks_page(reply.disks, reply.below))
+    return FAILED if any(disk.state in ("failed", "hanging") for disk in reply.disks) else 0
+
+
+def disks_page(found: Sequence[DiskStats], below: BelowStats | None) -> RenderableType:
+    """Some lines for each directory with its problems, then what moves between the disks and the pool."""
+    if not found:
+        return Text("No disk is attached; start the daemon with --disk DIRECTORY=SIZE, or use kvoffd-cli disk attach.")
+    lines = [line for disk in found for line in (_disk_text(disk), *_problems(disk))]
+    return Group(*lines, *([_traffic_text(below)] if below is not None else []))
+
+
+def _disk_text(disk: DiskStats) -> Text:
+    """Names and numbers in running text: a table of all of it would not fit a terminal of 80 columns."""
+    oldest = f", the oldest {_format_hours(disk.oldest_seconds)}" if disk.blocks else ""
+    return Text.assemble(
+        (printable(disk.directory), "bold"),
+        ": ",
+        (printable(disk.state), "" if disk.state == "serving" else "yellow"),
+        f", errors {format_count(sum(disk.errors.values()))}"
+        f"\n    used {percent(disk.used_bytes, disk.size_bytes)} of {format_size(disk.size_bytes)}, "
+        f"{format_count(disk.blocks)} blocks{oldest}"
+        f"\n    read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start and "
+        f"{format_size(disk.lifetime_written_bytes)} ever",
+    )
+
+
+def _format_hours(seconds: float) -> str:
+    """An age that is known to the hour only: the upper bound of it."""
+    return f"< {format_duration(3600.0 * (seconds // 3600 + 1))}"
+
+
+def _problems(disk: DiskStats) -> list[Text]:
+    found = []
+    if disk.problem:
+        found.append(Text(printable(disk.problem), style="red"))
+    if disk.errors:
+        kinds = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(disk.errors.items()))
+        found.append(Text(f"{disk.directory}: {printable(kinds)}; the daemon's log has the sentences", style="red"))
+    if disk.state == "serving" and not disk.direct:
+        found.append(Text(f"{disk.directory}: goes through the page cache, since it refuses O_DIRECT", style="dim"))
+    return found
+
+
+def _traffic_text(below: BelowStats) -> Text:
+    budget = "no bound" if below.budget_left_bytes is None else f"{format_size(below.budget_left_bytes)} may be written"
+    speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""
+    missed = sum(below.failed_promotions.values())
+    return Text(
+        f"up: {format_count(below.promoted_blocks)} blocks ({format_size(below.promoted_bytes)}){speed}, "
+        f"{format_count(below.pending_blocks)} on their way, {format_count(missed)} did not come\n"
+        f"down: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
+        f"{printable(below.write_mode)}, now {budget}"
+    )
+
+
+def disk_section(now: StatsReply, title_cells: int) -> Table:
+    """The lines of ``kvoffd-cli stats``: all directories together."""
+    table = section("Disk", title_cells)
+    add_numbers(table, ("used", "blocks", "hits", "read", "written", "pending", "errors"))
+    asked = sum(namespace.keys_asked for namespace in now.namespaces)
+    table.add_row(
+        fitting("all"),
+        percent(sum(disk.used_bytes for disk in now.disks), sum(disk.size_bytes for disk in now.disks)),
+        format_count(sum(disk.blocks for disk in now.disks)),
+        percent(sum(namespace.keys_pending for namespace in now.namespaces), asked),
+        format_size(sum(disk.read_bytes for disk in now.disks)),
+        format_size(sum(disk.written_bytes for disk in now.disks)),
+        format_count(now.below.pending_blocks if now.below is not None else 0),
+        format_count(sum(sum(disk.errors.values()) for disk in now.disks)),
+    )
+    return table
+
+
+@disk_app.command()
+def attach(
+    context: typer.Context,
+    disk: Annotated[str, typer.Argument(metavar="DIRECTORY=SIZE", help="Such as /mnt/nvme0/kvoffd=500GiB.")],
+    directory: Directory = None,
+) -> int:
+    """Use one more directory, until the daemon ends.
+
+    Name it in the daemon's configuration to have it used after that. Blocks that are there already are found.
+
+    Exit status: 0 it serves, 1 it cannot be used, 2 an error.
+    """
+    name, equals, size = disk.rpartition("=")
+    if not equals or not name:
+        raise CliError(f"{disk!r} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB.")
+    try:
+        size_bytes = parse_size(size)
+    except UnitError as error:
+        raise CliError(f"{disk!r} cannot be used: {error}.") from error
+    path = _absolute(name)
+    with open_admin(context, directory) as admin:
+        admin.attach_disk(path, size_bytes)
+        while (state := _disk_at(admin, path)) is not None and state.state == "opening":
+            time.sleep(POLL_S)
+    if state is None or state.state == "failed":
+        print_line(printable(state.problem) if state is not None else f"{path} is not attached.")
+        return FAILED
+    print_line(f"{path} serves: {format_size(state.size_bytes)}, {format_count(state.blocks)} blocks are there.")
+    return 0
+
+
+@disk_app.command()
+def drain(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
+    """Write nothing more to a directory. What is there is still read."""
+    path = _absolute(disk)
+    with open_admin(context, directory) as admin:
+        admin.drain_disk(path)
+    print_line(f"{path} is drained: nothing more is written there, what is there is read.")
+    return 0
+
+
+@disk_app.command()
+def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
+    """Give a directory up. Its blocks stay in its file, for when it is attached again."""
+    path = _absolute(disk)
+    with open_admin(context, directory) as admin:
+        admin.detach_disk(path)
+        while (state := _disk_at(admin, path)) is not None:
+            if state.state == "hanging":
+                print_line(
+                    f"{path} is given up, but a call to it does not come back; its file stays open until it does."
+                )
+                return FAILED
+            time.sleep(POLL_S)
+    print_line(f"{path} is detached; its blocks stay in its file.")
+    return 0
+
+
+def _disk_at(admin: Administration, path: str) -> DiskStats | None:
+    return next((disk for disk in admin.stats().disks if disk.directory == path), None)
+
+
+def _absolute(name: str) -> str:
+    return os.path.abspath(os.path.expanduser(name))

@@ -1,0 +1,226 @@
+"""``kvoffd-cli stats``, ``health`` and ``events``: what the daemon does, and whether it works."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.console import make_console, plural, print_line, print_page, printable, short_fingerprint
+from kvoffd_client.cli.json_output import Plain, print_json
+from kvoffd_client.cli.stats_page import StatsPage
+from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
+from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
+from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KvEvent
+from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.units import UnitError, format_duration, parse_duration
+
+UNHEALTHY = 1
+MIN_INTERVAL_S = 0.1
+"""With a shorter interval the counters would show mostly the requests for them."""
+HASH_DIGITS = 12
+"""Hex digits shown of a block's hash."""
+
+
+def stats(
+    context: typer.Context,
+    directory: Directory = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, with speeds in between.")] = False,
+    interval: Annotated[
+        str, typer.Option("--interval", metavar="DURATION", help="Time between two looks, such as 500ms or 5s.")
+    ] = "1s",
+    json: Json = False,
+) -> int:
+    """Show everything the daemon counts.
+
+    Pool use, copies, lookups and their latency, hit ratios by namespace, errors. Without --watch, speeds are averages
+    of the daemon's last ten seconds. With --watch and --json, one line per look.
+    """
+    interval_s = _interval_s(interval)
+    with open_admin(context, directory) as admin:
+        if watch:
+            _watch(admin.stats, interval_s, as_json=json)
+        elif json:
+            print_json(admin.stats())
+        else:
+            print_page(StatsPage(admin.stats()))
+    return 0
+
+
+def _interval_s(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except UnitError as error:
+        raise CliError(f"--interval: {error}.") from error
+    if seconds < MIN_INTERVAL_S:
+        raise CliError(f"--interval {text} is too short; give at least {MIN_INTERVAL_S:g} seconds.")
+    return seconds
+
+
+def _watch(read_stats: Callable[[], StatsReply], interval_s: float, *, as_json: bool) -> None:
+    """Print statistics until Ctrl-C: on a terminal one page that redraws itself, in a pipe one page after the other."""
+    console = make_console()
+    pages = stats_pages(read_stats, interval_s)
+    if as_json:
+        for page in pages:
+            if not page.notice:  # The daemon answered: this is a new sample.
+                print_json(page.now)
+    elif not console.is_terminal:
+        for index, page in enumerate(pages):
+            if index:
+                print_line("")
+            print_page(page, console)
+    else:
+        first = _page_for_screen(next(pages), interval_s, console.height)
+        # On a screen of its own, drawn over and never cleared: nothing flickers, and the scrollback stays clean.
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            live.refresh()
+            for page in pages:
+                live.update(_page_for_screen(page, interval_s, console.height), refresh=True)
+
+
+def stats_pages(
+    read_stats: Callable[[], StatsReply],
+    interval_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[StatsPage]:
+    """Yield a page now and at every interval. While the daemon is away the last page is repeated with a notice.
+
+    Raises:
+        DaemonUnavailable, RequestTimeout: there was no daemon in the first place.
+    """
+    page = StatsPage(read_stats())
+    answered_at = time.strftime("%H:%M:%S")
+    due_at = clock()
+    while True:
+        yield page
+        due_at = max(due_at + interval_s, clock())
+        sleep(max(0.0, due_at - clock()))
+        try:
+            page = StatsPage(read_stats(), before=page.now)
+            answered_at = time.strftime("%H:%M:%S")
+        except (DaemonUnavailable, RequestTimeout) as error:
+            page = replace(page, notice=f"{error} Trying again; these numbers are of {answered_at}.")
+
+
+def _page_for_screen(page: StatsPage, interval_s: float, lines: int) -> StatsPage:
+    """Return the page with a dated footnote, for a screen of ``lines`` lines."""
+    footnote = f"{time.strftime('%H:%M:%S')}, every {format_duration(interval_s)}; Ctrl-C ends"
+    return replace(page, footnote=footnote, lines=lines)
+
+
+def health(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Ask whether the daemon works.
+
+    The answer comes through the loop that serves engines: green means that it works.
+
+    Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
+    """
+    with open_admin(context, directory) as admin:
+        reply = admin.health()
+    works = reply.healthy and reply.ready
+    if json:
+        print_json(reply)
+    else:
+        if works:
+            print_line("healthy: the daemon takes sessions and jobs")
+        else:
+            print_line("not ready yet" if reply.healthy else "unhealthy")
+        for problem in reply.problems:
+            print_line(f"- {printable(problem)}")
+    return 0 if works else UNHEALTHY
+
+
+def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Print KV cache events as they happen.
+
+    Until Ctrl-C. With --json, one object per line; messages that did not arrive are told on stderr.
+    """
+    labels: dict[bytes, str] = {}
+    last: int | None = None
+    with AdminClient(local_directory(context, directory)) as admin:
+        admin.health()  # An absent daemon is an error here, not something to wait for.
+        for topic, sequence, batch in admin.events():
+            if gap := describe_gap(sequence, last):
+                print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
+            last = sequence
+            if topic_fingerprint(topic) not in labels:
+                labels |= {item.namespace: item.label for item in admin.namespaces().namespaces}
+            if json:
+                print_json(event_object(topic, sequence, batch, labels))
+            else:
+                for line in event_lines(topic, sequence, batch, labels):
+                    print_line(line)
+    return 0
+
+
+def topic_fingerprint(topic: bytes) -> bytes:
+    """Return the namespace's fingerprint in a topic of KV events; empty where there is none."""
+    try:
+        return bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode("ascii"))
+    except ValueError:
+        return b""
+
+
+def describe_gap(sequence: int, last: int | None) -> str:
+    """Return a sentence where messages between ``last`` and ``sequence`` did not arrive, else an empty string."""
+    if last is None or sequence == last + 1:
+        return ""
+    if sequence <= last:
+        return "The daemon was restarted: its pool is empty and its events count from the start again."
+    missing = sequence - last - 1
+    return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
+
+
+def event_lines(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> Iterator[str]:
+    """Yield one line for each event: time, sequence number, namespace, what happened."""
+    fingerprint = topic_fingerprint(topic)
+    name = f"{short_fingerprint(fingerprint)} {printable(labels.get(fingerprint, ''))}".strip()
+    clock = time.strftime("%H:%M:%S", time.localtime(batch.ts))
+    milliseconds = int(batch.ts % 1 * 1000)
+    for event in batch.events:
+        yield f"{clock}.{milliseconds:03}  {sequence:>8}  {name}  {_event_text(event)}"
+
+
+def _event_text(event: KvEvent) -> str:
+    if isinstance(event, AllBlocksCleared):
+        return "cleared  all blocks"
+    word = "stored " if isinstance(event, BlockStored) else "removed"
+    hashes = event.block_hashes
+    group = "" if event.group_idx is None else f"group {event.group_idx}  "
+    first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")
+    span = first if first == last else f"{first} to {last}"
+    return f"{word}  {group}{len(hashes):>6} block{plural(len(hashes)) or ' '}  {span}".rstrip()
+
+
+def event_object(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> dict[str, Plain]:
+    """Return the message as ``--json`` prints it, with hashes in hex."""
+    fingerprint = topic_fingerprint(topic)
+    return {
+        "sequence": sequence,
+        "time": batch.ts,
+        "namespace": fingerprint.hex(),
+        "label": labels.get(fingerprint),
+        "events": [_plain_event(event) for event in batch.events],
+    }
+
+
+def _plain_event(event: KvEvent) -> Plain:
+    if isinstance(event, AllBlocksCleared):
+        return {"type": "cleared"}
+    plain: dict[str, Plain] = {
+        "type": "removed" if isinstance(event, BlockRemoved) else "stored",
+        "group": event.group_idx,
+        "medium": event.medium,
+    }
+    if isinstance(event, BlockStored):
+        plain["tokens_per_block"] = event.block_size
+    plain["block_hashes"] = [block_hash.hex() for block_hash in event.block_hashes]
+    return plain
