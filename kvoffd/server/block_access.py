@@ -14,9 +14,9 @@ from kvoffd.cache.ticket import StoreTicket
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, OutOfBounds
 from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
 from kvoffd.server.session import Session
+from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
-from kvoffd.transfer.slot_checksums import SlotChecksums
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_PRESENT, PUT_STORED, PutBlocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle
@@ -219,7 +219,7 @@ class PutRunner:
             plan,
             self._clock() + self._deadline_s,
             lambda _, outcome, __: self._post(put, outcome),
-            inspection=put.inspection,
+            checksums=put.inspection,
         )
         try:
             put.staging.memory.engine.submit(put.transfer)

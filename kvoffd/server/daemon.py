@@ -38,7 +38,7 @@ from kvoffd.system.native import native
 from kvoffd.system.prefault import PageFaulter
 from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.host import HostEngine
+from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,7 @@ from typing import Protocol, TypeAlias
 
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.cuda.gpu import GpuMemory
-from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine

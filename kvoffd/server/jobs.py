@@ -17,10 +17,9 @@ from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.rates import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
+from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.layout import check_blocks
-from kvoffd.transfer.plan import Plan, concatenate, plan_copy
-from kvoffd.transfer.slot_checksums import SlotChecksums
+from kvoffd.transfer.plan import Plan, check_blocks, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult, Load, Store
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.engine_memory import EngineMemory
-from kvoffd.transfer.layout import GroupLayout
+from kvoffd.transfer.plan import GroupLayout
 
 
 @dataclass(eq=False)

@@ -153,8 +153,8 @@ class Reporter:
             load.queued,
             load.running,
             counters.rate.per_second(),
-            load.sum_seconds,
-            load.sum_bytes,
+            load.checksum_seconds,
+            load.checksum_bytes,
         )
 
     def _namespace_stats(self, namespace: Namespace) -> m.NamespaceStats:

@@ -1,4 +1,4 @@
-"""The interface of everything that executes plans: host memory now, GPUs later."""
+"""The interface of everything that executes plans: HostEngine for host memory, CudaEngine for GPUs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvoffd.transfer.outcome import Outcome
-from kvoffd.transfer.plan import Direction, Plan
-from kvoffd.transfer.slot_checksums import SlotChecksums
+from kvoffd.transfer.checksums import SlotChecksums
+from kvoffd.transfer.plan import Direction, Outcome, Plan
 
 __all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
 
@@ -22,10 +21,11 @@ class Transfer:
             when nothing touches its memory any more, its slots included. It must be quick and must not raise.
         on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after
             the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
-        inspection: of its slots: before the first byte of a load moves; while a store's move, of those that are whole.
+        checksums: of its slots. A load's are compared before its first byte moves; a store's are taken of each slot
+            that is whole while others are still copied.
     """
 
-    __slots__ = ("abandoned", "deadline", "direction", "inspection", "on_done", "on_overdue", "plan")
+    __slots__ = ("abandoned", "checksums", "deadline", "direction", "on_done", "on_overdue", "plan")
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class Transfer:
         deadline: float,
         on_done: OnDone,
         on_overdue: Callable[[Transfer], None] | None = None,
-        inspection: SlotChecksums | None = None,
+        checksums: SlotChecksums | None = None,
     ) -> None:
         self.direction = direction
         self.plan = plan
         self.deadline = deadline
         self.on_done = on_done
         self.on_overdue = on_overdue
-        self.inspection = inspection
+        self.checksums = checksums
         self.abandoned = False
 
 
@@ -52,27 +52,27 @@ class DirectionLoad(NamedTuple):
     """What one direction of an engine has to do and has done."""
 
     queued: int
-    """Transfers that wait."""
+    """Transfers that wait for a copy thread."""
     running: int
     """Transfers being copied, or copied and waiting for their checksums."""
     busy_seconds: float
     """Time that its copy threads spent copying."""
     bytes: int
     """Bytes copied, those of transfers that ended half-way included."""
-    sum_seconds: float = 0.0
-    """CPU time that went into checksums, whichever threads took them."""
-    sum_bytes: int = 0
+    checksum_seconds: float = 0.0
+    """CPU seconds that went into checksums, whichever threads took them."""
+    checksum_bytes: int = 0
     """Bytes of which checksums were taken."""
 
     def plus(self, other: DirectionLoad) -> DirectionLoad:
-        """Those of two engines together."""
+        """Return the sum of two engines' counters."""
         return DirectionLoad(
             self.queued + other.queued,
             self.running + other.running,
             self.busy_seconds + other.busy_seconds,
             self.bytes + other.bytes,
-            self.sum_seconds + other.sum_seconds,
-            self.sum_bytes + other.sum_bytes,
+            self.checksum_seconds + other.checksum_seconds,
+            self.checksum_bytes + other.checksum_bytes,
         )
 
 
@@ -90,35 +90,35 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> None:
-        """Queues the transfer, first in first out per direction. After ``close`` it is CANCELLED at once.
+        """Queue the transfer, first in first out per direction. After ``close`` it is CANCELLED at once.
 
         The queue itself has no bound: the server bounds the jobs in flight.
         """
 
     @abstractmethod
     def cancel(self, transfer: Transfer) -> bool:
-        """Takes a transfer back that has not started and calls its ``on_done`` with CANCELLED.
+        """Take a transfer back that has not started and call its ``on_done`` with CANCELLED.
 
         Returns False, and changes nothing, when it runs or has ended.
         """
 
     @abstractmethod
     def abandon(self, transfer: Transfer) -> None:
-        """Ends the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
+        """End the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
 
     def expire(self) -> None:  # noqa: B027 - engines whose copies always come back need not do anything
-        """Ends what waits and is beyond its deadline, and calls ``on_overdue`` of what runs and does not come back.
+        """End waiting transfers beyond their deadline; call ``on_overdue`` of running ones that do not come back.
 
-        To be called now and then, by the owner: threads that hang cannot look at the clock.
+        The owner calls this now and then, since threads that hang cannot look at the clock.
         """
 
     @abstractmethod
     def load_of(self, direction: Direction) -> DirectionLoad:
-        """Counters of one direction."""
+        """Return the counters of one direction."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Cancels what waits, abandons what runs, ends the threads.
+        """Cancel what waits, abandon what runs, end the threads.
 
         Returns False when a thread still copies after ``timeout_s``: the memory it uses must then stay mapped.
         """

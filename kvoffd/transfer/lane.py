@@ -1,4 +1,4 @@
-"""One direction of an engine: a queue, the threads that work it off, and what happens to what is late."""
+"""One direction of an engine: its queue, its copy threads, and what happens to transfers that are late."""
 
 from __future__ import annotations
 
@@ -10,85 +10,86 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
-from kvoffd.transfer.slot_checksums import SlotChecksums
-from kvoffd.transfer.sums import StoreSums, SumThreads
+from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
 
 _log = logging.getLogger(__name__)
 
 # A copy thread looks at the deadline once a step; one that has not noticed it after this long hangs.
 OVERDUE_GRACE_S = 1.0
-# Transfers that were copied and wait for their checksums. With more of them copy threads wait too.
-MOST_BEHIND = 4
+# Transfers that are copied but wait for their checksums. With more of them the copy threads wait too.
+MAX_AWAITING_CHECKSUMS = 4
 
 
 class CopyProgress:
-    """What a copier asks and tells between the steps of one transfer.
+    """How far one transfer's copy is, shared by its copier and its lane.
 
     Attributes:
-        in_place: bytes of the plan that are copied, in its order.
-        sums: the checksums that follow the copy.
-        thread_id: the kernel's, of the thread that copies.
+        copied_bytes: bytes of the plan that are copied, in the plan's order.
+        checksums: the checksums that other threads take while the copy runs; None where there are none.
+        thread_id: the kernel's id of the thread that copies.
     """
 
-    __slots__ = ("_account", "_clock", "_transfer", "in_place", "sums", "thread_id")
+    __slots__ = ("_add_checksum_cost", "_clock", "_transfer", "checksums", "copied_bytes", "thread_id")
 
-    def __init__(self, clock: Callable[[], float], transfer: Transfer, account: Callable[[float, int], None]) -> None:
+    def __init__(
+        self, clock: Callable[[], float], transfer: Transfer, add_checksum_cost: Callable[[float, int], None]
+    ) -> None:
         self._clock = clock
         self._transfer = transfer
-        self._account = account
+        self._add_checksum_cost = add_checksum_cost
         self.thread_id = threading.get_native_id()
-        self.in_place = 0
-        self.sums: StoreSums | None = None
+        self.copied_bytes = 0
+        self.checksums: StoreChecksums | None = None
 
-    def ending(self) -> Outcome | None:
-        """How the transfer must end now, before its next step; None when it may go on."""
+    def must_end(self) -> Outcome | None:
+        """Return how the transfer must end now, before its next step; None when it may go on."""
         if self._transfer.abandoned:
             return Outcome.FAILED
         return Outcome.DEADLINE if self._clock() >= self._transfer.deadline else None
 
-    def copied(self, nbytes: int) -> None:
-        """So many bytes more of the plan are in place, in its order."""
-        self.in_place += nbytes  # only ever by one thread
+    def advance(self, nbytes: int) -> None:
+        """Count ``nbytes`` more of the plan as copied. Called by the copy thread only."""
+        self.copied_bytes += nbytes
 
-    def inspect(self, inspection: SlotChecksums, sums: Sequence[int] = ()) -> Outcome:
-        """Take or compare checksums, all or those that a copier did not find (see ``SlotChecksums``); count them."""
+    def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Outcome:
+        """Take or compare all checksums of a transfer, but for ``sums`` that its copier took; count what they cost."""
         began = time.thread_time()
-        outcome = inspection.enter(sums, self.ending)
-        self._account(time.thread_time() - began, inspection.nbytes())
+        outcome = checksums.complete(sums, self.must_end)
+        self._add_checksum_cost(time.thread_time() - began, checksums.nbytes())
         return outcome or Outcome.DONE
 
 
 class Copier(Protocol):
-    """What one thread of a lane copies with. All of it is called in that thread."""
+    """What one thread of a lane copies with. All methods are called in that thread."""
 
     def open(self) -> None:
-        """Before the first transfer. An exception ends the thread and is raised by ``Lane.wait_open``."""
+        """Prepare for the first transfer. An exception ends the thread and is raised by ``Lane.wait_open``."""
         ...
 
-    def copy(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
-        """Executes the transfer; an exception fails it. On return nothing touches the transfer's memory any more."""
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
+        """Execute the transfer; an exception fails it. On return nothing touches the transfer's memory any more."""
         ...
 
     def close(self) -> None:
-        """After the last transfer."""
+        """Give up what ``open`` made, after the last transfer."""
         ...
 
 
 class ChecksumThreads(NamedTuple):
-    """How a lane takes the checksums of stores, which stay unfinished until theirs are there.
+    """The threads that take the checksums of a lane's stores. A store ends when its checksums are taken.
 
     Attributes:
-        threads: for the whole lane.
-        followers: of these, for one store; a small one has none.
-        inline_bytes: a store that large is small. Where no more is left when a copy is done, its thread reads it.
-        enter: called by each thread first.
+        threads: number of threads of the lane.
+        threads_per_store: how many of them work for one store; none for a small one.
+        inline_bytes: size of a small store. Where no more than this is left when a copy is done, its thread reads it.
+        on_start: called by each thread first.
     """
 
     threads: int
-    followers: int
+    threads_per_store: int
     inline_bytes: int
-    enter: Callable[[], None] = lambda: None
+    on_start: Callable[[], None] = lambda: None
 
 
 class Lane:
@@ -97,7 +98,7 @@ class Lane:
     Args:
         name: of the threads.
         clock: what deadlines are measured on, in seconds.
-        following: None for a lane that no stores come to, or whose copiers see to their checksums.
+        checksum_threads: None for a lane without stores, or whose copiers take the checksums themselves.
     """
 
     def __init__(
@@ -105,23 +106,27 @@ class Lane:
         name: str,
         clock: Callable[[], float],
         copiers: Sequence[Copier],
-        following: ChecksumThreads | None = None,
+        checksum_threads: ChecksumThreads | None = None,
     ) -> None:
         self.clock = clock
-        self._following = following
-        self._sums = SumThreads(f"{name}-sums", following.threads, following.enter) if following else None
+        self._checksum_threads = checksum_threads
+        self._checksum_pool = (
+            ChecksumThreadPool(f"{name}-sums", checksum_threads.threads, checksum_threads.on_start)
+            if checksum_threads
+            else None
+        )
         self._wake = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
         self._running: dict[Transfer, CopyProgress] = {}
         self._overdue: dict[Transfer, float] = {}
-        """Those whose thread does not look at the clock, and since when it has not even wanted a CPU."""
-        self._behind = 0
-        """Transfers that run though their copy is done."""
+        """Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU."""
+        self._awaiting_checksums = 0
+        """How many transfers still run although their copy is done."""
         self._stopped = False
         self._busy_seconds = 0.0
         self._bytes = 0
-        self._sum_seconds = 0.0
-        self._sum_bytes = 0
+        self._checksum_seconds = 0.0
+        self._checksum_bytes = 0
         self._opened: list[Future[None]] = [Future() for _ in copiers]
         self._threads = [
             threading.Thread(target=self._run, args=(copier, opened), name=f"{name}-{index}", daemon=True)
@@ -137,7 +142,7 @@ class Lane:
 
     @property
     def hangs_s(self) -> float:
-        """For how long that has been known of a thread that waits for something other than a CPU; 0 when of none.
+        """For how long a copy thread has been overdue that waits for something other than a CPU; 0 when none is.
 
         A thread that a busy machine gives no CPU (tens of seconds were seen) comes back when it gets one.
         """
@@ -145,7 +150,7 @@ class Lane:
             return max((self.clock() - since for since in self._overdue.values()), default=0.0)
 
     def wait_open(self) -> None:
-        """Waits until every copier is open; raises what one of them raised."""
+        """Wait until every copier is open; raise what one of them raised."""
         for opened in self._opened:
             opened.result()
 
@@ -191,25 +196,25 @@ class Lane:
                 transfer.on_overdue(transfer)
 
     def load(self) -> DirectionLoad:
-        """Counters."""
+        """See TransferEngine.load_of."""
         with self._wake:
             return DirectionLoad(
                 len(self._queue),
                 len(self._running),
                 self._busy_seconds,
-                self._bytes + sum(turn.in_place for turn in self._running.values()),
-                self._sum_seconds,
-                self._sum_bytes,
+                self._bytes + sum(progress.copied_bytes for progress in self._running.values()),
+                self._checksum_seconds,
+                self._checksum_bytes,
             )
 
-    def account(self, seconds: float, nbytes: int) -> None:
-        """Adds to what checksums cost."""
+    def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
+        """Count CPU seconds spent on checksums, and the bytes they were taken of."""
         with self._wake:
-            self._sum_seconds += seconds
-            self._sum_bytes += nbytes
+            self._checksum_seconds += seconds
+            self._checksum_bytes += nbytes
 
     def stop(self) -> None:
-        """Cancels what waits, abandons what runs, has the threads end."""
+        """Cancel what waits, abandon what runs, have the threads end."""
         with self._wake:
             self._stopped = True
             waiting = list(self._queue)
@@ -221,13 +226,13 @@ class Lane:
             _finish(transfer, Outcome.CANCELLED, 0.0)
 
     def join(self, deadline: float) -> bool:
-        """Waits for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
+        """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
-        # Only copy threads hand checksums over.
-        return self._sums is None or self._sums.join(deadline)
+        # Only copy threads submit to the pool, so it can be joined now.
+        return self._checksum_pool is None or self._checksum_pool.join(deadline)
 
     def _run(self, copier: Copier, opened: Future[None]) -> None:
         try:
@@ -242,75 +247,76 @@ class Lane:
         finally:
             copier.close()
 
-    def _serve(self, copier: Copier, transfer: Transfer, turn: CopyProgress) -> None:
+    def _serve(self, copier: Copier, transfer: Transfer, progress: CopyProgress) -> None:
         started = time.perf_counter()
         try:
-            outcome = self._execute(copier, transfer, turn)
+            outcome = self._execute(copier, transfer, progress)
         except Exception:
             _log.exception("A copy of %d bytes failed; its job fails, the copy thread goes on.", transfer.plan.nbytes)
             outcome = Outcome.FAILED
         seconds = time.perf_counter() - started
         with self._wake:
             self._busy_seconds += seconds
-            self._behind += 1
-        sums, turn.sums = turn.sums, None  # they know each other
-        if sums is None:
+            self._awaiting_checksums += 1
+        checksums, progress.checksums = progress.checksums, None  # they refer to each other
+        if checksums is None:
             self._end(transfer, outcome, seconds)
         else:
-            sums.end(outcome)
+            checksums.copy_ended(outcome)
 
-    def _execute(self, copier: Copier, transfer: Transfer, turn: CopyProgress) -> Outcome:
-        if (early := turn.ending()) is not None:
+    def _execute(self, copier: Copier, transfer: Transfer, progress: CopyProgress) -> Outcome:
+        if (early := progress.must_end()) is not None:
             return early
-        inspection = transfer.inspection
-        if inspection is not None and transfer.direction is Direction.LOAD:
-            if (outcome := turn.inspect(inspection)) is not Outcome.DONE:
+        checksums = transfer.checksums
+        if checksums is not None and transfer.direction is Direction.LOAD:
+            if (outcome := progress.take_checksums(checksums)) is not Outcome.DONE:
                 return outcome
-        elif inspection is not None and self._following is not None:
-            turn.sums = self._follow(transfer, inspection, turn, self._following)
-        return copier.copy(transfer, turn)
+        elif checksums is not None and self._checksum_threads is not None:
+            progress.checksums = self._begin_checksums(transfer, checksums, progress, self._checksum_threads)
+        return copier.copy(transfer, progress)
 
-    def _follow(
-        self, transfer: Transfer, inspection: SlotChecksums, turn: CopyProgress, following: ChecksumThreads
-    ) -> StoreSums:
-        threads = self._sums
-        assert threads is not None
+    def _begin_checksums(
+        self, transfer: Transfer, checksums: SlotChecksums, progress: CopyProgress, settings: ChecksumThreads
+    ) -> StoreChecksums:
+        pool = self._checksum_pool
+        assert pool is not None
         began = time.perf_counter()
-        followers = following.followers if inspection.nbytes() > following.inline_bytes else 0
-        sums = StoreSums(
-            inspection,
-            turn,
-            followers,
-            following.inline_bytes,
-            self.account,
+        threads = settings.threads_per_store if checksums.nbytes() > settings.inline_bytes else 0
+        store = StoreChecksums(
+            checksums,
+            lambda: progress.copied_bytes,
+            progress.must_end,
+            threads,
+            settings.inline_bytes,
+            self.add_checksum_cost,
             lambda outcome: self._end(transfer, outcome, time.perf_counter() - began),
         )
-        for _ in range(followers):
-            threads.submit(sums.follow)
-        return sums
+        for _ in range(threads):
+            pool.submit(store.follow_copy)
+        return store
 
     def _end(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         with self._wake:
-            self._bytes += self._running.pop(transfer).in_place
+            self._bytes += self._running.pop(transfer).copied_bytes
             self._overdue.pop(transfer, None)
-            self._behind -= 1
+            self._awaiting_checksums -= 1
             self._wake.notify()
         _finish(transfer, outcome, seconds)
 
     def _next(self) -> tuple[Transfer, CopyProgress] | None:
         with self._wake:
-            while not self._queue or self._behind >= MOST_BEHIND:
+            while not self._queue or self._awaiting_checksums >= MAX_AWAITING_CHECKSUMS:
                 if self._stopped:
                     return None
                 self._wake.wait()
             transfer = next(iter(self._queue))
             del self._queue[transfer]
-            turn = self._running[transfer] = CopyProgress(self.clock, transfer, self.account)
-            return transfer, turn
+            progress = self._running[transfer] = CopyProgress(self.clock, transfer, self.add_checksum_cost)
+            return transfer, progress
 
 
 def _wants_cpu(thread_id: int) -> bool:
-    """Whether a thread of this process runs or would if there was a CPU for it."""
+    """Return whether a thread of this process runs, or would if there were a CPU for it."""
     try:
         fields = Path(f"/proc/self/task/{thread_id}/stat").read_text()
     except OSError:
@@ -323,3 +329,33 @@ def _finish(transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         transfer.on_done(transfer, outcome, seconds)
     except Exception:
         _log.exception("on_done of a transfer raised; the engine goes on, but the transfer's owner has a bug.")
+
+
+class LaneEngine(TransferEngine):
+    """An engine that has one lane for each direction."""
+
+    def __init__(self, lanes: dict[Direction, Lane]) -> None:
+        self._lanes = lanes
+
+    def submit(self, transfer: Transfer) -> None:
+        self._lanes[transfer.direction].submit(transfer)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        return self._lanes[transfer.direction].cancel(transfer)
+
+    def abandon(self, transfer: Transfer) -> None:
+        transfer.abandoned = True
+
+    def expire(self) -> None:
+        for lane in self._lanes.values():
+            lane.expire()
+
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        return self._lanes[direction].load()
+
+    def close(self, timeout_s: float) -> bool:
+        # Threads wait in real time whatever clock the deadlines are on.
+        deadline = time.monotonic() + timeout_s
+        for lane in self._lanes.values():
+            lane.stop()
+        return all(lane.join(deadline) for lane in self._lanes.values())

@@ -193,9 +193,9 @@ class SimEngine(TransferEngine):
         if copy.step == copy.hangs_at:
             return  # its thread never comes back
         outcome = self._ending(copy)
-        inspection, storing = transfer.inspection, transfer.direction is Direction.STORE
-        if outcome is None and copy.step == 0 and not storing and inspection is not None:
-            outcome = inspection.run(lambda: None)
+        checksums, storing = transfer.checksums, transfer.direction is Direction.STORE
+        if outcome is None and copy.step == 0 and not storing and checksums is not None:
+            outcome = checksums.run(lambda: None)
         if outcome is None:
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
@@ -214,7 +214,7 @@ class SimEngine(TransferEngine):
             self._process.after(copy.pause_s, lambda: self._step(lane, copy))
             return
         lane.running = None
-        if outcome is Outcome.DONE and storing and inspection is not None:
+        if outcome is Outcome.DONE and storing and checksums is not None:
             lane.behind.add(copy)
             if self._dice.random() < 0.5:
                 self._finish_sums(lane, copy)
@@ -232,18 +232,18 @@ class SimEngine(TransferEngine):
 
     def _follow(self, copy: _Copy) -> None:
         """Take the checksums of some of a store's slots that are whole by now, as threads beside the copy do."""
-        inspection = copy.transfer.inspection
-        if copy.transfer.direction is Direction.STORE and inspection is not None:
-            first, copy.summed = copy.summed, self._dice.randint(copy.summed, inspection.whole(copy.moved))
-            inspection.run(lambda: None, first, copy.summed)
+        checksums = copy.transfer.checksums
+        if copy.transfer.direction is Direction.STORE and checksums is not None:
+            first, copy.summed = copy.summed, self._dice.randint(copy.summed, checksums.whole_slots(copy.moved))
+            checksums.run(lambda: None, first, copy.summed)
 
     def _finish_sums(self, lane: _Lane, copy: _Copy) -> None:
         """Take the checksums that are left, and end the store."""
         lane.behind.remove(copy)
         outcome = self._ending(copy)
         if outcome is None:
-            assert copy.transfer.inspection is not None
-            outcome = copy.transfer.inspection.run(lambda: None, copy.summed) or Outcome.DONE
+            assert copy.transfer.checksums is not None
+            outcome = copy.transfer.checksums.run(lambda: None, copy.summed) or Outcome.DONE
         self._end(copy, outcome)
 
     def _move(self, copy: _Copy, until: int) -> None:

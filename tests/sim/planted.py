@@ -174,7 +174,7 @@ PLANTED = (
     ),
     Planted(
         "block id one beyond the tensor",
-        "kvoffd.transfer.layout",
+        "kvoffd.transfer.plan",
         "check_blocks",
         "highest >= layout.block_limit",
         "highest > layout.block_limit",

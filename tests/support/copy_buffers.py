@@ -7,8 +7,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.transfer.layout import GroupLayout
-from kvoffd.transfer.plan import Direction, Plan
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffd.cli import main
-from kvoffd.transfer import host
-from kvoffd.transfer.host_copy import HostCopy
+from kvoffd.transfer import host_engine
+from kvoffd.transfer.host_engine import HostCopy
 
 
 def faulty(fault_file: Path) -> Callable[[HostCopy, int], int]:
@@ -36,8 +36,8 @@ def faulty(fault_file: Path) -> Callable[[HostCopy, int], int]:
 
 def install(fault_file: Path) -> None:
     """Put the faults under the daemon's copy threads."""
-    defaults = (time.monotonic, 1, faulty(fault_file), host.STEP_BYTES)
-    host.HostEngine.__init__.__defaults__ = defaults  # type: ignore[attr-defined]
+    defaults = (time.monotonic, 1, faulty(fault_file), host_engine.STEP_BYTES)
+    host_engine.HostEngine.__init__.__defaults__ = defaults  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

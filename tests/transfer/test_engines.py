@@ -13,13 +13,12 @@ from support.copy_buffers import address_of, random_bytes
 from support.stub_cuda import fresh_stub
 from support.waiting import wait_until
 
-from kvoffd.transfer.cuda.engine import CudaEngine
+from kvoffd.transfer.checksums import SlotChecksums
+from kvoffd.transfer.cuda.cuda_engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.host import HostEngine
-from kvoffd.transfer.host_copy import HostCopy
-from kvoffd.transfer.lane import MOST_BEHIND
+from kvoffd.transfer.host_engine import HostCopy, HostEngine
+from kvoffd.transfer.lane import MAX_AWAITING_CHECKSUMS
 from kvoffd.transfer.plan import Plan
-from kvoffd.transfer.slot_checksums import SlotChecksums
 
 FOREVER = float("inf")
 PIECE = 4096
@@ -123,7 +122,7 @@ class Sums:
         self.expected: list[int] | None = None
         self.threads: set[str] = set()
 
-    def inspection(self, whole_after: list[int]) -> SlotChecksums:
+    def slot_checksums(self, whole_after: list[int]) -> SlotChecksums:
         slots = [(number * self.slot_bytes, self.slot_bytes) for number in range(len(whole_after))]
         return SlotChecksums(self._digests, slots, self.expected, whole_after)
 
@@ -161,8 +160,8 @@ class Job:
         )
         self.ends: list[tuple[Outcome, float]] = []
         self.done = threading.Event()
-        self.inspection = sums.inspection(size.cumsum().tolist()) if sums else None
-        self.transfer = Transfer(direction, plan, deadline, self._on_done, None, self.inspection)
+        self.checksums = sums.slot_checksums(size.cumsum().tolist()) if sums else None
+        self.transfer = Transfer(direction, plan, deadline, self._on_done, None, self.checksums)
 
     def _on_done(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         assert transfer is self.transfer
@@ -404,12 +403,12 @@ def test_closing_an_idle_engine_takes_no_time(rig: Rig) -> None:
 @pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
 def test_a_store_has_all_its_checksums_when_it_ends(rig: Rig, slot_bytes: int) -> None:
     job = Job(pieces=100, sums=Sums(slot_bytes))
-    assert job.inspection is not None
+    assert job.checksums is not None
     rig.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
     assert job.is_copied()
-    assert job.inspection.sums == [number * slot_bytes + 1 for number in range(100)]
-    assert rig.engine.load_of(Direction.STORE).sum_bytes == 100 * slot_bytes
+    assert job.checksums.sums == [number * slot_bytes + 1 for number in range(100)]
+    assert rig.engine.load_of(Direction.STORE).checksum_bytes == 100 * slot_bytes
 
 
 @pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
@@ -435,13 +434,11 @@ def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
 
     # As long as 64 MiB each, so that threads follow the copy.
     slots = [(number * PIECE, 64 * MIB) for number in range(100)]
-    inspection = SlotChecksums(digests, slots, whole_after=whole_after)
+    checksums = SlotChecksums(digests, slots, whole_after=whole_after)
     done = threading.Event()
     job.destination[:] = 0
     job.source[:] = 1
-    rig.engine.submit(
-        Transfer(Direction.STORE, job.transfer.plan, FOREVER, lambda *_: done.set(), inspection=inspection)
-    )
+    rig.engine.submit(Transfer(Direction.STORE, job.transfer.plan, FOREVER, lambda *_: done.set(), checksums=checksums))
     assert done.wait(WAIT_S)
     assert sorted(copied) == sorted(PIECE - number % 3 for number in range(100))
 
@@ -474,7 +471,7 @@ def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(rig: Rig) 
 def test_copies_do_not_run_far_ahead_of_checksums(rig: Rig) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
-    jobs = [Job(pieces=20, sums=sums) for _ in range(MOST_BEHIND)]
+    jobs = [Job(pieces=20, sums=sums) for _ in range(MAX_AWAITING_CHECKSUMS)]
     late = Job(pieces=20)
     for job in (*jobs, late):
         rig.engine.submit(job.transfer)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.copy_buffers import address_of, random_bytes
 
 from kvoffd.system.native import LIBRARY, Native, NotCompiled, native
-from kvoffd.transfer.host_copy import HostCopy, try_out
+from kvoffd.transfer.host_engine import HostCopy, try_out
 from kvoffd.transfer.plan import Plan
 
 STRIPE, BLOCK = 64, 1024  # of XXH3

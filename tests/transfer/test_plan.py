@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.copy_buffers import address_of, execute, random_bytes, reference_copy
 
-from kvoffd.transfer.host_copy import HostCopy
-from kvoffd.transfer.layout import GroupLayout, build_layouts, check_blocks
-from kvoffd.transfer.plan import Direction, Plan, concatenate, plan_copy
+from kvoffd.transfer.host_engine import HostCopy
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate, plan_copy
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 

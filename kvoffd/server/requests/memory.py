@@ -10,7 +10,7 @@ from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
-from kvoffd.transfer.layout import build_layouts
+from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PageSpec, RestoreNamespace, ShardSpec
 from kvoffd_proto.errors import ErrorCode

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
-from kvoffd.transfer.cuda.steps import STEP_BYTES
 from kvoffd.transfer.plan import UInt64Array
 from kvoffd_proto.units import format_size
 

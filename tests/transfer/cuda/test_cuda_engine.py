@@ -14,9 +14,8 @@ from support.stub_cuda import DeviceBuffer, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.engine import STEPS_IN_FLIGHT, CudaEngine
+from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, CudaEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from kvoffd.transfer.cuda.steps import STEP_BYTES, STEP_PIECES
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
 

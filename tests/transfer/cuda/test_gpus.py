@@ -16,8 +16,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.control import WAITING_LIMIT, ControlThread
 from kvoffd.transfer.cuda.device import NoSuchGpu
 from kvoffd.transfer.cuda.driver import CudaMissing
-from kvoffd.transfer.cuda.gpu import GpuMemory
-from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.plan import Plan

@@ -12,8 +12,8 @@ from support.stub_cuda import Ranges, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from kvoffd.transfer.cuda.steps import STEP_BYTES
 
 CHUNK = STEP_BYTES
 POOL = 5 * CHUNK + 3 * mmap.PAGESIZE

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.transfer.cuda.steps import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, Step, iterate_steps
+from kvoffd.transfer.cuda.cuda_engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, Step, iterate_steps
 from kvoffd.transfer.plan import Direction, Plan
 
 GPU = 7 << 44

@@ -13,13 +13,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver, CudaError
-from kvoffd.transfer.cuda.steps import STEP_PIECES, IsPinned, Step, iterate_steps
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
-from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane
+from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, LaneEngine
+from kvoffd.transfer.plan import Plan, UInt64Array
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +31,29 @@ _log = logging.getLogger(__name__)
 # behind them on a shared copy engine waits for 24 MiB at most, which is half a millisecond on PCIe 5.
 STEPS_IN_FLIGHT = 3
 # A copy engine on PCIe 5 writes 55 GB/s; one thread reads 30 to 40 of what is in memory, not in a cache.
-SUM_THREADS = 2
+CHECKSUM_THREADS = 2
 # The copy thread should not be away from its stream for longer than the steps in flight take.
 INLINE_BYTES = 1 << 20
 
+# Pieces are cut where their pool address is a multiple of this, so that none is longer. Boundaries between pinned
+# chunks are multiples too: the driver refuses a copy that lies in two registrations.
+STEP_BYTES = 8 << 20
 
-class CudaEngine(TransferEngine):
+# The copy engine starts when the call returns, so short batches overlap with their predecessors; and drivers have
+# crashed on batches of tens of thousands (vllm-project/vllm#49276).
+STEP_PIECES = 512
+
+# From this size on one call a piece costs less than the copy itself takes, batches gain nothing.
+PLAIN_BYTES = 256 << 10
+
+# Pieces cut at a time, so that the thread never holds the GIL for long.
+_PIECES_AT_A_TIME = 4096
+
+IsPinned = Callable[[UInt64Array], npt.NDArray[np.bool_]]
+"""Tells for each pool address, [pieces], whether its chunk is pinned by now."""
+
+
+class CudaEngine(LaneEngine):
     """Copies between the pool and one GPU's memory.
 
     ``open`` and ``close`` make calls of CUDA and belong to the GPU's control thread; the rest never does.
@@ -58,19 +79,21 @@ class CudaEngine(TransferEngine):
         step_pieces: int = STEP_PIECES,
     ) -> None:
         self._calls = calls = CopyCalls(driver, name)
-        following = ChecksumThreads(SUM_THREADS, SUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
-        self._lanes = {
-            direction: Lane(
-                f"kvoffd-gpu-{direction.value}",
-                clock,
-                [_GpuCopier(driver, context, direction, is_pinned, calls, locality, step_pieces)],
-                following if direction is Direction.STORE else None,
-            )
-            for direction in Direction
-        }
+        checksum_threads = ChecksumThreads(CHECKSUM_THREADS, CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
+        super().__init__(
+            {
+                direction: Lane(
+                    f"kvoffd-gpu-{direction.value}",
+                    clock,
+                    [_GpuCopier(driver, context, direction, is_pinned, calls, locality, step_pieces)],
+                    checksum_threads if direction is Direction.STORE else None,
+                )
+                for direction in Direction
+            }
+        )
 
     def open(self) -> None:
-        """Waits until both threads have their streams. Raises CudaError when one has not; then ``close`` it."""
+        """Wait until both threads have their streams. Raises CudaError when one has not; then ``close`` the engine."""
         for lane in self._lanes.values():
             lane.wait_open()
 
@@ -83,35 +106,12 @@ class CudaEngine(TransferEngine):
     def lost(self) -> bool:
         return self._calls.lost
 
-    def submit(self, transfer: Transfer) -> None:
-        self._lanes[transfer.direction].submit(transfer)
-
-    def cancel(self, transfer: Transfer) -> bool:
-        return self._lanes[transfer.direction].cancel(transfer)
-
-    def abandon(self, transfer: Transfer) -> None:
-        transfer.abandoned = True
-
-    def expire(self) -> None:
-        for lane in self._lanes.values():
-            lane.expire()
-
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        return self._lanes[direction].load()
-
-    def close(self, timeout_s: float) -> bool:
-        # Threads wait in real time whatever clock the deadlines are on.
-        deadline = time.monotonic() + timeout_s
-        for lane in self._lanes.values():
-            lane.stop()
-        return all(lane.join(deadline) for lane in self._lanes.values())
-
 
 class CopyCalls:
-    """Which call one GPU's copies are made with: batches, until one of them is refused.
+    """Makes one GPU's copies: in batches, until one of them is refused, then one by one.
 
     Attributes:
-        lost: the context is: whatever is called in it fails.
+        lost: the context is lost; whatever is called in it fails.
     """
 
     def __init__(self, driver: CudaDriver, name: str) -> None:
@@ -123,7 +123,7 @@ class CopyCalls:
             _log.info("%s: the driver knows no batches (CUDA 12.8 does); pieces are copied one by one.", name)
 
     def launch(self, step: Step, stream: int) -> None:
-        """Puts a step into the stream. Raises CudaError; a part of the step may be in the stream all the same."""
+        """Put a step into the stream. Raises CudaError; a part of the step may be in the stream all the same."""
         count = step.size.size
         batch = self._batch
         if count and batch is not None:
@@ -178,13 +178,13 @@ class _GpuCopier:
         self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
         self._events = [self._driver.create_event() for _ in range(STEPS_IN_FLIGHT)]
 
-    def copy(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
         try:
-            outcome = self._launch_steps(transfer, turn)
+            outcome = self._launch_steps(transfer, progress)
             while self._in_flight:
-                self._wait_oldest(turn)
+                self._wait_oldest(progress)
         except BaseException:
-            self._settle(turn)
+            self._drain(progress)
             raise
         return outcome
 
@@ -196,12 +196,12 @@ class _GpuCopier:
         except CudaError as error:
             _log.warning("A stream could not be given up: %s", error.message)
 
-    def _launch_steps(self, transfer: Transfer, turn: CopyProgress) -> Outcome:
+    def _launch_steps(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
         steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)
         for number, step in enumerate(steps):
             if len(self._in_flight) == STEPS_IN_FLIGHT:
-                self._wait_oldest(turn)
-            if (early := turn.ending()) is not None:
+                self._wait_oldest(progress)
+            if (early := progress.must_end()) is not None:
                 return early
             self._calls.launch(step, self._stream)
             event = self._events[number % STEPS_IN_FLIGHT]
@@ -209,14 +209,14 @@ class _GpuCopier:
             self._in_flight.append((event, step.nbytes))
         return Outcome.DONE
 
-    def _wait_oldest(self, turn: CopyProgress) -> None:
+    def _wait_oldest(self, progress: CopyProgress) -> None:
         event, nbytes = self._in_flight[0]
         self._driver.wait_event(event)
         self._in_flight.popleft()
-        turn.copied(nbytes)
+        progress.advance(nbytes)
 
-    def _settle(self, turn: CopyProgress) -> None:
-        """After an error: waits for whatever is in the stream, a step that was launched in part included."""
+    def _drain(self, progress: CopyProgress) -> None:
+        """After an error: wait for whatever is in the stream, a step that was launched in part included."""
         try:
             self._driver.record_event(self._events[0], self._stream)
             self._driver.wait_event(self._events[0])
@@ -225,5 +225,73 @@ class _GpuCopier:
             _log.error("The daemon's context on a GPU is lost, all its engines there must register again: %s", error)
             self._calls.lost = True
         else:
-            turn.copied(sum(nbytes for _, nbytes in self._in_flight))
+            progress.advance(sum(nbytes for _, nbytes in self._in_flight))
         self._in_flight.clear()
+
+
+class Step(NamedTuple):
+    """A few hundred pieces at most, of at most STEP_BYTES together."""
+
+    destination: UInt64Array
+    """For one batch call; contiguous arrays of the same length, maybe 0."""
+    source: UInt64Array
+    size: UInt64Array
+    plain: list[tuple[int, int, int]]
+    """(destination, source, size) for one call each: what is large, or not pinned."""
+    nbytes: int
+
+
+def iterate_steps(
+    plan: Plan, direction: Direction, is_pinned: IsPinned, limit_pieces: int = STEP_PIECES
+) -> Iterator[Step]:
+    """Cuts a plan into steps of up to ``limit_pieces`` pieces, which together copy just what the plan does."""
+    for begin in range(0, plan.pieces, _PIECES_AT_A_TIME):
+        part = slice(begin, begin + _PIECES_AT_A_TIME)
+        destination, source, size = _cut(plan.destination[part], plan.source[part], plan.size[part], direction)
+        ends = np.cumsum(size)
+        first, done = 0, 0
+        while first < size.size:
+            last = int(np.searchsorted(ends, done + STEP_BYTES, side="right"))
+            last = min(max(last, first + 1), first + limit_pieces)
+            taken = slice(first, last)
+            nbytes = int(ends[last - 1]) - done
+            yield _step(destination[taken], source[taken], size[taken], nbytes, direction, is_pinned)
+            first, done = last, done + nbytes
+
+
+def _step(
+    destination: UInt64Array,
+    source: UInt64Array,
+    size: UInt64Array,
+    nbytes: int,
+    direction: Direction,
+    is_pinned: IsPinned,
+) -> Step:
+    plain = (size >= PLAIN_BYTES) | ~is_pinned(_pool_side(destination, source, direction))
+    if not plain.any():
+        return Step(destination, source, size, [], nbytes)
+    alone = list(zip(destination[plain].tolist(), source[plain].tolist(), size[plain].tolist(), strict=True))
+    batched = ~plain
+    return Step(destination[batched], source[batched], size[batched], alone, nbytes)
+
+
+def _cut(
+    destination: UInt64Array, source: UInt64Array, size: UInt64Array, direction: Direction
+) -> tuple[UInt64Array, UInt64Array, UInt64Array]:
+    """Cuts pieces that cross a multiple of STEP_BYTES in the pool. All pieces have at least one byte."""
+    step = np.uint64(STEP_BYTES)
+    pool = _pool_side(destination, source, direction)
+    first = pool // step
+    parts = ((pool + size - np.uint64(1)) // step - first + np.uint64(1)).astype(np.int64)
+    if parts.max() == 1:
+        return destination, source, size
+    piece = np.repeat(np.arange(size.size), parts)
+    number = (np.arange(piece.size) - np.repeat(np.cumsum(parts) - parts, parts)).astype(np.uint64)
+    begin = np.maximum(pool[piece], (first[piece] + number) * step)
+    end = np.minimum(pool[piece] + size[piece], (first[piece] + number + np.uint64(1)) * step)
+    offset = begin - pool[piece]
+    return destination[piece] + offset, source[piece] + offset, end - begin
+
+
+def _pool_side(destination: UInt64Array, source: UInt64Array, direction: Direction) -> UInt64Array:
+    return destination if direction is Direction.STORE else source

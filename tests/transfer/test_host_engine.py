@@ -13,10 +13,8 @@ from support.copy_buffers import address_of, random_bytes
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.host import STEP_BYTES, HostEngine
-from kvoffd.transfer.host_copy import HostCopy
-from kvoffd.transfer.layout import build_layouts
-from kvoffd.transfer.plan import Plan, plan_copy
+from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
+from kvoffd.transfer.plan import Plan, build_layouts, plan_copy
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 MIB = 1 << 20

@@ -1,0 +1,145 @@
+"""The engine for host memory: threads that copy between mapped memfds and take the checksums of what they store.
+
+The copy loop is ``host_copy.c``, compiled when kvoffd is installed and called without the GIL. It is in C since
+checksums cost nothing when they are taken of bytes that are in registers anyway. Measured on one core of an EPYC in
+pieces of 16, 64 and 256 KiB, memcpy of one large buffer being 1: loops of numpy made 0.7, 0.95 and 1.1, or 0.65, 0.75
+and 0.8 with checksums by a library right behind the copy; this makes 0.9, 1.15 and 1.2 with checksums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from kvoffd.system.native import Native, NotCompiled, native
+from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine
+from kvoffd.transfer.plan import Plan
+
+# A deadline and an abandon are looked at once a step: 8 MiB are half a millisecond. After each the thread waits for the
+# GIL, a tenth of a millisecond where the event loop is busy: steps of 2 MiB were 15 % slower.
+STEP_BYTES = 8 << 20
+
+_STRIPE_BYTES = 64
+
+
+class _Copying(ctypes.Structure):
+    """``struct copying`` of host_copy.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("destination", "source", "size")),
+        ("pieces", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("slot", "slot_bytes", "sum")),
+        ("slots", ctypes.c_uint64),
+        *((name, ctypes.c_uint64) for name in ("piece", "piece_done", "at_slot", "filled")),
+        ("sums", ctypes.c_uint64 * 8),
+    )
+
+
+class HostCopy:
+    """One plan, copied step by step. The addresses must be mapped: a wrong one kills the process.
+
+    Args:
+        slots: address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
+            taken along the way.
+        library: the compiled library; this installation's when None.
+
+    Raises:
+        NotCompiled: kvoffd was installed without it.
+    """
+
+    def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
+        self.plan = plan
+        self._step = (library or native()).copy
+        self._columns = (
+            *(np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)),
+            *(np.array(column, dtype=np.uint64) for column in (zip(*slots, strict=True) if slots else ((), ()))),
+        )
+        self._sums = np.zeros(len(slots), dtype=np.uint64)
+        destination, source, size, slot, slot_bytes = (column.ctypes.data for column in self._columns)
+        self._copying = _Copying(
+            *(destination, source, size, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
+        )
+        self._reference = ctypes.byref(self._copying)
+
+    def step(self, limit_bytes: int) -> int:
+        """Copy the next ``limit_bytes``, up to twice that, or all that are left; return how many: 0 at the end."""
+        return int(self._step(self._reference, limit_bytes))
+
+    def sums(self) -> list[int]:
+        """Return the XXH3 checksum (64 bits) of each full slot; 0 of one that is not, and where others must take it.
+
+        Others must take it of a slot of less than 241 bytes, of one that is not filled from its first byte on, and of
+        one that hashes to 0.
+        """
+        return self._sums.tolist()
+
+
+def try_out(library: Native) -> None:
+    """Copy a little in pieces of odd sizes: a loop that was compiled wrongly must not write engines' memory.
+
+    Raises:
+        NotCompiled: it was compiled wrongly.
+    """
+    source = np.arange(4096, dtype=np.uint8) * np.uint8(7)
+    pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
+    begin = -pool.ctypes.data % _STRIPE_BYTES
+    cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
+    size = np.diff(cuts)
+    plan = Plan(cuts[:-1] + np.uint64(pool.ctypes.data + begin), cuts[:-1] + np.uint64(source.ctypes.data), size, 4096)
+    copy = HostCopy(plan, [(pool.ctypes.data + begin, 4096)], library)
+    while copy.step(1000):
+        pass
+    copied = pool[begin : begin + 4096]
+    if not np.array_equal(copied, source) or copy.sums() != [xxhash.xxh3_64_intdigest(source.data)]:
+        raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
+
+
+class HostEngine(LaneEngine):
+    """Copies by the CPU, with ``threads_per_direction`` threads each for stores and loads.
+
+    Args:
+        clock: what deadlines are measured on, in seconds.
+        step: copies the next ``step_bytes`` of a plan and returns how many it copied; tests pass their own.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        threads_per_direction: int = 1,
+        step: Callable[[HostCopy, int], int] = HostCopy.step,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
+        try_out(native())
+        copiers = [_HostCopier(step, step_bytes)] * threads_per_direction
+        super().__init__({direction: Lane(f"kvoffd-{direction.value}", clock, copiers) for direction in Direction})
+
+    def hangs_s(self, direction: Direction) -> float:
+        return self._lanes[direction].hangs_s
+
+
+class _HostCopier:
+    """Copies step by step. It has no state, so that threads may share it."""
+
+    def __init__(self, step: Callable[[HostCopy, int], int], step_bytes: int) -> None:
+        self._step = step
+        self._step_bytes = step_bytes
+
+    def open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
+        checksums = transfer.checksums if transfer.direction is Direction.STORE else None
+        copy = HostCopy(transfer.plan, checksums.slot_addresses() if checksums is not None else ())
+        while progress.copied_bytes < transfer.plan.nbytes:
+            if (early := progress.must_end()) is not None:
+                return early
+            progress.advance(self._step(copy, self._step_bytes))
+        if checksums is None:
+            return Outcome.DONE
+        return progress.take_checksums(checksums, copy.sums())
