@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.config import SETTINGS, Config
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import ClientOptions
 from kvoffd_client.vllm.options import ConnectorOptions
 from kvoffd_proto.units import parse_duration
 

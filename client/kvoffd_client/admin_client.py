@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import msgspec
 import zmq
@@ -22,13 +22,11 @@ from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
 from kvoffd_proto.codec import CodecError, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.messages import (
-    PROTOCOL_VERSION,
     AnyReply,
     AnyRequest,
     AttachDisk,
     Clear,
     DetachDisk,
-    Done,
     DrainDisk,
     Error,
     Health,
@@ -46,10 +44,114 @@ from kvoffd_proto.messages import (
     Welcome,
 )
 from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
+from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
+
+DEFAULT_OPTIONS = ClientOptions()
+REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
+"""Other machines may be far away."""
+EVENTS_POLL_MS = 200
+"""How soon events() notices close()."""
+
+Fields = ParamSpec("Fields")
+ReplyT = TypeVar("ReplyT", bound=AnyReply)
+T = TypeVar("T")
+MakeRequest = Callable[[int, bytes], AnyRequest]
+"""Makes a request of its id and the session's token."""
+
+
+class AdminRequests(ABC):
+    """What an administrator asks of one daemon, however it is reached. Connects at the first call. Thread-safe.
+
+    Each call waits for its answer. All calls raise:
+        DaemonUnavailable: nothing listens there, or it refuses this user or key; the sentence names the place.
+        RequestRefused: the daemon answered with an error.
+        RequestTimeout: no answer in time.
+    """
+
+    _place: str
+    """Where the daemon is, as sentences have it: ``in /run/kvoffd``."""
+
+    def ask(
+        self,
+        kind: Callable[Concatenate[int, bytes, Fields], Request[ReplyT]],
+        *fields: Fields.args,
+        **named: Fields.kwargs,
+    ) -> ReplyT:
+        """Send a request; returns its reply, of the type that is declared at the request.
+
+        >>> client.ask(Clear, fingerprint).count                                               # doctest: +SKIP
+
+        Args:
+            kind: the request's class, of ``kvoffd_proto.messages``; any whose answer is a reply.
+            fields: its fields after the id and the token, which are this client's.
+        """
+        return self._ask(
+            cast("type[Request[ReplyT]]", kind), lambda request_id, token: kind(request_id, token, *fields, **named)
+        )
+
+    def stats(self) -> StatsReply:
+        """All counters."""
+        return self.ask(Stats)
+
+    def health(self) -> HealthReply:
+        """Whether the daemon works: a round trip through the loop that serves engines."""
+        return self.ask(Health)
+
+    def sessions(self) -> SessionsReply:
+        """Open sessions, oldest first."""
+        return self.ask(Sessions)
+
+    def namespaces(self) -> NamespacesReply:
+        """Open namespaces, oldest first."""
+        return self.ask(Namespaces)
+
+    def clear(self, fingerprint: bytes | None = None) -> int:
+        """Drop every block of one namespace, or of all; returns how many."""
+        return self.ask(Clear, fingerprint).count
+
+    def scrub(self, start: bool = True) -> ScrubReply:
+        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
+
+        Args:
+            start: begin, unless it is being done already. False only asks.
+        """
+        return self.ask(Scrub, start)
+
+    def attach_disk(self, directory: str, size_bytes: int) -> None:
+        """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
+        self.ask(AttachDisk, directory, size_bytes)
+
+    def drain_disk(self, directory: str) -> None:
+        """Have nothing more written to a directory."""
+        self.ask(DrainDisk, directory)
+
+    def detach_disk(self, directory: str) -> None:
+        """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
+        self.ask(DetachDisk, directory)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the session. Repeatable."""
+
+    def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
+        reply = self._round_trip(make)
+        if not isinstance(reply, answer_type(kind)):
+            raise DaemonUnavailable(f"The daemon {self._place} answered with a {type(reply).__name__}.")
+        return reply
+
+    @abstractmethod
+    def _round_trip(self, make: MakeRequest) -> AnyReply:
+        """Send a request and wait for its reply, which is never Error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class AdminSession(Session):
-    """Adds to ``Session`` requests whose outcome is waited for.
+    """The administrator's session: adds to ``Session`` requests whose outcome is waited for. Pure, like it.
 
     Attributes:
         attempts_failed: attempts to connect, and connections, that ended.
@@ -75,80 +177,8 @@ class AdminSession(Session):
         self.attempts_failed += 1
 
 
-R = TypeVar("R", bound=AnyReply)
-
-
-class Administration(ABC):
-    """Asks one daemon about itself. Connects at the first call; each call waits for its answer. Thread-safe.
-
-    All calls raise:
-        DaemonUnavailable: nothing listens there, or it refuses this user or key; the sentence names the place.
-        RequestRefused: the daemon answered with an error.
-        RequestTimeout: no answer in time.
-    """
-
-    def stats(self) -> StatsReply:
-        """All counters."""
-        return self._ask(StatsReply, lambda request_id, token: Stats(request_id, token))
-
-    def health(self) -> HealthReply:
-        """Whether the daemon works: a round trip through the loop that serves engines."""
-        return self._ask(HealthReply, lambda request_id, token: Health(request_id, token))
-
-    def sessions(self) -> SessionsReply:
-        """Open sessions, oldest first."""
-        return self._ask(SessionsReply, lambda request_id, token: Sessions(request_id, token))
-
-    def namespaces(self) -> NamespacesReply:
-        """Open namespaces, oldest first."""
-        return self._ask(NamespacesReply, lambda request_id, token: Namespaces(request_id, token))
-
-    def clear(self, fingerprint: bytes | None = None) -> int:
-        """Drop every block of one namespace, or of all; returns how many."""
-        return self._ask(Done, lambda request_id, token: Clear(request_id, token, fingerprint)).count
-
-    def scrub(self, start: bool = True) -> ScrubReply:
-        """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
-
-        Args:
-            start: begin, unless it is being done already. False only asks.
-        """
-        return self._ask(ScrubReply, lambda request_id, token: Scrub(request_id, token, start))
-
-    def attach_disk(self, directory: str, size_bytes: int) -> None:
-        """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
-        self._ask(Done, lambda request_id, token: AttachDisk(request_id, token, directory, size_bytes))
-
-    def drain_disk(self, directory: str) -> None:
-        """Have nothing more written to a directory."""
-        self._ask(Done, lambda request_id, token: DrainDisk(request_id, token, directory))
-
-    def detach_disk(self, directory: str) -> None:
-        """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
-        self._ask(Done, lambda request_id, token: DetachDisk(request_id, token, directory))
-
-    @abstractmethod
-    def close(self) -> None:
-        """Go away. Repeatable."""
-
-    @abstractmethod
-    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
-        """Send what ``make`` makes of a request id and a token; the reply, which is of ``kind``."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-DEFAULT_OPTIONS = ClientOptions()
-TAIL_POLL_MS = 200
-"""How soon events() notices close()."""
-
-
-class AdminClient(Administration):
-    """Administration over the daemon's sockets.
+class AdminClient(AdminRequests):
+    """An administrator's client over the daemon's sockets.
 
     Args:
         directory: where the daemon's sockets are.
@@ -159,6 +189,7 @@ class AdminClient(Administration):
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = DEFAULT_OPTIONS) -> None:
         self._directory = os.fspath(directory)
+        self._place = f"in {self._directory}"
         self._options = options
         self._connection: Connection[AdminSession] | None = None
         self._closed = False
@@ -177,23 +208,23 @@ class AdminClient(Administration):
             raise DaemonUnavailable(
                 f"There is no kvoffd daemon in {self._directory} (no {path.name}); start one there."
             )
-        with zmq.Context() as context, context.socket(zmq.SUB) as tail:
-            tail.setsockopt(zmq.LINGER, 0)
-            tail.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
-            tail.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
-            tail.connect(f"ipc://{path}")
-            heard_at = time.monotonic()
+        with zmq.Context() as context, context.socket(zmq.SUB) as subscription:
+            subscription.setsockopt(zmq.LINGER, 0)
+            subscription.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+            subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
+            subscription.connect(f"ipc://{path}")
+            last_event_at = time.monotonic()
             while not self._closed:
-                if tail.poll(TAIL_POLL_MS):
-                    frames = tail.recv_multipart(zmq.NOBLOCK)
-                    heard_at = time.monotonic()
+                if subscription.poll(EVENTS_POLL_MS):
+                    frames = subscription.recv_multipart(zmq.NOBLOCK)
+                    last_event_at = time.monotonic()
                     try:
                         topic, sequence, payload = frames
                         batch = decode_event_batch(payload)
                     except (ValueError, msgspec.MsgspecError):
                         continue  # not an event of this protocol
                     yield topic, int.from_bytes(sequence, "big"), batch
-                elif idle_timeout_s is not None and time.monotonic() - heard_at >= idle_timeout_s:
+                elif idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
                     return
 
     def close(self) -> None:
@@ -202,36 +233,40 @@ class AdminClient(Administration):
         if self._connection is not None:
             self._connection.close()
 
-    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
-        def start(session: AdminSession, outcome: list[AnyReply | KvoffdClientError], now: float, left: float) -> None:
-            session.ask(make(session.next_request_id(), session.token), outcome, now, left)
+    @property
+    def _session(self) -> AdminSession:
+        assert self._connection is not None
+        return self._connection.session
 
-        reply = self._exchange(start)
-        if not isinstance(reply, kind):
-            raise DaemonUnavailable(f"The daemon in {self._directory} answered with a {type(reply).__name__}.")
-        return reply
+    def _round_trip(self, make: MakeRequest) -> AnyReply:
+        def start(outcome: list[AnyReply | KvoffdClientError], now: float, timeout_s: float) -> None:
+            session = self._session
+            session.ask(make(session.next_request_id(), session.token), outcome, now, timeout_s)
 
-    def _exchange(self, start: Callable[[AdminSession, list[Any], float, float], None]) -> Any:
+        return self._wait_for(start)
+
+    def _wait_for(self, start: Callable[[list[T | KvoffdClientError], float, float], None]) -> T:
         """Start something on the session and wait for its outcome; a KvoffdClientError is raised.
 
-        ``start`` gets the time and the seconds left, and sees to it that the outcome is appended to its list.
+        ``start`` is called with the connection's lock held, gets the time and the seconds left, and sees to it that
+        the outcome is appended to its list.
         """
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = time.monotonic() + self._options.request_timeout_s
             connection = self._connected(deadline)
-            session = connection.session
-            outcome: list[Any] = []
+            outcome: list[T | KvoffdClientError] = []
             with connection.lock:
-                start(session, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
+                start(outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
                 connection.flush()
             connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
-        if not outcome or isinstance(outcome[0], RequestTimeout):
+        found = outcome[0] if outcome else RequestTimeout()
+        if isinstance(found, RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
-        if isinstance(outcome[0], KvoffdClientError):
-            raise outcome[0]
-        return outcome[0]
+        if isinstance(found, KvoffdClientError):
+            raise found
+        return found
 
     def _connected(self, deadline: float) -> Connection[AdminSession]:
         """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
@@ -253,12 +288,8 @@ class AdminClient(Administration):
         raise DaemonUnavailable(problem) from session.refusal
 
 
-REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
-"""Other machines may be far away."""
-
-
-class RemoteAdminClient(Administration):
-    """Administration over a daemon's ``admin_address``.
+class RemoteAdminClient(AdminRequests):
+    """An administrator's client over a daemon's ``admin_address``: TCP, encrypted and authenticated by CURVE.
 
     Args:
         address: ``host:port``.
@@ -276,6 +307,7 @@ class RemoteAdminClient(Administration):
             zmq.curve_public(server_key.encode())  # it is as long as a secret key, and written alike
         except zmq.ZMQError as error:
             raise ValueError("A key has 40 characters, as `kvoffd-cli keygen` writes it.") from error
+        self._place = f"at {address}"
         self._address = address
         self._server_key = server_key.encode()
         self._secret_key = secret_key.encode()
@@ -286,21 +318,17 @@ class RemoteAdminClient(Administration):
         self._one_call = threading.Lock()
 
     def close(self) -> None:
-        """Go away. Repeatable."""
+        """End the session. Repeatable."""
         with self._one_call:
-            self._let_go()
+            self._disconnect()
             self._context.term()
 
-    def _ask(self, kind: type[R], make: Callable[[int, bytes], AnyRequest]) -> R:
+    def _round_trip(self, make: MakeRequest) -> AnyReply:
         with self._one_call:
             if self._context.closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = time.monotonic() + self._options.request_timeout_s
-            socket = self._connected(deadline)
-            reply = self._exchange(socket, make, deadline)
-        if not isinstance(reply, kind):
-            raise DaemonUnavailable(f"The daemon at {self._address} answered with a {type(reply).__name__}.")
-        return reply
+            return self._exchange(self._connected(deadline), make, deadline)
 
     def _connected(self, deadline: float) -> zmq.Socket[bytes]:
         """The socket, after Hello: a daemon of another version says so."""
@@ -325,7 +353,7 @@ class RemoteAdminClient(Administration):
             if not isinstance(hello, Welcome):
                 raise DaemonUnavailable(f"The daemon at {self._address} answered Hello with a {type(hello).__name__}.")
         except BaseException:
-            self._let_go()
+            self._disconnect()
             raise
         return socket
 
@@ -351,9 +379,7 @@ class RemoteAdminClient(Administration):
             monitor.close(linger=0)
         raise DaemonUnavailable(f"The kvoffd daemon at {self._address} cannot be reached: {problem}.")
 
-    def _exchange(
-        self, socket: zmq.Socket[bytes], make: Callable[[int, bytes], AnyRequest], deadline: float
-    ) -> AnyReply:
+    def _exchange(self, socket: zmq.Socket[bytes], make: MakeRequest, deadline: float) -> AnyReply:
         self._last_id += 1
         frame = encode(make(self._last_id, NO_TOKEN))
         sent = False
@@ -366,7 +392,7 @@ class RemoteAdminClient(Administration):
                 if isinstance(reply, Error):
                     raise RequestRefused(reply.code, reply.message)
                 return reply
-        self._let_go()
+        self._disconnect()
         raise RequestTimeout(f"The kvoffd daemon at {self._address} did not answer in time; try again later.")
 
     def _receive(self, socket: zmq.Socket[bytes]) -> AnyReply:
@@ -374,10 +400,10 @@ class RemoteAdminClient(Administration):
         try:
             return decode_reply(frames[0] if len(frames) == 1 else b"")
         except CodecError as error:
-            self._let_go()
+            self._disconnect()
             raise DaemonUnavailable(f"The daemon at {self._address} sent what is no reply: {error}.") from error
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close(linger=0)
             self._socket = None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.shared_memory import Registration
 from kvoffd_proto.messages import Role
+
+if TYPE_CHECKING:  # administrators start faster without numpy
+    from kvoffd_client.namespace_spec import NamespaceSpec
+    from kvoffd_client.shared_memory import Registration
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.bench.copy import bench_copy
 from kvoffd_client.bench.jobs import bench_jobs
 from kvoffd_client.bench.lookup import bench_lookup

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.bench.echo import Echo
 from kvoffd_client.bench.load_generators import Crowd
 from kvoffd_client.bench.report import BenchFailed

@@ -14,7 +14,7 @@ from pathlib import Path
 from support.daemon import DaemonProcess
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
 from tests.chaos.rounds import held
 

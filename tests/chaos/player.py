@@ -22,7 +22,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import ClientOptions
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.vllm.options import ConnectorOptions
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client import AdminClient, KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from tests.chaos.player import RANKS
 from tests.chaos.supervisor import Supervisor

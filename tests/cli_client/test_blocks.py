@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.blocks import Block, BlockClient, BlockFile, Geometry, export_blocks
+from kvoffd_client import Block, BlockClient, BlockFile, DaemonUnavailable, Geometry, export_blocks
 from kvoffd_client.blocks import block_transfer as export_module
 from kvoffd_client.cli import main
-from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec

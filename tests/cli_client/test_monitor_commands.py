@@ -8,6 +8,7 @@ from itertools import islice
 import msgspec
 import pytest
 
+from kvoffd_client import DaemonUnavailable
 from kvoffd_client.cli.monitor_commands import (
     describe_gap,
     event_lines,
@@ -15,7 +16,6 @@ from kvoffd_client.cli.monitor_commands import (
     stats_pages,
     topic_fingerprint,
 )
-from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
 from kvoffd_proto.messages import StatsReply
 

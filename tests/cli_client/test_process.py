@@ -20,7 +20,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 
 COMMAND = (sys.executable, "-c", "import sys; from kvoffd_client.cli import main; sys.exit(main())")

@@ -7,11 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.fake_daemon import FakeDaemon
 
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration, SharedMemory
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 SPEC = NamespaceSpec.named("client-tests")

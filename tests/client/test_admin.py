@@ -11,9 +11,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.fake_daemon import FakeDaemon
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.errors import DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client import AdminClient, ClientOptions, DaemonUnavailable, RequestRefused, RequestTimeout
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode

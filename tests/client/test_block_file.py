@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kvoffd_client.blocks import Block, BlockFile, BlockFileError, Geometry, checksum_of
+from kvoffd_client import Block, BlockDamaged, BlockFile, BlockFileError, Geometry, checksum_of
 from kvoffd_client.blocks.block_file import Entry, room_for, write_header
-from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import PageSpec, ShardSpec, shard_bytes_of
 from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.messages import GroupSpec

@@ -9,8 +9,7 @@ from collections import Counter
 from support.fake_daemon import FakeDaemon
 from support.waiting import wait_until
 
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client import SchedulerClient, WorkerClient
 from kvoffd_proto import messages as m
 
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]

@@ -15,12 +15,7 @@ import pytest
 from support.fake_daemon import FakeDaemon
 from support.waiting import wait_until
 
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.errors import ForkedProcess
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import Refused, encode_frame

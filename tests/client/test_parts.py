@@ -8,9 +8,7 @@ import os
 import numpy as np
 import pytest
 
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory
 from kvoffd_proto.messages import GroupSpec
 
 

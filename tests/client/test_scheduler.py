@@ -6,8 +6,7 @@ import pytest
 from support.fake_daemon import FakeDaemon
 from support.waiting import wait_until
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved

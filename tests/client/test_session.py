@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client import ClientOptions, NamespaceSpec, Registration, RequestRefused, SharedMemory
+from kvoffd_client.client_options import Identity
 from kvoffd_client.client_session import Phase
-from kvoffd_client.errors import RequestRefused
-from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_session import SchedulerSession
-from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m

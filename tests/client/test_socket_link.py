@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import ClientOptions
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.sockets import SocketPaths
 

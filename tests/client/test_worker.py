@@ -9,9 +9,7 @@ import pytest
 from support.fake_daemon import FakeDaemon
 from support.waiting import wait_until
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.shared_memory import Registration
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 

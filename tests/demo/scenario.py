@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client import AdminClient, KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
 from tests.demo.processes import Daemon, DemoFailed, Engine

@@ -12,7 +12,7 @@ from support.gpu_machine import Machine
 from support.stub_cuda import Ranges
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.bench import copy_gpu
 from kvoffd_client.bench.copy import JOBS
 from kvoffd_client.bench.copy_gpu import bench_copy_gpu

@@ -10,7 +10,7 @@ from support.exporter import Exporter
 from support.gpu_machine import Machine
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys
 

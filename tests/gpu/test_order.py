@@ -6,7 +6,7 @@ import pytest
 from support.exporter import Exporter
 from support.gpu_machine import Machine
 
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 
 KEY = bytes(32)

@@ -8,8 +8,7 @@ import pytest
 from support.gpu_machine import Machine
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client import AdminClient, SchedulerClient
 from kvoffd_proto.messages import GroupKeys
 
 KINDS = ["ordinary", "chunks"]

@@ -24,10 +24,8 @@ from support.wire import NAMESPACE, WireClient, ids, keys, stats
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd_client.admin_client import RemoteAdminClient
+from kvoffd_client import ClientOptions, DaemonUnavailable, RemoteAdminClient, RequestRefused
 from kvoffd_client.cli import main
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.errors import DaemonUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec

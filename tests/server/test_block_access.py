@@ -13,7 +13,7 @@ from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd.system.mappings import map_memfd
 from kvoffd.transfer.engine import Outcome
 from kvoffd.transfer.host_engine import HostEngine
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
 from kvoffd_proto.errors import ErrorCode
 

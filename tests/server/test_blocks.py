@@ -23,7 +23,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.operators import BlockAccess
 from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m

@@ -11,10 +11,8 @@ from server.test_kv_events import replay
 from support.daemon import DaemonProcess
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.blocks import BlockClient
+from kvoffd_client import AdminClient, BlockClient, BlockUnavailable, RequestRefused
 from kvoffd_client.cli import main
-from kvoffd_client.errors import BlockUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m

@@ -13,7 +13,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -328,8 +328,8 @@ def test_users_that_are_not_named_may_not_administer():
 
 CLEAR = """
 import os, sys
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client import AdminClient
+from kvoffd_client import KvoffdClientError
 directory, uid = sys.argv[1], int(sys.argv[2])
 os.setgroups([])
 os.setgid(uid)

@@ -6,7 +6,7 @@ import time
 
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 
 WATCHED_S = 4.0

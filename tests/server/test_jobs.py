@@ -12,7 +12,7 @@ from support.daemon import DaemonProcess
 from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 

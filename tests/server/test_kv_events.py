@@ -6,7 +6,7 @@ import zmq
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, key, keys
 
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
 

@@ -21,7 +21,7 @@ from support.wire import WireClient, ids, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.server.daemon import Daemon
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 
 KILLS = int(os.environ.get("RESTART_KILLS", "5"))

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import ClientOptions
 from kvoffd_client.client_session import Session
 from kvoffd_proto import codec, lifeline
 from tests.sim.clock import Broken, Clock, Process

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client import NamespaceSpec
 from kvoffd_proto.messages import GroupSpec
 
 Bytes = npt.NDArray[np.uint8]

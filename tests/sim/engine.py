@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvoffd_client.scheduler_session import LookupTicket, SchedulerSession
+from kvoffd_client import LookupTicket
+from kvoffd_client.scheduler_session import SchedulerSession
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
 from tests.sim.client import SimClient

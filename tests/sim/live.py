@@ -12,11 +12,7 @@ from pathlib import Path
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
-from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration, SharedMemory
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
 from tests.sim.rank import ids

@@ -22,11 +22,11 @@ from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Outcome, TransferEngine
+from kvoffd_client import ClientOptions, Registration
 from kvoffd_client.admin_client import AdminSession
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_options import Identity
 from kvoffd_client.client_session import Link
 from kvoffd_client.scheduler_session import SchedulerSession
-from kvoffd_client.shared_memory import Registration
 from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import Role
 from tests.sim.content import Content

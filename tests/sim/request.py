@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client import LookupTicket
 from kvoffd_proto.messages import GroupTransfer
 from tests.sim.rank import Place, Rank, ids
 

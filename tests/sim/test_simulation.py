@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import ClientOptions
 from tests.sim.client import OPTIONS
 from tests.sim.daemon import TICK_S
 from tests.sim.parts import make_config

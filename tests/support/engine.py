@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
 MAIN = Path(__file__).parent / "engine_main.py"

@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda.export import ExportDriver, export_segments
 from kvoffd_client.cuda.order import Event, OrderedSender
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.shared_memory import Registration
-from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.cuda_driver import DEFAULT_LIBRARY
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer

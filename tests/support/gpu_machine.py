@@ -11,8 +11,7 @@ from support.exporter import Exporter
 from kvoffd.errors import KvoffdError
 from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client import NamespaceSpec, SchedulerClient
 
 
 def real_gpus() -> int:

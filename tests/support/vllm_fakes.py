@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client import LookupTicket, NamespaceSpec
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult
 

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 import zmq
 
-from kvoffd_client.shared_memory import SharedMemory
+from kvoffd_client import SharedMemory
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.daemon import DaemonProcess
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_client.bench.copy import _Copies
 from kvoffd_client.bench.engine import BenchEngine
 

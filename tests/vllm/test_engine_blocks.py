@@ -14,8 +14,7 @@ from support.daemon import DaemonProcess
 from support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
 from support.models import make_tiny_llama
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.blocks import BlockClient
+from kvoffd_client import AdminClient, BlockClient
 from tests.vllm.test_engine_sharing import wait_stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

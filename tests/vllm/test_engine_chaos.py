@@ -14,7 +14,7 @@ import pytest
 from support.engine import BLOCK_TOKENS, EngineProcess, completions, full_blocks, prompt, wait_connected, wait_stats
 from support.models import make_tiny_llama
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 from tests.chaos.supervisor import Supervisor
 

@@ -11,7 +11,7 @@ from support.engine import Completion, EngineProcess, full_blocks, prompt, wait_
 from support.models import make_tiny_llama
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

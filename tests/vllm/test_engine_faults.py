@@ -28,7 +28,7 @@ from support.models import make_tiny_llama
 from support.waiting import wait_until
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
 

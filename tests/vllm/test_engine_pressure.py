@@ -9,7 +9,7 @@ from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait
 from support.faulty_daemon import FaultyDaemon
 from support.models import make_tiny_llama
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]

@@ -14,8 +14,7 @@ from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks,
 from support.models import make_tiny_gemma3, make_tiny_llama
 from support.waiting import wait_until
 
-from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client import AdminClient, ClientOptions
 from kvoffd_proto.messages import NamespaceInfo, StatsReply
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

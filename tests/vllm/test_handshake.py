@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 from support.vllm_fakes import Clock, FakeSchedulerClient
 
-from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.handshake import LateClient, NamespacesDiffer, common_namespace
 
 ONE = NamespaceSpec.named("one")

@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,20 +22,16 @@ from kvoffd_proto.blocks import (
     PUT_NO_ROOM,
     PUT_STORED,
     BlockInfo,
-    BlocksGot,
-    BlocksListed,
-    BlocksPut,
     DescribeNamespace,
     GetBlocks,
     HeldShard,
     ListBlocks,
-    NamespaceDescribed,
     PinBlocks,
     PutBlocks,
     PutShard,
     RestoreNamespace,
 )
-from kvoffd_proto.messages import Done, NamespaceOpened, Release
+from kvoffd_proto.messages import Release
 
 OPTIONS = ClientOptions(request_timeout_s=60.0)
 """Putting many blocks takes as long as copying them."""
@@ -95,29 +91,22 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         known = self._geometries.get(fingerprint)
         if known is None:
-            reply = self._ask(
-                NamespaceDescribed, lambda request_id, token: DescribeNamespace(request_id, token, fingerprint)
-            )
+            reply = self.ask(DescribeNamespace, fingerprint)
             known = self._geometries[fingerprint] = Geometry.of_reply(fingerprint, reply)
         return known
 
     def restore_namespace(self, geometry: Geometry) -> bool:
         """Open a namespace without an engine, as before an import; True where it was not open."""
-        reply = self._ask(
-            NamespaceOpened,
-            lambda request_id, token: RestoreNamespace(
-                request_id,
-                token,
-                geometry.fingerprint,
-                geometry.label,
-                geometry.world_size,
-                geometry.key_bytes,
-                list(geometry.groups),
-                geometry.description,
-                [list(shards) for shards in geometry.shards],
-            ),
-        )
-        return reply.created
+        return self.ask(
+            RestoreNamespace,
+            geometry.fingerprint,
+            geometry.label,
+            geometry.world_size,
+            geometry.key_bytes,
+            list(geometry.groups),
+            geometry.description,
+            [list(shards) for shards in geometry.shards],
+        ).created
 
     # --- reading ---------------------------------------------------------------------------------
 
@@ -133,20 +122,11 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         position = 0
         while True:
-            page = self._ask(
-                BlocksListed,
-                partial(self._list_request, fingerprint, group, position, prefix, pinned),
-            )
+            page = self.ask(ListBlocks, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
             yield from page.blocks
             position = page.next_position
             if not position:
                 return
-
-    @staticmethod
-    def _list_request(
-        fingerprint: bytes, group: int, position: int, prefix: str, pinned: bool, request_id: int, token: bytes
-    ) -> ListBlocks:
-        return ListBlocks(request_id, token, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
 
     def get_block(self, namespace: str | bytes, key: bytes, group: int = 0, *, verify: bool = True) -> Block:
         """Open one block. It is pinned in the pool until it is closed, and its arrays lie in the pool itself.
@@ -180,7 +160,7 @@ class BlockClient(AdminClient):
 
         def request(request_id: int, token: bytes) -> GetBlocks:
             # Made with the lock held: no heartbeat may come between the id and its renewal.
-            session = self._block_session
+            session = self._session
             if session.generation != generation:  # the offsets would be of another pool
                 raise DaemonUnavailable(_INTERRUPTED)
             made.append(session.new_lease())
@@ -188,25 +168,22 @@ class BlockClient(AdminClient):
             return GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
 
         try:
-            reply = self._ask(BlocksGot, request)
+            reply = self._ask(GetBlocks, request)
         except KvoffdClientError:
-            self._release(made)
+            for lease in made:
+                self._release(lease)
             raise
-        held = _Hold(sum(shards is not None for shards in reply.blocks), partial(self._release, made))
+        (lease,) = made
+        lease.open_blocks = sum(shards is not None for shards in reply.blocks)
+        if not lease.open_blocks:
+            self._release(lease)
         return [
-            None if shards is None else self._block(geometry, group, key, shards, pool, made[0], held)
+            None if shards is None else self._block(geometry, group, key, shards, pool, lease)
             for key, shards in zip(keys, reply.blocks, strict=True)
         ]
 
     def _block(
-        self,
-        geometry: Geometry,
-        group: int,
-        key: bytes,
-        held: Sequence[HeldShard],
-        pool: Bytes,
-        lease: Lease,
-        hold: _Hold,
+        self, geometry: Geometry, group: int, key: bytes, held: Sequence[HeldShard], pool: Bytes, lease: Lease
     ) -> Block:
         block: Block
 
@@ -222,8 +199,14 @@ class BlockClient(AdminClient):
             Shard(rank, geometry.shards[rank][group], reader(shard), int.from_bytes(shard.checksum, "big"))
             for rank, shard in enumerate(held)
         ]
-        block = Block(geometry, group, key, shards, max((shard.first_block for shard in held), default=0), hold.let_go)
+        first_block = max((shard.first_block for shard in held), default=0)
+        block = Block(geometry, group, key, shards, first_block, partial(self._block_closed, lease))
         return block
+
+    def _block_closed(self, lease: Lease) -> None:
+        lease.open_blocks -= 1
+        if not lease.open_blocks:
+            self._release(lease)
 
     def _mapped_pool(self) -> tuple[int, Bytes]:
         """The daemon's pool, mapped for reading only: once for each connection, whose generation comes with it."""
@@ -231,15 +214,12 @@ class BlockClient(AdminClient):
             return self._pool
         generation = 0
 
-        def start(
-            session: AdminSession, outcome: list[OpenedPool | KvoffdClientError], now: float, left: float
-        ) -> None:
+        def start(outcome: list[OpenedPool | KvoffdClientError], now: float, timeout_s: float) -> None:
             nonlocal generation
-            generation = session.generation
-            cast(BlockSession, session).open_pool(outcome)
+            generation = self._session.generation
+            self._session.open_pool(outcome)
 
-        answer: OpenedPool = self._exchange(start)
-        fd, opened = answer
+        fd, opened = self._wait_for(start)
         try:
             mapping = mmap.mmap(fd, opened.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=opened.offset_bytes)
         except (OSError, ValueError) as error:
@@ -249,21 +229,19 @@ class BlockClient(AdminClient):
         self._pool = (generation, np.frombuffer(mapping, dtype=np.uint8))
         return self._pool
 
-    def _release(self, leases: Sequence[Lease]) -> None:
-        """End leases. Where the daemon is away they have ended already."""
+    def _release(self, lease: Lease) -> None:
+        """End a lease. Where the daemon is away it has ended already."""
         connection = self._connection
         if connection is None:
             return
         with connection.lock:
-            session = self._block_session
-            ended = [lease.id for lease in leases if session.leases.pop(lease.id, None) is not None]
-            for lease in leases:
-                lease.alive = False
-        if ended and not self._closed:
+            was_alive = self._session.leases.pop(lease.id, None) is not None
+            lease.alive = False
+        if was_alive and not self._closed:
             try:
-                self._ask(Done, lambda request_id, token: Release(request_id, token, ended))
+                self.ask(Release, [lease.id])
             except KvoffdClientError:
-                pass  # the session's end is theirs too
+                pass  # the session's end is the lease's too
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -301,10 +279,10 @@ class BlockClient(AdminClient):
             return self._staging[2]
         memory = SharedMemory(max(nbytes, STAGING_BYTES), "kvoffd-put")
 
-        def start(session: AdminSession, outcome: list[int | KvoffdClientError], now: float, left: float) -> None:
-            cast(BlockSession, session).attach(memory.fd, outcome)
+        def start(outcome: list[int | KvoffdClientError], now: float, timeout_s: float) -> None:
+            self._session.attach(memory.fd, outcome)
 
-        segment: int = self._exchange(start)
+        segment = self._wait_for(start)
         self._staging = (self._generation(), segment, memory)
         return memory
 
@@ -320,42 +298,30 @@ class BlockClient(AdminClient):
         if self._staging is None or self._staging[0] != self._generation():
             raise DaemonUnavailable(_INTERRUPTED)
         _, segment, memory = self._staging
-        reply = self._ask(
-            BlocksPut,
-            lambda request_id, token: PutBlocks(
-                request_id,
-                token,
-                geometry.fingerprint,
-                segment,
-                memory.size_bytes,
-                group,
-                b"".join(keys),
-                [list(of_key) for of_key in shards],
-                first_block,
-            ),
-        )
-        return reply.states
+        return self.ask(
+            PutBlocks,
+            geometry.fingerprint,
+            segment,
+            memory.size_bytes,
+            group,
+            b"".join(keys),
+            [list(of_key) for of_key in shards],
+            first_block,
+        ).states
 
     def pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
         """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new."""
-        return self._pin(namespace, keys, group, pin=True)
+        return self.ask(PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
 
     def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
         """Take pins back; returns how many there were."""
-        return self._pin(namespace, keys, group, pin=False)
-
-    def _pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int, *, pin: bool) -> int:
-        fingerprint = self.find_namespace(namespace)
-        return self._ask(
-            Done, lambda request_id, token: PinBlocks(request_id, token, fingerprint, group, b"".join(keys), pin)
-        ).count
+        return self.ask(PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
 
     # --- inside ----------------------------------------------------------------------------------
 
     @property
-    def _block_session(self) -> BlockSession:
-        assert self._connection is not None
-        session = self._connection.session
+    def _session(self) -> BlockSession:
+        session = super()._session
         assert isinstance(session, BlockSession)
         return session
 
@@ -371,22 +337,6 @@ class BlockClient(AdminClient):
         if self._staging is not None:
             self._staging[2].close()
             self._staging = None
-
-
-class _Hold:
-    """Several blocks under one lease."""
-
-    def __init__(self, count: int, release: Callable[[], None]) -> None:
-        self._count = count
-        self._release = release
-        if not count:
-            release()
-
-    def let_go(self) -> None:
-        """One of them was closed."""
-        self._count -= 1
-        if not self._count:
-            self._release()
 
 
 def put_shard(offset_bytes: int, checksum: int) -> PutShard:

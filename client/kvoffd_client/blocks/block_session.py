@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import TypeVar, cast
 
 from kvoffd_client.admin_client import AdminSession
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
+from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, PoolOpened, PoolRefused
 from kvoffd_proto.messages import HeartbeatReply
 
+T = TypeVar("T")
 
-class PoolLink(Link, Protocol):
-    """A link over which descriptors come too."""
-
-    def ask_for_pool(self) -> None:
-        """Ask over the lifeline for a descriptor of the pool. Raises OSError."""
-
-    def take_descriptor(self) -> int | None:
-        """The descriptor that came over the lifeline first, if there is one."""
+OpenedPool = tuple[int, PoolOpened]
+"""The pool's descriptor, which is the caller's to close, and where the pool lies in its file."""
 
 
 class Lease:
-    """Pins of this session. ``alive`` turns False once the daemon has ended it, or the session has ended."""
+    """Pins of this session.
+
+    Attributes:
+        id: its name on the wire.
+        alive: False once the daemon has ended it, or the session has ended.
+        open_blocks: blocks that were opened under it and are not closed.
+    """
 
     def __init__(self, lease_id: int) -> None:
         self.id = lease_id
         self.alive = True
-
-
-OpenedPool = tuple[int, PoolOpened]
-"""The descriptor, and where the pool lies in its file."""
+        self.open_blocks = 0
 
 
 class BlockSession(AdminSession):
@@ -43,13 +42,13 @@ class BlockSession(AdminSession):
         leases: by id, those to renew.
     """
 
-    def __init__(self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random) -> None:
-        super().__init__(link, identity, options, dice)
-        self._pool_link = cast(PoolLink, link)
+    def __init__(self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random) -> None:
+        super().__init__(link, identity, options, rng)
+        self._socket_link = cast(SocketLink, link)
         self.leases: dict[int, Lease] = {}
         self._next_lease = 0
         self._next_segment = 0
-        self._answered: Callable[[FromDaemon | KvoffdClientError], None] | None = None
+        self._on_answer: Callable[[FromDaemon | KvoffdClientError], None] | None = None
 
     def new_lease(self) -> Lease:
         """A lease with an id that was not used before. Renewed once it is in ``leases``."""
@@ -59,50 +58,58 @@ class BlockSession(AdminSession):
     def open_pool(self, outcome: list[OpenedPool | KvoffdClientError]) -> None:
         """Have the daemon send its pool's descriptor."""
 
-        def answered(message: FromDaemon | KvoffdClientError) -> None:
-            if isinstance(message, PoolOpened):
-                fd = self._pool_link.take_descriptor()
-                outcome.append(
-                    DaemonUnavailable("The pool came without its descriptor.") if fd is None else (fd, message)
-                )
-            elif isinstance(message, PoolRefused):
-                outcome.append(RequestRefused(message.code, message.message))
-            else:
-                outcome.append(_no_answer(message))
+        def result_of(message: FromDaemon) -> OpenedPool | KvoffdClientError | None:
+            if not isinstance(message, PoolOpened):
+                return None
+            fd = self._socket_link.take_descriptor()
+            return DaemonUnavailable("The pool came without its descriptor.") if fd is None else (fd, message)
 
-        self._exchange(self._pool_link.ask_for_pool, answered)
+        self._exchange(self._socket_link.ask_for_pool, result_of, outcome)
 
     def attach(self, fd: int, outcome: list[int | KvoffdClientError]) -> None:
         """Hand memory to the daemon; the outcome is the segment's id."""
         self._next_segment += 1
         segment = self._next_segment
 
-        def answered(message: FromDaemon | KvoffdClientError) -> None:
-            if isinstance(message, Attached) and message.segment_id == segment:
-                outcome.append(segment)
-            elif isinstance(message, AttachRefused):
+        def result_of(message: FromDaemon) -> int | None:
+            return segment if isinstance(message, Attached) and message.segment_id == segment else None
+
+        self._exchange(lambda: self._link.attach(Attach(segment), fd), result_of, outcome)
+
+    def _exchange(
+        self,
+        send: Callable[[], None],
+        result_of: Callable[[FromDaemon], T | KvoffdClientError | None],
+        outcome: list[T | KvoffdClientError],
+    ) -> None:
+        """Send over the lifeline; what ``result_of`` makes of the answer, or why there is none, goes to ``outcome``."""
+
+        def on_answer(message: FromDaemon | KvoffdClientError) -> None:
+            if isinstance(message, KvoffdClientError):
+                outcome.append(message)
+            elif isinstance(message, PoolRefused | AttachRefused):
                 outcome.append(RequestRefused(message.code, message.message))
+            elif (result := result_of(message)) is not None:
+                outcome.append(result)
             else:
-                outcome.append(_no_answer(message))
+                problem = f"The daemon answered with {type(message).__name__} on its lifeline."
+                outcome.append(DaemonUnavailable(problem))
 
-        self._exchange(lambda: self._link.attach(Attach(segment), fd), answered)
-
-    def _exchange(self, send: Callable[[], None], answered: Callable[[FromDaemon | KvoffdClientError], None]) -> None:
-        if not self.usable or self._answered is not None:
-            answered(DaemonUnavailable(self.problem or "The lifeline is in use."))
+        if not self.usable or self._on_answer is not None:
+            on_answer(DaemonUnavailable(self.problem or "The lifeline is in use."))
             return
         try:
             send()
         except OSError as error:
-            answered(DaemonUnavailable(f"The daemon's lifeline takes nothing ({error.strerror or error})."))
+            on_answer(DaemonUnavailable(f"The daemon's lifeline takes nothing ({error.strerror or error})."))
             return
-        self._answered = answered
+        self._on_answer = on_answer
 
     def lifeline_message(self, message: FromDaemon, now: float) -> None:
         """An answer over the lifeline, or what any session may be told."""
-        if isinstance(message, PoolOpened | PoolRefused | Attached | AttachRefused) and self._answered is not None:
-            answered, self._answered = self._answered, None
-            answered(message)
+        if isinstance(message, PoolOpened | PoolRefused | Attached | AttachRefused) and self._on_answer is not None:
+            on_answer, self._on_answer = self._on_answer, None
+            on_answer(message)
             self.on_change()
             return
         super().lifeline_message(message, now)
@@ -121,12 +128,6 @@ class BlockSession(AdminSession):
             lease.alive = False
         self.leases.clear()
         self._next_segment = 0
-        if self._answered is not None:
-            answered, self._answered = self._answered, None
-            answered(DaemonUnavailable(self.problem or "The connection was lost."))
-
-
-def _no_answer(message: FromDaemon | KvoffdClientError) -> KvoffdClientError:
-    if isinstance(message, KvoffdClientError):
-        return message
-    return DaemonUnavailable(f"The daemon answered with {type(message).__name__} on its lifeline.")
+        if self._on_answer is not None:
+            on_answer, self._on_answer = self._on_answer, None
+            on_answer(DaemonUnavailable(self.problem or "The connection was lost."))

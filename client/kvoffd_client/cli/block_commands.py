@@ -40,7 +40,7 @@ from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
     # The commands that need them import them: they would make every other command start more slowly.
-    from kvoffd_client.blocks import Block, BlockClient, BlockFile, Layer
+    from kvoffd_client import Block, BlockClient, BlockFile, Layer
 
 DAMAGED = 1
 PRESENT = 1
@@ -203,7 +203,7 @@ def get(
     directory: Directory = None,
 ) -> int:
     """Write one block into a file of safetensors."""
-    from kvoffd_client.blocks import export_blocks
+    from kvoffd_client import export_blocks
 
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
@@ -230,7 +230,7 @@ def put(
 
     Exit status: 0 done, 1 a block of that key was there already, 2 an error.
     """
-    from kvoffd_client.blocks import BlockFile
+    from kvoffd_client import BlockFile
 
     with _open_client(context, directory) as client, BlockFile(file) as source:
         fingerprint = _fingerprint(client, namespace)
@@ -292,7 +292,7 @@ def export(
     As safetensors with all that import needs. Blocks are pinned a few at a time while they are written. Killed in the
     middle, the same command goes on where it was.
     """
-    from kvoffd_client.blocks import export_blocks
+    from kvoffd_client import export_blocks
 
     with _open_client(context, directory) as client, progress_bar(f"exporting to {file.name}") as progress:
         done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
@@ -343,7 +343,7 @@ def import_(
 
     Exit status: 0 done, 1 some blocks found no room, 2 an error.
     """
-    from kvoffd_client.blocks import BlockFile, import_blocks
+    from kvoffd_client import BlockFile, import_blocks
 
     if show_list:
         if namespace is not None or beside:
@@ -416,7 +416,7 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
 
 
 def _open_client(context: typer.Context, directory: Path | None) -> BlockClient:
-    from kvoffd_client.blocks import BlockClient
+    from kvoffd_client import BlockClient
 
     return BlockClient(local_directory(context, directory))
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.admin_client import Administration
+from kvoffd_client.admin_client import AdminRequests
 from kvoffd_client.cli.console import add_numbers, fitting, percent, print_line, print_list, printable, section
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
@@ -173,7 +173,7 @@ def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> i
     return 0
 
 
-def _disk_at(admin: Administration, path: str) -> DiskStats | None:
+def _disk_at(admin: AdminRequests, path: str) -> DiskStats | None:
     return next((disk for disk in admin.stats().disks if disk.directory == path), None)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from kvoffd_client.admin_client import AdminClient, Administration, RemoteAdminClient
+from kvoffd_client.admin_client import AdminClient, AdminRequests, RemoteAdminClient
 from kvoffd_client.cli.console import printable, short_fingerprint
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.sockets import CurveKeyError, default_directory, is_key, read_public_keys, read_secret_key
@@ -83,7 +83,7 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
     return target
 
 
-def open_admin(context: typer.Context, directory: Path | None) -> Administration:
+def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
     """Return a client of the daemon that the command line names. Raises CliError."""
     target = target_of(context, directory)
     if isinstance(target, Path):

@@ -14,8 +14,8 @@ from typing import Self
 import numpy as np
 from vllm.v1.request import Request
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.bench.engine import BenchEngine
-from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm.specs import KvoffdWorkerMetadata
 from tests.bench.overhead.rig import BLOCK_TOKENS, Ride, SchedulerRig
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client import AdminClient
 from tests.bench.peers.player import process_cpu_s
 from tests.bench.peers.quiet import OthersShare
 from tests.support.daemon import DaemonProcess

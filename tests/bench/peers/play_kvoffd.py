@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from kvoffd_client import LookupTicket
 from kvoffd_client.bench.engine import WAIT_S, BenchEngine, random_keys
 from kvoffd_client.bench.place import HostMemory
-from kvoffd_client.scheduler_session import LookupTicket
 from kvoffd_proto.messages import GroupKeys, GroupTransfer
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
 
