@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_rig import SLOT_UNIT, Clock, Folded, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
 
 from kvoffd.cache import BlockCache, make_policy
 from kvoffd.cache.adopt import Adoption
@@ -20,15 +20,15 @@ class Heir:
 
     def __init__(
         self,
-        rig: Rig,
+        rig: CacheHarness,
         records: Sequence[SlotRecord] | None = None,
         facts: Sequence[NamespaceRecord] | None = None,
     ) -> None:
-        records = rig.slots.left_behind() if records is None else records
+        records = rig.slots.ready_records() if records is None else records
         self.slots = rig.slots.successor(records)
-        self.events = Folded()
+        self.events = FoldedEvents()
         self.cache = BlockCache(self.slots, make_policy("lru"), self.events, Clock())
-        self.adoption = self.cache.adopt(list(rig.slots.facts.values()) if facts is None else facts, records)
+        self.adoption = self.cache.adopt(list(rig.slots.namespaces.values()) if facts is None else facts, records)
         self.cache.check_invariants()
 
     def ready(self) -> set[tuple[bytes, int, bytes]]:
@@ -41,7 +41,7 @@ class Heir:
 
 
 def test_blocks_are_ready_at_once_and_told_of() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1, 2, 3))
     heir = Heir(rig)
@@ -55,7 +55,7 @@ def test_blocks_are_ready_at_once_and_told_of() -> None:
 
 
 def test_an_engine_that_comes_back_joins_its_namespace() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open("a", 2, (SLOT_UNIT, 100))
     rig.put(namespace, keys_of(1))
     cache = Heir(rig).cache
@@ -68,7 +68,7 @@ def test_an_engine_that_comes_back_joins_its_namespace() -> None:
 
 
 def test_adopted_blocks_are_not_verified_and_new_ones_need_not_be() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     rig.put(rig.open(), keys_of(1))
     cache = Heir(rig).cache
     (namespace,) = cache.namespaces
@@ -78,7 +78,7 @@ def test_adopted_blocks_are_not_verified_and_new_ones_need_not_be() -> None:
 
 
 def test_what_was_stored_first_is_evicted_first_and_leaves_before_roots() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     for chain in ((1, 2, 3), (4, 5)):
         rig.put(namespace, keys_of(*chain))
@@ -88,7 +88,7 @@ def test_what_was_stored_first_is_evicted_first_and_leaves_before_roots() -> Non
 
 
 def test_a_block_that_lacks_a_shard_is_freed() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     heir = Heir(rig)
@@ -97,7 +97,7 @@ def test_a_block_that_lacks_a_shard_is_freed() -> None:
 
 
 def test_a_dropped_block_does_not_come_back_though_a_lease_still_holds_it() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1))])
@@ -106,18 +106,18 @@ def test_a_dropped_block_does_not_come_back_though_a_lease_still_holds_it() -> N
 
 
 def test_of_two_slots_for_one_shard_neither_is_believed() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     rig.put(rig.open(), keys_of(1, 2, 3))
-    first, second, third = rig.slots.left_behind()
+    first, second, third = rig.slots.ready_records()
     heir = Heir(rig, [first, second._replace(key=first.key), third])
     assert {key for _, _, key in heir.ready()} == {keys_of(3)}
     assert heir.adoption.refused_slots == 2
 
 
 def test_slots_without_the_facts_of_their_namespace_are_freed() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     rig.put(rig.open("a"), keys_of(1))
-    known = list(rig.slots.facts.values())
+    known = list(rig.slots.namespaces.values())
     rig.put(rig.open("b"), keys_of(1))
     heir = Heir(rig, facts=known)
     assert [namespace.label for namespace in heir.cache.namespaces] == ["a"]
@@ -125,9 +125,9 @@ def test_slots_without_the_facts_of_their_namespace_are_freed() -> None:
 
 
 def test_facts_that_this_pool_cannot_have_are_refused() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     rig.put(rig.open(), keys_of(1))
-    (facts,) = rig.slots.facts.values()
+    (facts,) = rig.slots.namespaces.values()
     for wrong in (
         NamespaceRecord(facts.fingerprint, "", 0, 8, facts.groups, "", ()),
         NamespaceRecord(facts.fingerprint, "", 1, 8, (), "", ((),)),
@@ -145,9 +145,9 @@ _numbers = st.integers(0, 3)
 
 
 @st.composite
-def _tables(draw: st.DrawFn) -> tuple[Rig, list[SlotRecord]]:
+def _tables(draw: st.DrawFn) -> tuple[CacheHarness, list[SlotRecord]]:
     """A rig with blocks of three geometries, and what is left of its records after losses and lies."""
-    rig = Rig(regions=6, region_bytes=6 * SLOT_UNIT)
+    rig = CacheHarness(regions=6, region_bytes=6 * SLOT_UNIT)
     spaces = [rig.open("a"), rig.open("b", 2, (2 * SLOT_UNIT, SLOT_UNIT)), rig.open("c", 3, (3000,))]
     for _ in range(draw(st.integers(0, 6))):
         namespace = spaces[draw(st.integers(0, 2))]
@@ -159,7 +159,7 @@ def _tables(draw: st.DrawFn) -> tuple[Rig, list[SlotRecord]]:
         else:
             rig.cache.commit_store(rig.cache.begin_store(namespace, rank, group, keys_of(*chain)))
     records = []
-    for record in rig.slots.left_behind():
+    for record in rig.slots.ready_records():
         change = draw(st.sampled_from(["none"] * 6 + ["lost", "group", "rank", "world_size", "length", "key", "name"]))
         if change == "lost":
             continue
@@ -176,10 +176,10 @@ def _tables(draw: st.DrawFn) -> tuple[Rig, list[SlotRecord]]:
 @given(_tables(), st.data())
 @settings(max_examples=200, deadline=None)
 def test_whatever_the_records_say_only_whole_blocks_are_served(
-    table: tuple[Rig, list[SlotRecord]], data: st.DataObject
+    table: tuple[CacheHarness, list[SlotRecord]], data: st.DataObject
 ) -> None:
     rig, records = table
-    facts = list(rig.slots.facts.values())
+    facts = list(rig.slots.namespaces.values())
     known = data.draw(st.permutations(facts))[: data.draw(st.integers(0, len(facts)))]
     heir = Heir(rig, records, known)  # checks the books
     shapes = {fact.fingerprint: fact for fact in known}
@@ -200,7 +200,7 @@ def test_whatever_the_records_say_only_whole_blocks_are_served(
         for index in namespace.index:
             assert all(not block.verified and not block.missing for block in index.values())
     assert heir.events.index == heir.ready()
-    untouched = [r for r in rig.slots.left_behind() if r in records and r.fingerprint in shapes]
+    untouched = [r for r in rig.slots.ready_records() if r in records and r.fingerprint in shapes]
     for record in untouched:
         name = (record.fingerprint, record.group, record.key)
         if shapes[record.fingerprint].world_size == 1 and claims[name] == 1:

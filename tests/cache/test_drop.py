@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.cache import BlockState
 from kvoffd.errors import BadKeys, UnknownLease
@@ -12,7 +12,7 @@ A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
 
 def test_a_dropped_block_that_nobody_holds_is_gone_at_once() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     assert rig.cache.invalidate(namespace, [(0, keys_of(1, 1, 7))]) == 1
@@ -24,7 +24,7 @@ def test_a_dropped_block_that_nobody_holds_is_gone_at_once() -> None:
 
 
 def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -43,7 +43,7 @@ def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
 
 
 def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -62,7 +62,7 @@ def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     running = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
@@ -85,7 +85,7 @@ def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -
 
 
 def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, other = rig.open("a"), rig.open("b")
     rig.put(namespace, keys_of(1, 2))
     rig.put(other, keys_of(1))
@@ -100,7 +100,7 @@ def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
 
 
 def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     one, two = rig.open("a"), rig.open("b")
     rig.put(one, keys_of(1))
     rig.put(two, keys_of(1, 2))
@@ -115,7 +115,7 @@ def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> No
 
 
 def test_a_bad_invalidate_is_refused_whole() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     with pytest.raises(BadKeys):
@@ -124,7 +124,7 @@ def test_a_bad_invalidate_is_refused_whole() -> None:
 
 
 def test_no_event_is_told_of_a_block_that_never_was_readable() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     assert rig.cache.invalidate(namespace, [(0, keys_of(1))]) == 1

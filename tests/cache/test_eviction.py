@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.cache import BlockState, Namespace
 from kvoffd.cache.policies import ArcPolicy
@@ -11,12 +11,12 @@ from kvoffd.cache.policies import ArcPolicy
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
 
-def full_rig(policy: str = "lru") -> Rig:
+def full_rig(policy: str = "lru") -> CacheHarness:
     """Two regions of four small slots."""
-    return Rig(regions=2, region_bytes=4 * SLOT_UNIT, policy=policy)
+    return CacheHarness(regions=2, region_bytes=4 * SLOT_UNIT, policy=policy)
 
 
-def use(rig: Rig, namespace: Namespace, keys: bytes) -> None:
+def use(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
     """Look keys up, touch them, let them go."""
     rig.cache.lookup(namespace, 77, 7, [(0, keys)])
     rig.cache.touch(77)
@@ -152,7 +152,7 @@ def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
 
 
 def test_regions_that_can_not_be_taken_over_do_not_end_the_search() -> None:
-    rig = Rig(regions=3, region_bytes=4 * SLOT_UNIT)
+    rig = CacheHarness(regions=3, region_bytes=4 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     for number in range(12):
         rig.put(small, keys_of(number))
@@ -186,7 +186,7 @@ def test_the_policy_is_told_what_was_evicted_and_what_was_only_dropped() -> None
 
 
 def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> None:
-    rig = Rig(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
+    rig = CacheHarness(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     rig.put(small, keys_of(*range(6)))
     in_short_region = [key for key, block in small.index[0].items() if block.shards[0].offset >= 4 * SLOT_UNIT]
@@ -198,7 +198,7 @@ def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> Non
 
 
 def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
-    rig = Rig(regions=2, region_bytes=8 * SLOT_UNIT)
+    rig = CacheHarness(regions=2, region_bytes=8 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     rig.put(small, keys_of(0))
     rig.put(large, keys_of(1, 2))
@@ -210,7 +210,7 @@ def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
-    rig = Rig(regions=8, region_bytes=8 * SLOT_UNIT, policy=policy)
+    rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, policy=policy)
     idle, busy = rig.open("idle"), rig.open("busy", shard_bytes=(2 * SLOT_UNIT,))
     rig.put(idle, keys_of(*range(64)))
     for number in range(200):
@@ -220,7 +220,7 @@ def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
 
 
 def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
-    rig = Rig(regions=16, region_bytes=8 * SLOT_UNIT)
+    rig = CacheHarness(regions=16, region_bytes=8 * SLOT_UNIT)
     spaces = [rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))]
     for number in range(600):
         # The small ones bring four blocks for each large one: the same bytes.
@@ -236,7 +236,7 @@ def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
 
 
 def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
-    rig = Rig(regions=4, region_bytes=4 * SLOT_UNIT)
+    rig = CacheHarness(regions=4, region_bytes=4 * SLOT_UNIT)
     namespace, _ = rig.cache.open_namespace(b"u" * 32, "uneven", 2, 8, rig.open().groups, "")
     rig.cache.set_shard_bytes(namespace, 0, [SLOT_UNIT])
     rig.cache.set_shard_bytes(namespace, 1, [2 * SLOT_UNIT])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Clock, Folded, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
 
 from kvoffd.cache import BlockCache, Namespace, make_policy
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.errors import NotReady
 
 
-def store(rig: Rig, namespace: Namespace, keys: bytes) -> None:
+def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
     """All ranks' shards, with checksums as the copy thread takes them."""
     for rank in range(namespace.world_size):
         ticket = rig.cache.begin_store(namespace, rank, 0, keys)
@@ -18,24 +18,24 @@ def store(rig: Rig, namespace: Namespace, keys: bytes) -> None:
         rig.cache.commit_store(ticket)
 
 
-def looks(rig: Rig) -> dict[tuple[bytes, int], ChecksumCheck]:
+def looks(rig: CacheHarness) -> dict[tuple[bytes, int], ChecksumCheck]:
     """What a scrub would read, by key and rank."""
     found = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
     return {(look.block.key, look.rank): look for look in found}
 
 
-def heir_of(rig: Rig) -> Rig:
+def heir_of(rig: CacheHarness) -> CacheHarness:
     """A cache that took over what this one left."""
-    heir = Rig()
-    records = rig.slots.left_behind()
-    heir.slots, heir.events = rig.slots.successor(records), Folded()
+    heir = CacheHarness()
+    records = rig.slots.ready_records()
+    heir.slots, heir.events = rig.slots.successor(records), FoldedEvents()
     heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
-    heir.cache.adopt(list(rig.slots.facts.values()), records)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), records)
     return heir
 
 
 def test_right_bytes_change_nothing_but_the_count() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     store(rig, namespace, keys_of(1, 2))
     for look in looks(rig).values():
@@ -48,7 +48,7 @@ def test_right_bytes_change_nothing_but_the_count() -> None:
 
 
 def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     store(rig, namespace, keys_of(1, 2))
     look = looks(rig)[keys_of(1), 1]
@@ -59,12 +59,12 @@ def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only
     usage = rig.cache.pool_usage()
     assert (usage.quarantined_bytes, usage.ready_bytes, usage.leaving_bytes) == (SLOT_UNIT, 2 * SLOT_UNIT, 0)
     assert rig.cache.integrity.mismatches == rig.cache.integrity.quarantined_slots == 1
-    assert look.offset not in {record.offset for record in rig.slots.left_behind()}
+    assert look.offset not in {record.offset for record in rig.slots.ready_records()}
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
-    rig = Rig(regions=3, policy=policy)
+    rig = CacheHarness(regions=3, policy=policy)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(2 * SLOT_UNIT,))
     store(rig, small, keys_of(*range(12)))
     bad = looks(rig)[keys_of(5), 0]
@@ -82,7 +82,7 @@ def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
 
 
 def test_a_key_can_be_stored_anew_after_its_slot_was_lost() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     store(rig, namespace, keys_of(1))
     rig.cache.judge(looks(rig)[keys_of(1), 0], 0)
@@ -92,7 +92,7 @@ def test_a_key_can_be_stored_anew_after_its_slot_was_lost() -> None:
 
 
 def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     store(rig, namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
@@ -108,7 +108,7 @@ def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
 
 
 def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
-    rig = Rig(regions=1)
+    rig = CacheHarness(regions=1)
     namespace = rig.open()
     store(rig, namespace, keys_of(1, 2, 3, 4))
     old = looks(rig)[keys_of(1), 0]
@@ -119,7 +119,7 @@ def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
 
 
 def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=2)
     old = looks_unchecked(rig)
@@ -132,7 +132,7 @@ def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
     assert rig.states(namespace, keys_of(1)) == [2]
 
 
-def looks_unchecked(rig: Rig) -> ChecksumCheck:
+def looks_unchecked(rig: CacheHarness) -> ChecksumCheck:
     """A look at the only shard, which has no checksum."""
     ((_, block),) = rig.cache.namespaces[0].index[0].items()
     shard = block.shards[0]
@@ -140,7 +140,7 @@ def looks_unchecked(rig: Rig) -> ChecksumCheck:
 
 
 def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     store(rig, rig.open(), keys_of(1, 2))
     heir = heir_of(rig)
     (namespace,) = heir.cache.namespaces
@@ -160,7 +160,7 @@ def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None
 
 
 def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     store(rig, rig.open(), keys_of(1, 2))
     heir = heir_of(rig)
     heir.cache.clear()
@@ -169,14 +169,14 @@ def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
 
 
 def test_a_slot_without_a_checksum_is_not_adopted() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     store(rig, rig.open(), keys_of(1, 2))
     records = [
-        record._replace(checksum=0) if record.key == keys_of(1) else record for record in rig.slots.left_behind()
+        record._replace(checksum=0) if record.key == keys_of(1) else record for record in rig.slots.ready_records()
     ]
-    heir = Rig()
+    heir = CacheHarness()
     heir.slots = rig.slots.successor(records)
     heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
-    adoption = heir.cache.adopt(list(rig.slots.facts.values()), records)
+    adoption = heir.cache.adopt(list(rig.slots.namespaces.values()), records)
     assert (adoption.blocks, adoption.refused_slots) == (1, 1)
     heir.cache.check_invariants()

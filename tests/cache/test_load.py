@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
 
 
 def test_a_load_names_the_slot_of_its_rank_for_every_key() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
@@ -20,7 +20,7 @@ def test_a_load_names_the_slot_of_its_rank_for_every_key() -> None:
 
 
 def test_keys_outside_the_lease_are_named_and_nothing_is_pinned_for_them() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2, 3))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(2))])
@@ -32,7 +32,7 @@ def test_keys_outside_the_lease_are_named_and_nothing_is_pinned_for_them() -> No
 
 
 def test_a_load_may_not_begin_before_the_written_range() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2), first_block=2)
     rig.put(namespace, keys_of(0))
@@ -58,7 +58,7 @@ def test_a_load_may_not_begin_before_the_written_range() -> None:
     ],
 )
 def test_a_bad_load_is_refused(lease_id: int, rank: int, group: int, keys: bytes, error: type[Exception]) -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -68,7 +68,7 @@ def test_a_bad_load_is_refused(lease_id: int, rank: int, group: int, keys: bytes
 
 
 def test_a_lease_serves_only_its_own_namespace() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, other = rig.open("a"), rig.open("b")
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -77,7 +77,7 @@ def test_a_lease_serves_only_its_own_namespace() -> None:
 
 
 def test_the_lease_ends_when_the_last_rank_has_loaded() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2, shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(1))
     rig.put(namespace, keys_of(1), group=1)
@@ -91,7 +91,7 @@ def test_the_lease_ends_when_the_last_rank_has_loaded() -> None:
 
 
 def test_a_failed_load_does_not_end_the_lease() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -103,7 +103,7 @@ def test_a_failed_load_does_not_end_the_lease() -> None:
 
 @pytest.mark.parametrize("end", ["expire", "end_owner", "release", "reset"])
 def test_bytes_of_a_running_load_outlive_the_end_of_the_lease(end: str) -> None:
-    rig = Rig(regions=1, region_bytes=2 * SLOT_UNIT)
+    rig = CacheHarness(regions=1, region_bytes=2 * SLOT_UNIT)
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -128,6 +128,6 @@ def test_bytes_of_a_running_load_outlive_the_end_of_the_lease(end: str) -> None:
 
 
 def test_ending_a_job_without_groups_is_harmless() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     rig.cache.end_load([], ok=True)
     rig.cache.check_invariants()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.cache import BlockState
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
@@ -12,7 +12,7 @@ A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
 
 def test_a_lookup_tells_the_state_of_every_key_of_every_group() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(1, 3))
     rig.put(namespace, keys_of(2), group=1)
@@ -24,7 +24,7 @@ def test_a_lookup_tells_the_state_of_every_key_of_every_group() -> None:
 
 
 def test_equal_keys_of_two_groups_or_namespaces_are_different_blocks() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     one, two = rig.open("a", shard_bytes=(SLOT_UNIT, SLOT_UNIT)), rig.open("b")
     rig.put(one, keys_of(1))
     assert rig.states(one, keys_of(1), group=1) == [A]
@@ -32,7 +32,7 @@ def test_equal_keys_of_two_groups_or_namespaces_are_different_blocks() -> None:
 
 
 def test_a_lookup_that_finds_nothing_makes_no_lease() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))]).pinned == 0
     assert len(rig.cache.leases) == 0
@@ -40,7 +40,7 @@ def test_a_lookup_that_finds_nothing_makes_no_lease() -> None:
 
 
 def test_asking_twice_pins_once_and_counts_once() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     first = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
@@ -52,7 +52,7 @@ def test_asking_twice_pins_once_and_counts_once() -> None:
 
 
 def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
@@ -66,7 +66,7 @@ def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
 
 
 def test_a_key_twice_in_a_lookup_is_harmless() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 1)), (0, keys_of(2, 3))])
@@ -79,7 +79,7 @@ def test_a_key_twice_in_a_lookup_is_harmless() -> None:
 
 
 def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, other = rig.open("a"), rig.open("b")
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -96,7 +96,7 @@ def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
     ("groups", "error"), [([(0, keys_of(1)), (0, b"short")], BadKeys), ([(0, keys_of(1)), (1, b"")], BadGeometry)]
 )
 def test_a_bad_lookup_is_refused_whole(groups: list[tuple[int, bytes]], error: type[Exception]) -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     with pytest.raises(error):
@@ -107,7 +107,7 @@ def test_a_bad_lookup_is_refused_whole(groups: list[tuple[int, bytes]], error: t
 
 
 def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -122,7 +122,7 @@ def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
 
 
 def test_a_renewed_lease_lives_on_while_others_end() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     for lease_id in (5, 6, 7):
@@ -136,7 +136,7 @@ def test_a_renewed_lease_lives_on_while_others_end() -> None:
 
 
 def test_releasing_is_once_and_twice_is_no_error() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
@@ -147,7 +147,7 @@ def test_releasing_is_once_and_twice_is_no_error() -> None:
 
 
 def test_the_pins_of_an_owner_that_died_go_and_no_others() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
@@ -162,7 +162,7 @@ def test_the_pins_of_an_owner_that_died_go_and_no_others() -> None:
 
 
 def test_lookups_are_counted_by_key_and_by_unbroken_run() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(1, 2, 4))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3, 4)), (1, keys_of(1))])
@@ -172,7 +172,7 @@ def test_lookups_are_counted_by_key_and_by_unbroken_run() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_touching_a_lease_makes_leaves_go_before_roots(policy: str) -> None:
-    rig = Rig(policy=policy)
+    rig = CacheHarness(policy=policy)
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2, 3))
     rig.put(namespace, keys_of(9))
@@ -183,7 +183,7 @@ def test_touching_a_lease_makes_leaves_go_before_roots(policy: str) -> None:
 
 
 def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
@@ -196,7 +196,7 @@ def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> 
 
 @pytest.mark.parametrize("next_call", ["store", "invalidate", "clear", "expire", "load"])
 def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str) -> None:
-    rig = Rig(regions=1, region_bytes=4 * SLOT_UNIT)
+    rig = CacheHarness(regions=1, region_bytes=4 * SLOT_UNIT)
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2, 3, 4))
     assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 9, 2, 3, 4))]).pinned == 4
@@ -216,7 +216,7 @@ def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str)
 
 
 def test_a_lease_that_ends_right_after_its_lookup_leaves_no_pin() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.cache_rig import SLOT_UNIT, Folded, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of
 
 from kvoffd.cache import BlockCache, BlockState, LoadTicket, Namespace, StoreTicket, make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
@@ -65,7 +65,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(regions=5, region_bytes=6 * SLOT_UNIT, policy=self.policy, last_region_bytes=2 * SLOT_UNIT)
+        self.rig = CacheHarness(
+            regions=5, region_bytes=6 * SLOT_UNIT, policy=self.policy, last_region_bytes=2 * SLOT_UNIT
+        )
         self.cache = self.rig.cache
         self.spaces: list[Namespace] = [
             self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
@@ -431,10 +433,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_successor_would_find_every_readable_block_and_no_other(self) -> None:
-        records = self.rig.slots.left_behind()
-        events = Folded()
+        records = self.rig.slots.ready_records()
+        events = FoldedEvents()
         heir = BlockCache(self.rig.slots.successor(records), make_policy(self.policy), events, self.rig.clock)
-        heir.adopt(self.rig.slots.facts.values(), records)
+        heir.adopt(self.rig.slots.namespaces.values(), records)
         heir.check_invariants()
         assert events.index == self.rig.events.index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig
+from support.cache_harness import SLOT_UNIT, CacheHarness
 
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownNamespace
 from kvoffd_proto.messages import GroupSpec
@@ -13,7 +13,7 @@ FINGERPRINT = b"f" * 32
 
 
 def test_a_second_engine_joins_the_namespace() -> None:
-    cache = Rig().cache
+    cache = CacheHarness().cache
     namespace, created = cache.open_namespace(FINGERPRINT, "llama", 2, 32, GROUPS, "{}")
     assert created
     assert cache.open_namespace(FINGERPRINT, "another label", 2, 32, GROUPS, "{}") == (namespace, False)
@@ -27,7 +27,7 @@ def test_a_second_engine_joins_the_namespace() -> None:
     [(1, 32, GROUPS), (2, 16, GROUPS), (2, 32, GROUPS[:1]), (2, 32, GROUPS[::-1])],
 )
 def test_another_geometry_is_refused(world_size: int, key_bytes: int, groups: list[GroupSpec]) -> None:
-    cache = Rig().cache
+    cache = CacheHarness().cache
     cache.open_namespace(FINGERPRINT, "llama", 2, 32, GROUPS, "{}")
     with pytest.raises(NamespaceMismatch):
         cache.open_namespace(FINGERPRINT, "llama", world_size, key_bytes, groups, "{}")
@@ -35,11 +35,11 @@ def test_another_geometry_is_refused(world_size: int, key_bytes: int, groups: li
 
 def test_a_namespace_that_is_not_open_is_unknown() -> None:
     with pytest.raises(UnknownNamespace, match="666666"):
-        Rig().cache.namespace(FINGERPRINT)
+        CacheHarness().cache.namespace(FINGERPRINT)
 
 
 def test_the_first_registration_of_a_rank_fixes_its_shards_and_ranks_may_differ() -> None:
-    cache = Rig().cache
+    cache = CacheHarness().cache
     namespace, _ = cache.open_namespace(FINGERPRINT, "llama", 2, 32, GROUPS, "{}")
     cache.set_shard_bytes(namespace, 0, [100, 5000])
     cache.set_shard_bytes(namespace, 1, [200, 0])
@@ -53,14 +53,14 @@ def test_the_first_registration_of_a_rank_fixes_its_shards_and_ranks_may_differ(
 
 @pytest.mark.parametrize(("rank", "shard_bytes"), [(2, [1, 1]), (-1, [1, 1]), (0, [1]), (0, [1, 1, 1])])
 def test_ranks_and_groups_that_are_not_there_are_refused(rank: int, shard_bytes: list[int]) -> None:
-    cache = Rig().cache
+    cache = CacheHarness().cache
     namespace, _ = cache.open_namespace(FINGERPRINT, "llama", 2, 32, GROUPS, "{}")
     with pytest.raises(BadGeometry):
         cache.set_shard_bytes(namespace, rank, shard_bytes)
 
 
 def test_a_shard_that_no_slot_could_hold_is_refused_and_fixes_nothing() -> None:
-    cache = Rig(region_bytes=4 * SLOT_UNIT).cache
+    cache = CacheHarness(region_bytes=4 * SLOT_UNIT).cache
     namespace, _ = cache.open_namespace(FINGERPRINT, "llama", 1, 32, GROUPS, "{}")
     with pytest.raises(ShardTooLarge):
         cache.set_shard_bytes(namespace, 0, [100, 5 * SLOT_UNIT])

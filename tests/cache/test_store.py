@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.cache import BlockState
 from kvoffd.errors import BadGeometry, BadKeys
@@ -12,7 +12,7 @@ A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
 
 def test_a_block_is_ready_when_every_rank_has_committed() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     first = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
     second = rig.cache.begin_store(namespace, 1, 0, keys_of(1, 2))
@@ -26,7 +26,7 @@ def test_a_block_is_ready_when_every_rank_has_committed() -> None:
 
 
 def test_shards_of_one_block_may_come_from_any_engine_and_job() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     one_engine = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3))
     rig.cache.commit_store(one_engine)
@@ -36,7 +36,7 @@ def test_shards_of_one_block_may_come_from_any_engine_and_job() -> None:
 
 
 def test_a_shard_that_another_job_writes_is_skipped() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     running = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
     same_rank = rig.cache.begin_store(namespace, 0, 0, keys_of(2, 3))
@@ -48,7 +48,7 @@ def test_a_shard_that_another_job_writes_is_skipped() -> None:
 
 
 def test_a_shard_that_is_written_is_skipped_in_a_writing_and_in_a_ready_block() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1))
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(2)))
@@ -57,7 +57,7 @@ def test_a_shard_that_is_written_is_skipped_in_a_writing_and_in_a_ready_block() 
 
 
 def test_an_empty_store_is_harmless() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     ticket = rig.cache.begin_store(namespace, 0, 0, b"")
     assert rig.cache.commit_store(ticket) == 0
@@ -66,7 +66,7 @@ def test_an_empty_store_is_harmless() -> None:
 
 
 def test_a_shard_lies_in_its_own_slot_and_the_record_says_whose_it_is() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2, shard_bytes=(SLOT_UNIT, 100))
     ticket = rig.cache.begin_store(namespace, 1, 1, keys_of(7, 8), first_block=3)
     assert len(set(ticket.offsets)) == 2
@@ -79,7 +79,7 @@ def test_a_shard_lies_in_its_own_slot_and_the_record_says_whose_it_is() -> None:
 
 
 def test_an_aborted_store_leaves_nothing_behind() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
     rig.cache.abort_store(ticket)
@@ -90,7 +90,7 @@ def test_an_aborted_store_leaves_nothing_behind() -> None:
 
 
 def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     dying = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
@@ -105,7 +105,7 @@ def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() ->
 
 
 def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     dying = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     living = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
@@ -118,7 +118,7 @@ def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
 
 
 def test_a_half_stored_block_is_dropped_after_its_time() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     rig.clock.now += 59.9
@@ -133,7 +133,7 @@ def test_a_half_stored_block_is_dropped_after_its_time() -> None:
 
 
 def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     slow = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
@@ -144,7 +144,7 @@ def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> Non
 
 
 def test_the_time_of_a_half_stored_block_begins_with_the_end_of_the_last_write() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     rig.clock.now += 50
@@ -159,7 +159,7 @@ def test_the_time_of_a_half_stored_block_begins_with_the_end_of_the_last_write()
     ("keys", "error"), [(b"1234567", BadKeys), (keys_of(1, 2, 1), BadKeys), (keys_of(1) + b"x", BadKeys)]
 )
 def test_bad_keys_are_refused_before_anything_changes(keys: bytes, error: type[Exception]) -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     with pytest.raises(error):
         rig.cache.begin_store(namespace, 0, 0, keys)
@@ -170,7 +170,7 @@ def test_bad_keys_are_refused_before_anything_changes(keys: bytes, error: type[E
 
 @pytest.mark.parametrize(("rank", "group"), [(0, 1), (0, -1), (2, 0), (-1, 0)])
 def test_a_rank_or_group_that_is_not_there_is_refused(rank: int, group: int) -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     with pytest.raises(BadGeometry):
         rig.cache.begin_store(namespace, rank, group, keys_of(1))
@@ -178,7 +178,7 @@ def test_a_rank_or_group_that_is_not_there_is_refused(rank: int, group: int) -> 
 
 
 def test_a_rank_that_has_not_registered_can_not_store() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, _ = rig.cache.open_namespace(b"x" * 32, "x", 2, 8, rig.open().groups, "")
     rig.cache.set_shard_bytes(namespace, 0, [SLOT_UNIT])
     with pytest.raises(BadGeometry, match="register it first"):
@@ -186,7 +186,7 @@ def test_a_rank_that_has_not_registered_can_not_store() -> None:
 
 
 def test_a_ticket_ends_once() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     rig.cache.commit_store(ticket)
@@ -197,7 +197,7 @@ def test_a_ticket_ends_once() -> None:
 
 
 def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2), first_block=2)
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
@@ -212,7 +212,7 @@ def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
 
 
 def test_a_narrow_shard_in_the_middle_of_a_chain_is_replaced_by_a_whole_one() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(2), first_block=2)
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3), first_block=3)
@@ -225,7 +225,7 @@ def test_a_narrow_shard_in_the_middle_of_a_chain_is_replaced_by_a_whole_one() ->
 
 
 def test_a_narrow_shard_under_a_lease_is_left_alone() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=2)
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1))])
@@ -235,14 +235,14 @@ def test_a_narrow_shard_under_a_lease_is_left_alone() -> None:
 
 
 def test_a_narrower_shard_than_the_one_there_is_skipped() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=1)
     assert rig.cache.begin_store(namespace, 0, 0, keys_of(1), first_block=2).copy == []
 
 
 def test_a_replacement_that_fails_takes_the_torn_shard_with_it_but_no_other_rank_s() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1), first_block=2)
     torn = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
@@ -256,7 +256,7 @@ def test_a_replacement_that_fails_takes_the_torn_shard_with_it_but_no_other_rank
 
 
 def test_both_ranks_may_widen_a_block_at_once() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1), first_block=2)
     tickets = [rig.cache.begin_store(namespace, rank, 0, keys_of(1)) for rank in (0, 1)]
@@ -268,7 +268,7 @@ def test_both_ranks_may_widen_a_block_at_once() -> None:
 
 
 def test_stored_blocks_are_counted() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1, 2, 3))
     rig.put(namespace, keys_of(3, 4))
@@ -282,7 +282,7 @@ def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: 
     def fail(slot_bytes: int, count: int, node: int | None) -> list[int]:
         raise MemoryError
 
-    rig = Rig()
+    rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=2)
     monkeypatch.setattr(rig.slots, "take", fail)
@@ -293,7 +293,7 @@ def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: 
 
 
 def test_slots_are_asked_for_on_the_node_of_the_store() -> None:
-    rig = Rig(regions=2)
+    rig = CacheHarness(regions=2)
     namespace = rig.open()
     asked: list[int | None] = []
     take = rig.slots.take

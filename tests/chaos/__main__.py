@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for ``support``, as in con
 from tests.chaos.footprint import measure_cycles
 from tests.chaos.rounds import run_rounds
 
-TELL_EVERY = 25
+PRINT_EVERY = 25
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
         if not rounds:
             continue
         try:
-            report = run_rounds(rounds, given.seed + number, file, _tell)
+            report = run_rounds(rounds, given.seed + number, file, _print_progress)
         finally:
             if file is not None:
                 file.unlink(missing_ok=True)
@@ -47,8 +47,8 @@ def main() -> int:
     return int(failed)
 
 
-def _tell(number: int) -> None:
-    if number % TELL_EVERY == 0:
+def _print_progress(number: int) -> None:
+    if number % PRINT_EVERY == 0:
         print(f"  round {number}", flush=True)
 
 

@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
-from tests.chaos.rounds import held
+from tests.chaos.rounds import held_resources
 
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
@@ -108,7 +108,7 @@ def _settled(daemon: DaemonProcess) -> Footprint:
     with AdminClient(daemon.directory) as admin:
 
         def reason() -> str:
-            return held(admin.stats(), sessions=3)
+            return held_resources(admin.stats(), sessions=3)
 
         wait_until(lambda: not reason(), SETTLE_DEADLINE_S, explain=reason)
     # ZeroMQ closes a connection in a thread of its own, some time after its peer has gone.

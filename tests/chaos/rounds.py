@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvoffd_client import AdminClient, KvoffdClientError
 from kvoffd_proto.messages import StatsReply
-from tests.chaos.player import RANKS
+from tests.chaos.engine import RANKS
 from tests.chaos.supervisor import Supervisor
 
 ENGINES = 3
@@ -34,7 +34,7 @@ FLAGS = {
 }
 QUIET_DEADLINE_S = 40.0
 HIT_DEADLINE_S = 5.0
-TOLD_PROBLEMS = 5
+SHOWN_PROBLEMS = 5
 AFTER_STOP_S = 0.1
 """A step may still be late for what was stopped until so long after it went on."""
 
@@ -52,13 +52,13 @@ ACTIONS = {
 """What may happen in a round, and how likely it is."""
 
 
-class EngineProcess:
-    """One player, and all that it told."""
+class ChaosEngineProcess:
+    """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
 
     def __init__(self, directory: Path, seed: int, log: int) -> None:
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.player", str(directory), str(seed)],
+            [sys.executable, "-m", "tests.chaos.engine", str(directory), str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -68,12 +68,12 @@ class EngineProcess:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
-        """Longer steps: start, seconds, of these waited for a CPU."""
+        """For each longer step: when it began, how many seconds it took, and how many of them it waited for a CPU."""
         self.hits: list[float] = []
         """When the first right blocks of each life of the daemon came."""
         self.quiet_epoch: int | None = None
         self.stopped: list[tuple[float, float]] = []
-        """When the conductor had it stopped."""
+        """From when to when a round had it stopped."""
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -99,8 +99,8 @@ class EngineProcess:
     def wait_ready(self) -> None:
         assert self._ready.wait(60), f"an engine does not come up; its status is {self.process.poll()}"
 
-    def order(self, word: str) -> None:
-        """``go`` or ``quiet``."""
+    def send_command(self, word: str) -> None:
+        """Send ``go`` or ``quiet``."""
         assert self.process.stdin is not None
         self.quiet_epoch = None
         try:
@@ -110,12 +110,12 @@ class EngineProcess:
             pass  # it has just been killed
 
     def end(self, number: int) -> None:
-        """Send a signal that ends it, and wait until it has ended and all it told is here."""
+        """Send a signal that ends it, and wait until it has ended and all its output has been read."""
         self.process.send_signal(number)
         status = self.process.wait(30)
         self._thread.join(10)
         if number == signal.SIGTERM and status != 0:
-            self.problems.append(f"failed: an engine that was told to leave ended with status {status}")
+            self.problems.append(f"failed: an engine that got SIGTERM ended with status {status}")
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None
             try:
@@ -165,14 +165,14 @@ class Rounds:
     """A supervised daemon, its engines, and what happens to them."""
 
     def __init__(self, seed: int, pool_file: Path | None) -> None:
-        self._dice = random.Random(seed)
+        self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._began_at = time.monotonic()
         self._supervisor = Supervisor(POOL, pool_file, **FLAGS).start()
         self._daemon_stopped: list[tuple[float, float]] = []
         self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._engines: list[EngineProcess] = []
-        self._gone: list[EngineProcess] = []
+        self._engines: list[ChaosEngineProcess] = []
+        self._ended_engines: list[ChaosEngineProcess] = []
         try:
             self._supervisor.wait_serving(1)
             self._engines += [self._new_engine() for _ in range(ENGINES)]
@@ -182,26 +182,26 @@ class Rounds:
             self.close()
             raise
 
-    def _new_engine(self) -> EngineProcess:
-        return EngineProcess(self._supervisor.directory, self._dice.getrandbits(32), self._engine_log)
+    def _new_engine(self) -> ChaosEngineProcess:
+        return ChaosEngineProcess(self._supervisor.directory, self._rng.getrandbits(32), self._engine_log)
 
     def play(self) -> None:
         """One round. Raises AssertionError when the accounts do not balance or somebody is stuck."""
-        action = self._dice.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        action = self._rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
         self.report.rounds += 1
         self.report.actions[action] += 1
         for engine in self._engines:
-            engine.order("go")
-        time.sleep(self._dice.uniform(0.05, 0.3))
+            engine.send_command("go")
+        time.sleep(self._rng.uniform(0.05, 0.3))
         lives = self._supervisor.lives
         getattr(self, "_" + action.replace(" ", "_"))()
         self._supervisor.wait_serving(lives + ("kill" in action or "terminate" in action) * ("daemon" in action))
         for engine in self._engines:
             engine.wait_ready()
-            engine.order("go")  # a new one has not heard it
+            engine.send_command("go")  # a new one has not heard it
         if self._supervisor.lives > lives:
             self._wait_hit(self._supervisor.ended_at[-1])
-        time.sleep(self._dice.uniform(0.05, 0.2))
+        time.sleep(self._rng.uniform(0.05, 0.2))
         self._quiet(f"round {self.report.rounds}, {action}")
 
     def _wait_hit(self, since: float) -> None:
@@ -221,14 +221,14 @@ class Rounds:
         deadline = time.monotonic() + 10
         while self._supervisor.lives == lives and time.monotonic() < deadline:
             time.sleep(0.005)
-        time.sleep(self._dice.uniform(0.0, 0.8))  # anywhere in its start, or just after it
+        time.sleep(self._rng.uniform(0.0, 0.8))  # anywhere in its start, or just after it
         self._kill_daemon()
 
     def _terminate_daemon(self) -> None:
         self._supervisor.signal(signal.SIGTERM)
 
     def _stop_daemon_shortly(self) -> None:
-        self._stop_daemon(self._dice.uniform(0.05, 0.5))
+        self._stop_daemon(self._rng.uniform(0.05, 0.5))
 
     def _stop_daemon_until_the_watchdog(self) -> None:
         kills = len(self._supervisor.hung)
@@ -251,23 +251,23 @@ class Rounds:
         self._replace(signal.SIGTERM)
 
     def _stop_engine(self) -> None:
-        engine = self._dice.choice(self._engines)
+        engine = self._rng.choice(self._engines)
         begun = time.monotonic()
         engine.process.send_signal(signal.SIGSTOP)
-        time.sleep(self._dice.uniform(0.05, 0.8))
+        time.sleep(self._rng.uniform(0.05, 0.8))
         engine.process.send_signal(signal.SIGCONT)
         engine.stopped.append((begun, time.monotonic() + AFTER_STOP_S))
 
     def _kill_daemon_and_engine(self) -> None:
         both = [self._kill_daemon, self._kill_engine]
-        self._dice.shuffle(both)
+        self._rng.shuffle(both)
         for kill in both:
             kill()
 
     def _replace(self, number: int) -> None:
-        place = self._dice.randrange(ENGINES)
+        place = self._rng.randrange(ENGINES)
         self._engines[place].end(number)
-        self._gone.append(self._engines[place])
+        self._ended_engines.append(self._engines[place])
         self._engines[place] = self._new_engine()
 
     # --- accounts --------------------------------------------------------------------------------
@@ -275,16 +275,16 @@ class Rounds:
     def _quiet(self, where: str) -> None:
         """Everybody is connected to the daemon that lives now, has nothing in flight, and the books balance."""
         for engine in self._engines:
-            engine.order("quiet")
+            engine.send_command("quiet")
         deadline = time.monotonic() + QUIET_DEADLINE_S
         reason = "nobody has looked yet"
         while reason:
-            assert not self._problems(), f"{where}: {self._problems()[:TOLD_PROBLEMS]}"
+            assert not self._problems(), f"{where}: {self._problems()[:SHOWN_PROBLEMS]}"
             assert time.monotonic() < deadline, f"{where}: {reason}\n{self._supervisor.daemon.log[-4000:]}"
             time.sleep(0.01)
-            reason = self._restless()
+            reason = self._why_not_quiet()
 
-    def _restless(self) -> str:
+    def _why_not_quiet(self) -> str:
         """Why it is not quiet yet; nothing when it is."""
         for number, engine in enumerate(self._engines):
             if engine.process.poll() is not None:
@@ -297,10 +297,10 @@ class Rounds:
                 stats = admin.stats()
         except KvoffdClientError as error:
             return str(error)
-        return held(stats, 1 + ENGINES * (1 + RANKS))
+        return held_resources(stats, 1 + ENGINES * (1 + RANKS))
 
     def _problems(self) -> list[str]:
-        return [problem for engine in (*self._gone, *self._engines) for problem in engine.problems]
+        return [problem for engine in (*self._ended_engines, *self._engines) for problem in engine.problems]
 
     def finish(self) -> Report:
         """The figures. Asserts nothing."""
@@ -312,18 +312,18 @@ class Rounds:
         self._daemon_stopped += [(begun, end + AFTER_STOP_S) for begun, end in self._supervisor.hung]
         if "Traceback" in self._supervisor.daemon.log:
             report.problems.append("the daemon logged a traceback")
-        for engine in (*self._gone, *self._engines):
+        for engine in (*self._ended_engines, *self._engines):
             report.counts += engine.counts
             for step in engine.steps:
                 self._enter(step, engine)
-        hits = sorted(hit for engine in (*self._gone, *self._engines) for hit in engine.hits)
+        hits = sorted(hit for engine in (*self._ended_engines, *self._engines) for hit in engine.hits)
         ends = [*self._supervisor.ended_at, float("inf")]
         for end, following in pairwise(ends):
             if first := [hit for hit in hits if end < hit < following]:
                 report.first_hits.append(first[0] - end)
         return report
 
-    def _enter(self, step: tuple[float, float, float], engine: EngineProcess) -> None:
+    def _enter(self, step: tuple[float, float, float], engine: ChaosEngineProcess) -> None:
         begun, took, waited = step
         report = self.report
         if _overlaps(begun, took, engine.stopped):
@@ -344,7 +344,7 @@ class Rounds:
         self._supervisor.close()
 
 
-def held(stats: StatsReply, sessions: int) -> str:
+def held_resources(stats: StatsReply, sessions: int) -> str:
     """What is held for nobody while nothing happens; nothing when the books balance."""
     pool = stats.pool
     total = pool.free_bytes + pool.writing_bytes + pool.ready_bytes + pool.leaving_bytes + pool.quarantined_bytes
@@ -365,14 +365,14 @@ def _overlaps(begun: float, took: float, stops: list[tuple[float, float]]) -> bo
 
 
 def run_rounds(
-    rounds: int, seed: int, pool_file: Path | None, tell: Callable[[int], object] = lambda _: None
+    rounds: int, seed: int, pool_file: Path | None, on_round: Callable[[int], object] = lambda _: None
 ) -> Report:
-    """Play, and return the figures; ``tell`` is called with the number of each round. Raises AssertionError."""
+    """Play, and return the figures; ``on_round`` is called with the number of each round. Raises AssertionError."""
     played = Rounds(seed, pool_file)
     try:
         for number in range(rounds):
             played.play()
-            tell(number + 1)
+            on_round(number + 1)
         return played.finish()
     except BaseException:
         print(played.finish())

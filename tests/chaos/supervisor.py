@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Self
 
 from support.daemon import START_DEADLINE_S
-from support.manager import ManagedDaemon, Manager
+from support.service_manager import ManagedDaemon, ServiceManager
 from support.waiting import wait_until
 
 WATCHDOG_S = 1.2
 ABORT_S = 0.5
 """Between SIGABRT and SIGKILL (TimeoutAbortSec)."""
 RESTART_S = 0.02
-LOOK_S = 0.005
+POLL_S = 0.005
 
 
 class Supervisor:
-    """Runs one daemon for ever.
+    """Keeps one daemon running until it is closed.
 
     Args:
         pool_file: where the pool lies; None has the manager keep it, as systemd's descriptor store does.
 
     Attributes:
         lives: daemons started.
-        hung: from when to when those were silent that were killed since they hung.
+        hung: for each daemon that was killed because it hung, from when to when it was silent.
         ended_at: when each daemon ended that was replaced (time.monotonic).
         failure: a sentence when a daemon did not come up.
     """
@@ -36,7 +36,7 @@ class Supervisor:
     make_daemon = ManagedDaemon
 
     def __init__(self, pool_size: str, pool_file: Path | None, **flags: str) -> None:
-        self._manager = Manager()
+        self._manager = ServiceManager()
         file = {} if pool_file is None else {"pool_file": str(pool_file)}
         self.daemon = self.make_daemon(self._manager, pool_size, watchdog_s=WATCHDOG_S, **file, **flags)
         self.lives = 0
@@ -81,20 +81,20 @@ class Supervisor:
         self._manager.close()
 
     def _start(self) -> None:
-        self._manager.forget_beats()
+        self._manager.expect_start()
         self.daemon.start(wait=False)
         self.lives += 1
         self._started_at = time.monotonic()
 
     def _run(self) -> None:
         while not self._closing and not self.failure:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             if not self.daemon.running:
                 self.ended_at.append(time.monotonic())
                 time.sleep(RESTART_S)
                 self._start()
-            elif self._manager.ready and self._manager.silent_s > WATCHDOG_S:
-                silent_since = time.monotonic() - self._manager.silent_s
+            elif self._manager.ready and self._manager.silent_for_s > WATCHDOG_S:
+                silent_since = time.monotonic() - self._manager.silent_for_s
                 self._abort()
                 self.hung.append((silent_since, time.monotonic()))
             elif not self._manager.ready and time.monotonic() - self._started_at > START_DEADLINE_S:
@@ -106,6 +106,6 @@ class Supervisor:
         self.signal(signal.SIGCONT)
         deadline = time.monotonic() + ABORT_S
         while self.daemon.running and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         if self.daemon.running:
             self.daemon.kill()

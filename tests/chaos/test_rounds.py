@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.faulty_daemon import MAIN
-from support.manager import LAUNCHER, ManagedDaemon
+from support.service_manager import LAUNCHER, ManagedDaemon
 
-from tests.chaos.player import FENCE_TIMEOUT_S
+from tests.chaos.engine import FENCE_TIMEOUT_S
 from tests.chaos.rounds import run_rounds
 from tests.chaos.supervisor import Supervisor
 

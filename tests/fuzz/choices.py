@@ -11,17 +11,17 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Takes decisions from ``data`` while there is any, and from a dice seeded by it afterwards."""
+    """Takes decisions from ``data`` while there is any, and from a random generator seeded by it afterwards."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
-        self._dice = random.Random(zlib.crc32(data))
+        self._rng = random.Random(zlib.crc32(data))
 
     def byte(self) -> int:
         """0 to 255."""
         if self._at == len(self._data):
-            return self._dice.randrange(256)
+            return self._rng.randrange(256)
         self._at += 1
         return self._data[self._at - 1]
 

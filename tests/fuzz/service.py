@@ -70,7 +70,7 @@ class LazyEngine(TransferEngine):
         return True
 
 
-class Line:
+class FakeLifeline:
     """A lifeline that can be dead before its end is noticed."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Segment(MappedSegment):
         self._address = 0
 
 
-class Rig:
+class ServiceHarness:
     """A service, its engine, and what happens to them."""
 
     def __init__(self, choices: Choices) -> None:
@@ -104,7 +104,7 @@ class Rig:
             max_namespaces=2, max_segments=4, max_registrations=2, max_frame_bytes=65536, block_access="write",
             block_uids=(1,),
         )  # fmt: skip
-        dice = random.Random(1)
+        rng = random.Random(1)
         self.service: Service = make_service(
             config,
             self.pool,
@@ -114,7 +114,7 @@ class Rig:
             lambda: self.now,
             lambda job, outcome: self.done.append((job, outcome)),
             self._map,
-            dice.randbytes,
+            rng.randbytes,
         )
         self.ended: list[bytes] = [b"\0" * m.TOKEN_BYTES]
         """Tokens that are no session's."""
@@ -166,7 +166,7 @@ class Rig:
     def admit(self, role: m.Role, space: bytes, stages: int = 3, rank: int = 0) -> None:
         """A session: said Hello from 1 stage on, in a namespace from 2 on, a worker's memory registered with 3."""
         try:
-            session = self.service.open_session(Line(), Peer(1, 1, 1))
+            session = self.service.open_session(FakeLifeline(), Peer(1, 1, 1))
         except KvoffdError:
             return
         if stages >= 1:
@@ -187,7 +187,7 @@ class Rig:
 
     def hang_up(self) -> None:
         session = self.session()
-        cast(Line, session.lifeline).open = False
+        cast(FakeLifeline, session.lifeline).open = False
         if self.choices.byte() % 2:  # else the daemon has not noticed yet
             self.ended.append(session.token)
             self.service.end_session(session, lambda: None)
@@ -278,7 +278,7 @@ class Rig:
         """All sessions end, all copies come back: nothing is held."""
         self.service.cache.check_invariants()
         for session in list(self.service.sessions.values()):
-            cast(Line, session.lifeline).open = False
+            cast(FakeLifeline, session.lifeline).open = False
             self.service.end_session(session, lambda: None)
         while self.engine.queue or self.done:
             self.end_transfer()
@@ -306,4 +306,4 @@ def _null() -> int:
 
 def service(data: bytes) -> None:
     """One run."""
-    Rig(Choices(data)).run()
+    ServiceHarness(Choices(data)).run()

@@ -17,7 +17,7 @@ from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd_proto import codec
 from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS
-from tests.fuzz.service import Choices, Rig, service
+from tests.fuzz.service import Choices, ServiceHarness, service
 from tests.fuzz.tables import written
 
 quick = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -64,10 +64,10 @@ def test_the_runs_reach_what_they_are_about() -> None:
     errors: Counter[str] = Counter()
     ended: Counter[tuple[Direction, Outcome]] = Counter()
     for number in range(150):
-        rig = Rig(Choices(random.Random(number).randbytes(400)))
-        rig.run()
-        errors += rig.service.errors
-        ended += rig.engine.ended
+        harness = ServiceHarness(Choices(random.Random(number).randbytes(400)))
+        harness.run()
+        errors += harness.service.errors
+        ended += harness.engine.ended
     assert ended[Direction.STORE, Outcome.DONE] > 50, ended
     assert ended[Direction.LOAD, Outcome.DONE] > 2, ended
     wanted = (
@@ -137,8 +137,8 @@ def serve_ended_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_planted_fault_is_found(
     target: Callable[[bytes], None], fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dice = random.Random(1)
-    inputs = [dice.randbytes(200) for _ in range(300)]
+    rng = random.Random(1)
+    inputs = [rng.randbytes(200) for _ in range(300)]
     assert not any(breaks(target, data) for data in inputs[:20])
     fault(monkeypatch)
     assert any(breaks(target, data) for data in inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from support.cache_rig import SLOT_UNIT, Rig, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
 from kvoffd.errors import KvoffdError
 from kvoffd.server.block_access import BlockWrite, PutRunner
@@ -19,11 +19,11 @@ from kvoffd_proto.errors import ErrorCode
 
 
 def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     space = rig.open(world_size=2)
     for rank in range(2):
         rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(1), node=rank + 5))
-    rig.slots.nodes_wanted.clear()
+    rig.slots.requested_nodes.clear()
     engine = HostEngine()
     assert engine.close(10)  # so that it cancels what it is given
     ended: list[bytes | KvoffdError] = []
@@ -42,6 +42,6 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     (error,) = ended
     assert isinstance(error, KvoffdError)
     assert error.code is ErrorCode.CANCELLED
-    assert rig.slots.nodes_wanted == [5, 6]
+    assert rig.slots.requested_nodes == [5, 6]
     assert space.nodes == {0: 5, 1: 6}
     rig.cache.check_invariants()

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from support.cache_rig import Rig
+from support.cache_harness import CacheHarness
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
@@ -182,7 +182,7 @@ def test_a_user_who_is_not_named_is_refused() -> None:
 def test_an_administrator_over_tcp_opens_no_blocks() -> None:
     """His peer says uid 0, since the kernel knows nothing of him."""
     config = Config(block_access="write", block_uids=(0,))
-    cache = Rig(regions=1, region_bytes=65536).cache
+    cache = CacheHarness(regions=1, region_bytes=65536).cache
     near, far = Peer(1, 0, 0), Peer(0, 0, 0, "a public key")
     for peer in (near, far):
         session = Session(1, bytes(16), peer, StandingLifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
-from support.cache_rig import Rig
-from support.tiering_rig import FoldedTierEvents
+from support.cache_harness import CacheHarness
+from support.tiering_harness import FoldedTierEvents
 from support.waiting import wait_until
 
 from kvoffd.config import Config
@@ -67,7 +67,7 @@ class DisksRig:
     """Disks whose directories a test opens as it likes, in the threads that Disks makes for that."""
 
     def __init__(self) -> None:
-        self.rig = Rig()
+        self.rig = CacheHarness()
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from support.cache_rig import Rig, keys_of
+from support.cache_harness import CacheHarness, keys_of
 
 from kvoffd.server.jobs import Job, JobRunner
 from kvoffd.server.session import CompletionLog
@@ -15,7 +15,7 @@ from kvoffd_proto.errors import ErrorCode
 WRITING, READY, ABSENT = 1, 2, 0
 
 
-def hung_store(rig: Rig, runner: JobRunner, keys: bytes) -> Job:
+def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> Job:
     """A store of an engine's that was accepted, and whose copy hangs."""
     namespace = rig.cache.namespaces[0]
     session = SimpleNamespace(
@@ -33,12 +33,12 @@ def hung_store(rig: Rig, runner: JobRunner, keys: bytes) -> Job:
     return job
 
 
-def runner_of(rig: Rig) -> JobRunner:
+def runner_of(rig: CacheHarness) -> JobRunner:
     return JobRunner(rig.cache, 0, rig.clock, 30.0, lambda job, outcome: None)
 
 
 def test_its_keys_are_free_for_others_and_its_slots_are_not() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, runner = rig.open(), runner_of(rig)
     job = hung_store(rig, runner, keys_of(1, 2))
     free = rig.slots.free_bytes
@@ -58,7 +58,7 @@ def test_its_keys_are_free_for_others_and_its_slots_are_not() -> None:
 
 
 def test_what_others_stored_under_its_keys_stays() -> None:
-    rig = Rig()
+    rig = CacheHarness()
     namespace, runner = rig.open(), runner_of(rig)
     job = hung_store(rig, runner, keys_of(1))
     rig.cache.clear(namespace)

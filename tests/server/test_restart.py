@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.daemon import DaemonProcess
-from support.manager import ManagedDaemon, Manager
+from support.service_manager import ManagedDaemon, ServiceManager
 from support.waiting import wait_until
 from support.wire import WireClient, stats
 
@@ -47,17 +47,17 @@ def in_file(pool_file: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def manager() -> Iterator[Manager]:
-    running = Manager()
+def manager() -> Iterator[ServiceManager]:
+    running = ServiceManager()
     yield running
     running.close()
 
 
 @pytest.fixture
-def managed(manager: Manager) -> Iterator[DaemonProcess]:
+def managed(manager: ServiceManager) -> Iterator[DaemonProcess]:
     """A running daemon whose pool systemd keeps."""
     with ManagedDaemon(manager, "32MiB") as daemon:
-        manager.wait_kept(2)
+        manager.wait_stored_fds(2)
         yield daemon
 
 
@@ -181,31 +181,31 @@ def test_a_pool_of_another_size_is_a_cold_start(lasting: DaemonProcess) -> None:
 # --- systemd -------------------------------------------------------------------------------------
 
 
-def test_systemd_keeps_one_pool_and_one_table(manager: Manager, managed: DaemonProcess) -> None:
+def test_systemd_keeps_one_pool_and_one_table(manager: ServiceManager, managed: DaemonProcess) -> None:
     names = {"kvoffd-pool", "kvoffd-slot-table"}
-    assert {name for name, _ in manager.kept} == names
+    assert {name for name, _ in manager.stored_fds} == names
     managed.kill()
     managed.start()
     managed.stop()
     managed.flags["pool-size"] = "48MiB"
     managed.start()
-    manager.wait_kept(2)
-    assert {name for name, _ in manager.kept} == names
-    assert sorted(os.fstat(fd).st_size for _, fd in manager.kept)[1] == 48 * MIB
+    manager.wait_stored_fds(2)
+    assert {name for name, _ in manager.stored_fds} == names
+    assert sorted(os.fstat(fd).st_size for _, fd in manager.stored_fds)[1] == 48 * MIB
 
 
-def test_half_of_what_systemd_kept_is_nothing(manager: Manager, managed: DaemonProcess) -> None:
+def test_half_of_what_systemd_kept_is_nothing(manager: ServiceManager, managed: DaemonProcess) -> None:
     store(managed)
     managed.kill()
-    os.close(manager.kept.pop()[1])
+    os.close(manager.stored_fds.pop()[1])
     managed.start()
     assert "did not keep one pool and one table" in starts_empty(managed)
-    manager.wait_kept(2)
+    manager.wait_stored_fds(2)
 
 
-def test_descriptors_meant_for_another_process_are_left_alone(manager: Manager) -> None:
+def test_descriptors_meant_for_another_process_are_left_alone(manager: ServiceManager) -> None:
     with ManagedDaemon(manager, "32MiB") as daemon:
-        manager.wait_kept(2)
+        manager.wait_stored_fds(2)
         store(daemon)
         daemon.stop()
         command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(daemon.directory), "--pool-size", "4MiB"]

@@ -104,7 +104,7 @@ class SimClient(Generic[S]):
         process: Process,
         segments: Sequence[Segment],
         make: Callable[[SimLink, ClientOptions, random.Random], S],
-        dice: random.Random,
+        rng: random.Random,
         on_change: Callable[[], None],
     ) -> None:
         self.process = process
@@ -119,7 +119,7 @@ class SimClient(Generic[S]):
         self.link.on_drained = lambda generation: self.act(lambda now: self.session.drained(generation, now))
         self.link.on_reply = self._reply
         self.link.on_publication = self._publication
-        self.session = make(self.link, OPTIONS, dice)
+        self.session = make(self.link, OPTIONS, rng)
         self.arm()
 
     def act(self, action: Callable[[float], None]) -> None:

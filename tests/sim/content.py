@@ -19,21 +19,21 @@ PAGE_SIZES = (24, 64, 100, 256, 512, 1000)
 class Content:
     """A namespace's geometry and bytes, which are a function of (namespace, rank, group, key, page, sub-block)."""
 
-    def __init__(self, number: int, dice: random.Random) -> None:
-        self.world_size = dice.choice((1, 1, 2, 2, 3))
-        self.blocks_per_key = dice.choice((1, 1, 2, 3))
-        groups = dice.choice((1, 1, 2))
+    def __init__(self, number: int, rng: random.Random) -> None:
+        self.world_size = rng.choice((1, 1, 2, 2, 3))
+        self.blocks_per_key = rng.choice((1, 1, 2, 3))
+        groups = rng.choice((1, 1, 2))
         self.spec = NamespaceSpec.named(
             f"sim-{number}",
             self.world_size,
-            dice.choice((8, 16, 32)),
+            rng.choice((8, 16, 32)),
             [GroupSpec("full_attention", 16 * self.blocks_per_key)] * groups,
-            seed=dice.randrange(10**9),
+            seed=rng.randrange(10**9),
         )
         # Slots begin at 8192 bytes: a shard factor makes some namespaces need larger ones.
-        factor = dice.choice((1, 1, 1, 4, 8))
+        factor = rng.choice((1, 1, 1, 4, 8))
         self.pages = [
-            [[dice.choice(PAGE_SIZES) * factor for _ in range(dice.randint(1, 3))] for _ in range(groups)]
+            [[rng.choice(PAGE_SIZES) * factor for _ in range(rng.randint(1, 3))] for _ in range(groups)]
             for _ in range(self.world_size)
         ]
         """By rank and group, the bytes of the layers' pages."""
@@ -85,19 +85,19 @@ class Content:
 class Corpus:
     """Prompts of a namespace as chains of keys that share prefixes."""
 
-    def __init__(self, content: Content, dice: random.Random) -> None:
-        self._dice = dice
+    def __init__(self, content: Content, rng: random.Random) -> None:
+        self._rng = rng
         size = content.spec.key_bytes
         self.chains: list[list[bytes]] = []
-        for _ in range(dice.randint(2, 4)):
+        for _ in range(rng.randint(2, 4)):
             chain: list[bytes] = []
-            if self.chains and dice.random() < 0.6:
-                parent = dice.choice(self.chains)
-                chain = parent[: dice.randint(1, len(parent))]
-            chain = chain + [dice.randbytes(size) for _ in range(dice.randint(1, 4))]
+            if self.chains and rng.random() < 0.6:
+                parent = rng.choice(self.chains)
+                chain = parent[: rng.randint(1, len(parent))]
+            chain = chain + [rng.randbytes(size) for _ in range(rng.randint(1, 4))]
             self.chains.append(chain)
 
     def prompt(self) -> list[bytes]:
         """Keys of one prompt, root first."""
-        chain = self._dice.choice(self.chains)
-        return chain[: self._dice.randint(1, len(chain))]
+        chain = self._rng.choice(self.chains)
+        return chain[: self._rng.randint(1, len(chain))]

@@ -22,12 +22,12 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, readable_in
 from tests.sim.clock import Broken, Injected, Process
-from tests.sim.copier import SimEngine
 from tests.sim.disk import SimDisk, SimTier
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
-from tests.sim.parts import Kept, keep, keep_copy, make_config, make_pool, make_service, ready_records
+from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records
 from tests.sim.pool import WatchedPool, as_bytes
+from tests.sim.transfer_engine import SimTransferEngine
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -71,31 +71,31 @@ class FailureLog(logging.Handler):
 class SimDaemon:
     """One life of the daemon."""
 
-    def __init__(self, world: World, life: int, kept: Kept | None) -> None:
+    def __init__(self, world: World, life: int, kept: KeptPool | None) -> None:
         self._world = world
         self.clock = world.clock
         self.process = Process(world.clock, f"daemon {life}")
         self.descriptors = world.descriptors
-        self._dice = world.scenario.dice(f"daemon {life}")
-        self.config = make_config(world.scenario.dice("config"))
+        self._rng = world.scenario.rng(f"daemon {life}")
+        self.config = make_config(world.scenario.rng("config"))
         self.space = AddressSpace()
         self._pool: Pool = make_pool(world.pool_bytes, kept)
         data = as_bytes(self._pool.address, self._pool.pool_bytes)
         self.pool = WatchedPool(self._pool, data, world.content_of)
         pool_mapping = self.space.map(data)
         number = self.space.number(pool_mapping.address)
-        self.engine = SimEngine(
+        self.engine = SimTransferEngine(
             world.clock,
             self.process,
             self.space,
             self.pool,
             number,
             world.faults,
-            world.scenario.dice(f"copies {life}"),
+            world.scenario.rng(f"copies {life}"),
             self.config.job_deadline_s,
         )
         self.pool.before_write = self._maybe_die
-        self.torn: Kept | None = None
+        self.torn: KeptPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
         self.service = make_service(
             self.config,
@@ -106,7 +106,7 @@ class SimDaemon:
             world.clock,
             self._post,
             self._map_segment,
-            self._dice.randbytes,
+            self._rng.randbytes,
         )
         self.disk = self._make_disk(life)
         self.audit = Audit(self.service)
@@ -125,11 +125,11 @@ class SimDaemon:
         device = self._world.device
         if device is None:
             return None
-        dice = self._world.scenario.dice(f"disk {life}")
-        size_bytes = self._world.pool_bytes * dice.choice((1, 4))
-        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, dice, size_bytes)
+        rng = self._world.scenario.rng(f"disk {life}")
+        size_bytes = self._world.pool_bytes * rng.choice((1, 4))
+        tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng, size_bytes)
         tier.draining = self._world.faults.calm
-        disk = SimDisk(self.service, tier, self.clock, dice)
+        disk = SimDisk(self.service, tier, self.clock, rng)
         self.service.disks = cast(Disks, disk)
         tier.on_turn = self._schedule_flush
         return disk
@@ -256,7 +256,7 @@ class SimDaemon:
     def _schedule_flush(self) -> None:
         if not self._flush_due:
             self._flush_due = True
-            self.process.after(self._dice.choice((0.0, 0.0, 0.0003)), self._flush_now)
+            self.process.after(self._rng.choice((0.0, 0.0, 0.0003)), self._flush_now)
 
     def _flush_now(self) -> None:
         self._flush_due = False
@@ -265,9 +265,9 @@ class SimDaemon:
     # --- copies and time ---------------------------------------------------------------------------
 
     def _post(self, job: Job, outcome: Outcome) -> None:
-        delay = self._dice.uniform(0.0, 0.0005)
+        delay = self._rng.uniform(0.0, 0.0005)
         if self._world.faults.hit("slow_post"):
-            delay = self._dice.uniform(0.005, 0.1)
+            delay = self._rng.uniform(0.005, 0.1)
         self.process.after(delay, lambda: self._finished(job, outcome))
 
     def _finished(self, job: Job, outcome: Outcome) -> None:
@@ -303,7 +303,7 @@ class SimDaemon:
         self._schedule_flush()
         self.process.after(TICK_S, self._tick)
 
-    def squeeze(self) -> None:
+    def evict_all(self) -> None:
         """Evict every block that may be evicted."""
         cache = self.service.cache
         cache.pool_usage()  # enters the pins of the last lookup
@@ -410,6 +410,6 @@ class SimDaemon:
             owner = SlotOwner(record.fingerprint, record.group, record.key, record.rank, record.world_size)
             self.pool.verify(owner, record.offset, record.first_block, record.length)
         found = {record.offset for record in records}
-        ready = {slot.offset for slot in self.pool.slots.values() if slot.state == "ready" and not slot.disowned}
+        ready = {slot.offset for slot in self.pool.slots.values() if slot.state == "ready" and not slot.revoked}
         if found != ready:
             raise Broken(f"the slot table tells of {len(found)} slots, {len(ready)} are ready")

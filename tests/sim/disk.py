@@ -31,15 +31,15 @@ class SimTier(MemoryTier):
         clock: Clock,
         process: Process,
         faults: Faults,
-        dice: random.Random,
+        rng: random.Random,
         size_bytes: int,
     ) -> None:
-        super().__init__(device, self, size_bytes, dice.choice((2, 6, 64)), self._begin)
+        super().__init__(device, self, size_bytes, rng.choice((2, 6, 64)), self._begin)
         self._pool = pool
         self._clock = clock
         self._process = process
         self._faults = faults
-        self._dice = dice
+        self._rng = rng
         self._claimed: dict[Job, list[Slot]] = {}
         self._stale: set[Job] = set()
         """Jobs whose block was dropped since they began."""
@@ -70,11 +70,11 @@ class SimTier(MemoryTier):
         self._claimed[job] = [self._pool.slots[offset] for offset in job.offsets]
         for slot in self._claimed[job]:
             slot.transfers += 1
-        delay = self._dice.uniform(0.0002, 0.003)
+        delay = self._rng.uniform(0.0002, 0.003)
         if self._faults.hit("disk_slow"):
-            delay = self._dice.uniform(0.02, 0.3)
+            delay = self._rng.uniform(0.02, 0.3)
         if self._faults.hit("disk_hang"):
-            delay = self._dice.uniform(1.0, 4.0)
+            delay = self._rng.uniform(1.0, 4.0)
         self._clock.note(f"disk {'reads' if job.reading else 'writes'} {job.block.id.key.hex()[:8]}")
         self._process.after(delay, lambda: self._finish(job))
 
@@ -86,7 +86,7 @@ class SimTier(MemoryTier):
             fault = TierResult.FAILED
             if job.reading:  # it fails in the middle
                 for offset, shard in zip(job.offsets, job.block.shards, strict=True):
-                    self.poke(offset, self._dice.randbytes(shard.length // 2))
+                    self.poke(offset, self._rng.randbytes(shard.length // 2))
         elif job.reading and self._has_bytes(job) and self._faults.hit("disk_corrupt"):
             self.spoil(job.block.id)
         self.end(job, self._clock.now, fault)
@@ -132,7 +132,7 @@ class SimTier(MemoryTier):
         torn += [block for block, _ in list(self.device.blocks.values())[-1:]]
         for block in torn:
             if self._faults.hit("disk_torn"):
-                shards = [self._dice.randbytes(shard.length) for shard in block.shards]
+                shards = [self._rng.randbytes(shard.length) for shard in block.shards]
                 self.device.blocks[block.id] = (block, shards)
 
 
@@ -141,12 +141,12 @@ class SimDisk:
 
     problems: tuple[str, ...] = ()
 
-    def __init__(self, service: Service, tier: SimTier, clock: Clock, dice: random.Random) -> None:
+    def __init__(self, service: Service, tier: SimTier, clock: Clock, rng: random.Random) -> None:
         self.tier = tier
         settings = TieringSettings(
-            dice.choice(list(WriteMode)[:3]),
-            deadline_s=dice.choice((0.4, 1.5)),
-            per_second_bytes=dice.choice((0, 2**20)),
+            rng.choice(list(WriteMode)[:3]),
+            deadline_s=rng.choice((0.4, 1.5)),
+            per_second_bytes=rng.choice((0, 2**20)),
         )
         self.tiering = TieringManager(service.cache, tier, service.publisher, clock, settings)
         tier.listener = self.tiering

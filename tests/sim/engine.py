@@ -32,7 +32,7 @@ class Engine:
         self.name = name
         self.content = content
         self.corpus = corpus
-        self.dice: random.Random = world.scenario.dice(name)
+        self.rng: random.Random = world.scenario.rng(name)
         self.waiting = 0
         """Prompts that found no room yet."""
         self._active: list[Request] = []
@@ -42,10 +42,10 @@ class Engine:
         self._leaving = False
         self.ended = False
         """True once a process of it died or it has left; nothing is asked of it any more."""
-        blocks = self.dice.randint(6, 16) * content.blocks_per_key
+        blocks = self.rng.randint(6, 16) * content.blocks_per_key
         self._free = [list(range(blocks)) for _ in content.groups]
         for free in self._free:
-            self.dice.shuffle(free)
+            self.rng.shuffle(free)
         self.ranks: list[Rank] = []
         self.readable: Readable = set()
         self.process = Process(world.clock, f"{name}.scheduler")
@@ -54,13 +54,13 @@ class Engine:
             world.network,
             self.process,
             (),
-            lambda link, options, dice: make_scheduler(link, content, self.process.name, options, dice),
-            world.scenario.dice(f"{name}.scheduler"),
+            lambda link, options, rng: make_scheduler(link, content, self.process.name, options, rng),
+            world.scenario.rng(f"{name}.scheduler"),
             self._scheduler_changed,
         )
         for rank in range(content.world_size):
-            memory = WorkerMemory(content, rank, blocks, self.dice)
-            own = world.scenario.dice(f"{name}.{rank}")
+            memory = WorkerMemory(content, rank, blocks, self.rng)
+            own = world.scenario.rng(f"{name}.{rank}")
             self.ranks.append(Rank(world, f"{name}.{rank}", memory, own, self.poke))
 
     # --- what requests ask for -------------------------------------------------------------------
@@ -186,15 +186,15 @@ class Engine:
         self.ended = True
         self.clock.note(f"{self.name} loses {'its scheduler' if first is None else f'rank {first}'}")
         for number, rank in enumerate(self.ranks):
-            self.clock.after(0.0 if number == first else self.dice.uniform(0.0, 0.2), rank.die)
-        self.clock.after(0.0 if first is None else self.dice.uniform(0.0, 0.2), self._scheduler_dies)
+            self.clock.after(0.0 if number == first else self.rng.uniform(0.0, 0.2), rank.die)
+        self.clock.after(0.0 if first is None else self.rng.uniform(0.0, 0.2), self._scheduler_dies)
         self.world.engine_ended(self)
 
     def _scheduler_dies(self) -> None:
         self.process.alive = False
         self.scheduler.link.close()
 
-    def unsettled(self) -> str | None:
+    def why_not_idle(self) -> str | None:
         """What is not at rest yet; None when everything is."""
         session = self.scheduler.session
         if self.ended:

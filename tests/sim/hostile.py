@@ -27,13 +27,13 @@ class Hostile:
     def __init__(self, world: World, number: int) -> None:
         self._world = world
         self._clock = world.clock
-        self._dice = world.scenario.dice(f"hostile {number}")
+        self._rng = world.scenario.rng(f"hostile {number}")
         self.process = Process(world.clock, f"hostile-{number}")
         self._token = bytes(16)
         self._session_id = 0
         self._request_id = 0
         self._fingerprint = bytes([number]) * 32
-        self._registration = self._dice.randbytes(16)
+        self._registration = self._rng.randbytes(16)
         self._job_id = 0
         self._asked: dict[int, int] = {}
         """By request id of a Heartbeat or Release, the number of foreign leases it named."""
@@ -60,10 +60,10 @@ class Hostile:
             self._token, self._session_id = frame.token, frame.session_id
             pause = 0.0
             for deed in self._plan():
-                pause += self._dice.uniform(0.0, 0.01)
+                pause += self._rng.uniform(0.0, 0.01)
                 self.process.after(pause, deed)
-            if self._dice.random() < 0.7:
-                self.process.after(pause + self._dice.uniform(0.0, 0.5), self.die)
+            if self._rng.random() < 0.7:
+                self.process.after(pause + self._rng.uniform(0.0, 0.5), self.die)
 
     def _reply(self, frames: Sequence[bytes]) -> None:
         reply = codec.decode_reply(frames[0]) if len(frames) == 1 else None
@@ -75,9 +75,9 @@ class Hostile:
     # --- deeds -----------------------------------------------------------------------------------
 
     def _plan(self) -> list[Callable[[], None]]:
-        entry = [self._hello, self._open] if self._dice.random() < 0.8 else []
-        self._role = self._dice.choice((m.Role.WORKER, m.Role.WORKER, m.Role.SCHEDULER, m.Role.ADMIN))
-        if entry and self._role is m.Role.WORKER and self._dice.random() < 0.8:
+        entry = [self._hello, self._open] if self._rng.random() < 0.8 else []
+        self._role = self._rng.choice((m.Role.WORKER, m.Role.WORKER, m.Role.SCHEDULER, m.Role.ADMIN))
+        if entry and self._role is m.Role.WORKER and self._rng.random() < 0.8:
             entry += [self._attach, self._register]
         deeds: list[Callable[[], None]] = [
             self._leases,
@@ -98,7 +98,7 @@ class Hostile:
             self._frames,
             self._replay,
         ]
-        return entry + [self._dice.choice(deeds) for _ in range(self._dice.randint(3, 12))]
+        return entry + [self._rng.choice(deeds) for _ in range(self._rng.randint(3, 12))]
 
     def _id(self) -> int:
         self._request_id += 1
@@ -108,7 +108,7 @@ class Hostile:
         self._dealer.send((codec.encode(message),))
 
     def _victim(self) -> bytes:
-        return self._dice.choice(self._world.contents).spec.fingerprint
+        return self._rng.choice(self._world.contents).spec.fingerprint
 
     def _hello(self) -> None:
         self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION, self._role, "h", ""))
@@ -119,7 +119,7 @@ class Hostile:
 
     def _attach(self) -> None:
         if self._lifeline.server_open:
-            self._lifeline.to_daemon.send((lifeline.Attach(self._dice.choice((0, 0, 1))), self._segment))
+            self._lifeline.to_daemon.send((lifeline.Attach(self._rng.choice((0, 0, 1))), self._segment))
 
     def _register(self) -> None:
         """In all honour, so that its jobs come further."""
@@ -130,40 +130,40 @@ class Hostile:
 
     def _bad_register(self) -> None:
         tensor = TensorLayout(
-            self._dice.choice((0, 1, 65535)),
-            self._dice.choice((0, PAGE, 2**63 - 1)),
-            self._dice.choice((1, PAGE, 2**62)),
-            self._dice.choice((1, BLOCKS, 2**31 - 1)),
+            self._rng.choice((0, 1, 65535)),
+            self._rng.choice((0, PAGE, 2**63 - 1)),
+            self._rng.choice((1, PAGE, 2**62)),
+            self._rng.choice((1, BLOCKS, 2**31 - 1)),
         )
-        page = PageRef(self._dice.choice((0, 7)), self._dice.choice((1, PAGE + 1, 2**31 - 1)))
-        self._try_register(self._dice.choice((0, 3)), tensor, page)
+        page = PageRef(self._rng.choice((0, 7)), self._rng.choice((1, PAGE + 1, 2**31 - 1)))
+        self._try_register(self._rng.choice((0, 3)), tensor, page)
 
     def _try_register(self, rank: int, tensor: TensorLayout, page: PageRef) -> None:
-        handle: Handle = MemfdHandle(self._dice.choice((0, 0, 9)), self._segment.data.size)
+        handle: Handle = MemfdHandle(self._rng.choice((0, 0, 9)), self._segment.data.size)
         gpu: Handle = CudaIpcHandle(bytes(64), 1 << 20, bytes(16))
-        handles = self._dice.choice(([handle], [handle, handle], [gpu]))
-        where = self._dice.choice((self._fingerprint, self._fingerprint, self._victim()))
-        name = self._dice.choice((self._registration, self._dice.randbytes(16)))
-        per_key = self._dice.choice((1, 1, 65535))
+        handles = self._rng.choice(([handle], [handle, handle], [gpu]))
+        where = self._rng.choice((self._fingerprint, self._fingerprint, self._victim()))
+        name = self._rng.choice((self._registration, self._rng.randbytes(16)))
+        per_key = self._rng.choice((1, 1, 65535))
         self._send(m.Register(self._id(), self._token, where, name, rank, per_key, handles, [tensor], [[page]]))
 
     def _parts(self) -> list[m.GroupTransfer]:
-        count = self._dice.randint(0, 3)
-        keys = b"".join(self._dice.choice((b"a", b"b", b"c", b"d")) * KEY_BYTES for _ in range(count))
-        blocks = [self._dice.choice((0, 1, 2, 3, 4, -1, 2**31 - 1)) for _ in range(self._dice.choice((count, 1, 70)))]
-        if self._dice.random() < 0.5:
+        count = self._rng.randint(0, 3)
+        keys = b"".join(self._rng.choice((b"a", b"b", b"c", b"d")) * KEY_BYTES for _ in range(count))
+        blocks = [self._rng.choice((0, 1, 2, 3, 4, -1, 2**31 - 1)) for _ in range(self._rng.choice((count, 1, 70)))]
+        if self._rng.random() < 0.5:
             keys, blocks = b"".join(bytes([65 + at]) * KEY_BYTES for at in range(3)), [0, 1, 2]
-            if self._dice.random() < 0.5:  # all in order but for one block
-                wrong = m.GroupTransfer(0, keys, ids([0, self._dice.choice((BLOCKS, -1)), 2]), 0)
+            if self._rng.random() < 0.5:  # all in order but for one block
+                wrong = m.GroupTransfer(0, keys, ids([0, self._rng.choice((BLOCKS, -1)), 2]), 0)
                 return [wrong]
-        raw = ids(blocks) + self._dice.choice((b"", b"", b"", b"\0"))
-        group = self._dice.choice((0, 0, 0, 1, 65535))
-        part = m.GroupTransfer(group, keys, raw, self._dice.choice((0, 0, 1, 65535)))
-        return self._dice.choice(([part], [part], [part, part]))
+        raw = ids(blocks) + self._rng.choice((b"", b"", b"", b"\0"))
+        group = self._rng.choice((0, 0, 0, 1, 65535))
+        part = m.GroupTransfer(group, keys, raw, self._rng.choice((0, 0, 1, 65535)))
+        return self._rng.choice(([part], [part], [part, part]))
 
     def _store(self) -> None:
-        self._job_id = self._dice.choice((self._job_id, self._job_id + 1))
-        name = self._dice.choice((self._registration, self._registration, bytes(16)))
+        self._job_id = self._rng.choice((self._job_id, self._job_id + 1))
+        name = self._rng.choice((self._registration, self._registration, bytes(16)))
         self._send(m.Store(self._id(), self._token, name, self._job_id, self._parts()))
 
     def _load(self) -> None:
@@ -171,8 +171,8 @@ class Hostile:
         self._send(m.Load(self._id(), self._token, self._registration, self._job_id, self._some_lease(), self._parts()))
 
     def _some_lease(self) -> int:
-        session = self._dice.choice((self._session_id, self._dice.randint(1, self._session_id)))
-        return (session << 32) | self._dice.randint(1, 5)
+        session = self._rng.choice((self._session_id, self._rng.randint(1, self._session_id)))
+        return (session << 32) | self._rng.randint(1, 5)
 
     def _foreign_leases(self) -> list[int]:
         return [(number << 32) | at for number in range(1, self._session_id)[-8:] for at in range(1, 9)]
@@ -180,22 +180,22 @@ class Hostile:
     def _leases(self) -> None:
         foreign = self._foreign_leases()
         for message in (
-            m.Heartbeat(self._id(), self._token, self._dice.choice((0, 2**63 - 1)), foreign),
+            m.Heartbeat(self._id(), self._token, self._rng.choice((0, 2**63 - 1)), foreign),
             m.Release(self._id(), self._token, foreign),
         ):
             self._asked[message.request_id] = len(foreign)
             self._send(message)
 
     def _lookup(self) -> None:
-        where = self._dice.choice((self._fingerprint, self._victim()))
-        keys = self._dice.choice((b"a" * KEY_BYTES, b"A" * KEY_BYTES, b"a" * 7, b"x" * 9000))
+        where = self._rng.choice((self._fingerprint, self._victim()))
+        keys = self._rng.choice((b"a" * KEY_BYTES, b"A" * KEY_BYTES, b"a" * 7, b"x" * 9000))
         self._send(m.Lookup(self._id(), self._token, where, self._some_lease(), [m.GroupKeys(0, keys)]))
 
     def _cancel(self) -> None:
         self._send(m.Cancel(self._id(), self._token, [self._job_id, 1, 2, 3, 2**63 - 1, 1]))
 
     def _unregister(self) -> None:
-        self._send(m.Unregister(self._id(), self._token, self._dice.choice((self._registration, bytes(16)))))
+        self._send(m.Unregister(self._id(), self._token, self._rng.choice((self._registration, bytes(16)))))
 
     def _other_geometry(self) -> None:
         victim, specs = self._victim(), [m.GroupSpec("y", 3)]
@@ -204,7 +204,7 @@ class Hostile:
             self._send(m.OpenNamespace(self._id(), self._token, victim, "h", 7, 64, specs, ""))
 
     def _foreign_token(self) -> None:
-        token = self._dice.randbytes(16)
+        token = self._rng.randbytes(16)
         self._send(m.Reset(self._id(), token, self._victim()))
         self._send(m.Clear(self._id(), token, None))
 
@@ -212,21 +212,21 @@ class Hostile:
         self._send(m.Hello(self._id(), self._token, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", ""))
 
     def _replay(self) -> None:
-        self._send(m.Replay(self._id(), self._token, self._dice.choice((0, 2**63 - 1))))
+        self._send(m.Replay(self._id(), self._token, self._rng.choice((0, 2**63 - 1))))
 
     def _garbage(self) -> None:
-        self._dealer.send((self._dice.randbytes(self._dice.choice((0, 1, 20, 300))),))
+        self._dealer.send((self._rng.randbytes(self._rng.choice((0, 1, 20, 300))),))
 
     def _frames(self) -> None:
-        self._dealer.send(self._dice.choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,))))
+        self._dealer.send(self._rng.choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,))))
 
     def _mutated(self) -> None:
         message = m.Lookup(self._id(), self._token, self._fingerprint, 2**33, [m.GroupKeys(0, b"a" * KEY_BYTES)])
         frame = bytearray(codec.encode(message))
-        for _ in range(self._dice.randint(1, 4)):
-            at = self._dice.randrange(len(frame))
-            if self._dice.random() < 0.5:
-                frame[at] = self._dice.randrange(256)
+        for _ in range(self._rng.randint(1, 4)):
+            at = self._rng.randrange(len(frame))
+            if self._rng.random() < 0.5:
+                frame[at] = self._rng.randrange(256)
             else:
                 del frame[at]
         self._dealer.send((bytes(frame),))

@@ -97,21 +97,21 @@ class AddressSpace:
 class WorkerMemory:
     """The KV tensors of one worker in some layout, and what the engine does to them."""
 
-    def __init__(self, content: Content, rank: int, num_blocks: int, dice: random.Random) -> None:
+    def __init__(self, content: Content, rank: int, num_blocks: int, rng: random.Random) -> None:
         self.content = content
         self.rank = rank
         self.num_blocks = num_blocks
         self.segments: list[Segment] = []
         self.tensors: list[TensorLayout] = []
         self.groups: list[tuple[PageRef, ...]] = []
-        self._dice = dice
-        layout = dice.choice(("packed", "padded", "interleaved", "segments"))
+        self._rng = rng
+        layout = rng.choice(("packed", "padded", "interleaved", "segments"))
         plan: list[int] = []  # segment sizes
         for group in content.groups:
             pages = content.pages[rank][group]
             refs: list[PageRef] = []
             if layout == "interleaved" or not plan:
-                plan.append(dice.choice((0, 64)))
+                plan.append(rng.choice((0, 64)))
             offset = 0
             for page in pages:
                 if layout == "interleaved":
@@ -149,7 +149,7 @@ class WorkerMemory:
 
     def scribble(self, group: int, block: int) -> None:
         """The engine writes something else there."""
-        value = self._dice.randrange(256)
+        value = self._rng.randrange(256)
         for segment, start, size in self._places(group, block):
             segment.data[start : start + size] = value
 

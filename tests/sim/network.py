@@ -22,15 +22,15 @@ Frames = Sequence[bytes]
 class Delays:
     """How long messages take."""
 
-    def __init__(self, faults: Faults, dice: random.Random) -> None:
+    def __init__(self, faults: Faults, rng: random.Random) -> None:
         self.faults = faults
-        self.dice = dice
+        self.rng = rng
 
     def next(self) -> float:
         """Seconds of one message: some hundred microseconds, rarely much longer."""
         if self.faults.hit("slow_message"):
-            return self.dice.uniform(0.01, 0.8)
-        return self.dice.uniform(0.00002, 0.0006)
+            return self.rng.uniform(0.01, 0.8)
+        return self.rng.uniform(0.00002, 0.0006)
 
 
 class Line(Generic[Item]):
@@ -156,7 +156,7 @@ class Subscription:
     def connect(self) -> None:
         """Subscribe: what is published before that has reached the daemon is not for us."""
         late = self._network.faults.hit("late_subscription")
-        pause = self._network.delays.dice.uniform(0.005, 0.3) if late else self._network.delays.next()
+        pause = self._network.delays.rng.uniform(0.005, 0.3) if late else self._network.delays.next()
         self._active_from = self._network.clock.now + pause
 
     def offer(self, frames: Frames) -> None:
@@ -171,10 +171,10 @@ class Subscription:
 class Network:
     """Who is connected with whom."""
 
-    def __init__(self, clock: Clock, faults: Faults, dice: random.Random) -> None:
+    def __init__(self, clock: Clock, faults: Faults, rng: random.Random) -> None:
         self.clock = clock
         self.faults = faults
-        self.delays = Delays(faults, dice)
+        self.delays = Delays(faults, rng)
         self.daemon: SimDaemon
         self.subscriptions: list[Subscription] = []
         self._dealers = 0

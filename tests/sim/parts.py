@@ -37,33 +37,33 @@ REGION_BYTES = 96 * 1024
 NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
-def make_config(dice: random.Random) -> Config:
+def make_config(rng: random.Random) -> Config:
     """A daemon with short times and small bounds."""
     return Config(
         directory=Path(DIRECTORY),
         pool_bytes=1 << 20,
-        eviction_policy=dice.choice(("lru", "arc")),
-        credit_bytes=dice.choice((0, 0, 40_000)),
-        lease_ttl_s=dice.choice((0.8, 2.0, 5.0)),
-        half_stored_timeout_s=dice.choice((0.5, 2.0)),
-        job_deadline_s=dice.choice((0.4, 1.5)),
-        shutdown_deadline_s=dice.choice((0.0, 0.2)),
-        heartbeat_interval_s=dice.choice((0.3, 0.8)),
-        event_buffer_steps=dice.choice((8, 10_000, 10_000)),
+        eviction_policy=rng.choice(("lru", "arc")),
+        credit_bytes=rng.choice((0, 0, 40_000)),
+        lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
+        half_stored_timeout_s=rng.choice((0.5, 2.0)),
+        job_deadline_s=rng.choice((0.4, 1.5)),
+        shutdown_deadline_s=rng.choice((0.0, 0.2)),
+        heartbeat_interval_s=rng.choice((0.3, 0.8)),
+        event_buffer_steps=rng.choice((8, 10_000, 10_000)),
         max_frame_bytes=1 << 16,
-        max_sessions=dice.choice((16, 64, 64)),
-        max_jobs_in_flight=dice.choice((2, 64, 64)),
+        max_sessions=rng.choice((16, 64, 64)),
+        max_jobs_in_flight=rng.choice((2, 64, 64)),
         max_keys_per_request=256,
-        max_leases=dice.choice((4, 64, 64)),
-        verify_share=dice.choice((0.0, 1 / 64, 1.0)),
+        max_leases=rng.choice((4, 64, 64)),
+        verify_share=rng.choice((0.0, 1 / 64, 1.0)),
     )
 
 
-Kept = tuple[int, int]
+KeptPool = tuple[int, int]
 """Descriptors of a pool and its table that outlive a daemon. Whoever has them closes them."""
 
 
-def make_pool(pool_bytes: int, kept: Kept | None) -> Pool:
+def make_pool(pool_bytes: int, kept: KeptPool | None) -> Pool:
     """The real pool: sealed memory, allocator and slot table; an earlier daemon's where that was kept."""
     home = MemfdHome(kept)
     try:
@@ -72,13 +72,13 @@ def make_pool(pool_bytes: int, kept: Kept | None) -> Pool:
         home.close()
 
 
-def keep(pool: Pool) -> Kept:
+def keep(pool: Pool) -> KeptPool:
     """What systemd's descriptor store does."""
     memory, table = pool.memory_fds
     return os.dup(memory), os.dup(table)
 
 
-def keep_copy(pool: Pool) -> Kept:
+def keep_copy(pool: Pool) -> KeptPool:
     """The pool as it is at this instant, as if its daemon were killed here."""
     memory, table = pool.memory_fds
     return _copy(memory, pool.pool_bytes), _copy(table, pool.table_bytes)
@@ -124,15 +124,15 @@ def make_service(
 
 
 def make_scheduler(
-    link: Link, content: Content, name: str, options: ClientOptions, dice: random.Random
+    link: Link, content: Content, name: str, options: ClientOptions, rng: random.Random
 ) -> SchedulerSession:
     """A scheduler's session that follows the namespace's events."""
     identity = Identity(DIRECTORY, Role.SCHEDULER, name, "sim", content.spec)
-    return SchedulerSession(link, identity, options, dice, events=True)
+    return SchedulerSession(link, identity, options, rng, events=True)
 
 
 def make_worker(
-    link: Link, memory: WorkerMemory, name: str, options: ClientOptions, dice: random.Random
+    link: Link, memory: WorkerMemory, name: str, options: ClientOptions, rng: random.Random
 ) -> WorkerSession:
     """A worker's session over its memory; a segment's number stands for its descriptor."""
     content = memory.content
@@ -144,9 +144,9 @@ def make_worker(
         tuple(memory.groups),
     )
     identity = Identity(DIRECTORY, Role.WORKER, name, "sim", content.spec, registration)
-    return WorkerSession(link, identity, options, dice)
+    return WorkerSession(link, identity, options, rng)
 
 
-def make_admin(link: Link, options: ClientOptions, dice: random.Random) -> AdminSession:
+def make_admin(link: Link, options: ClientOptions, rng: random.Random) -> AdminSession:
     """An operator's session."""
-    return AdminSession(link, Identity(DIRECTORY, Role.ADMIN, "operator", "sim"), options, dice)
+    return AdminSession(link, Identity(DIRECTORY, Role.ADMIN, "operator", "sim"), options, rng)

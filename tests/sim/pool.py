@@ -28,7 +28,7 @@ class Slot:
     first_block: int = 0
     transfers: int = 0
     """Transfers that have not ended and will touch it."""
-    disowned: bool = False
+    revoked: bool = False
     """Ready for those who hold it, but struck out of the table."""
 
 
@@ -79,7 +79,7 @@ class WatchedPool:
     def revoke_record(self, offset: int) -> None:
         self.before_write()
         self._inner.revoke_record(offset)
-        self.slots[offset].disowned = True
+        self.slots[offset].revoked = True
 
     def mark_all_writing(
         self,
@@ -105,7 +105,7 @@ class WatchedPool:
             raise Broken("a slot is written anew while a transfer uses it")
         self.before_write()
         self._inner.mark_writing(offset, owner)
-        slot.state, slot.owner, slot.disowned = "writing", SlotOwner(*owner), False
+        slot.state, slot.owner, slot.revoked = "writing", SlotOwner(*owner), False
 
     def _mark_ready(self, offset: int, first_block: int, length: int, checksum: int) -> None:
         slot = self.slots[offset]

@@ -27,7 +27,7 @@ class Rank:
     """Everything of one rank. Jobs are numbered from 1 and every number has one result."""
 
     def __init__(
-        self, world: World, name: str, memory: WorkerMemory, dice: random.Random, on_change: Callable[[], None]
+        self, world: World, name: str, memory: WorkerMemory, rng: random.Random, on_change: Callable[[], None]
     ) -> None:
         self._world = world
         self._clock = world.clock
@@ -44,7 +44,7 @@ class Rank:
             self.process,
             memory.segments,
             lambda link, options, own: make_worker(link, memory, name, options, own),
-            dice,
+            rng,
             self._take_results,
         )
 

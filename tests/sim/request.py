@@ -18,13 +18,13 @@ class Request:
 
     def __init__(self, engine: Engine, keys: list[bytes], blocks: list[list[int]]) -> None:
         self._engine = engine
-        self._dice = engine.dice
+        self._rng = engine.rng
         self._faults = engine.world.faults
         self.keys = keys
         self.blocks = blocks
         self.per_key = engine.content.blocks_per_key
         self._lookup: LookupTicket | None = engine.lookup(keys)
-        self._give_up_at = engine.clock.now + self._dice.uniform(0.05, 0.6)
+        self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
         self._hit = 0
         self._loads: list[tuple[Rank, int]] = []
@@ -60,7 +60,7 @@ class Request:
             self._engine.release(ticket.lease_id)
             return self._compute()
         if ticket.pending and self._engine.clock.now < self._give_up_at and ticket.alive | (not ticket.pinned):
-            self._sleep(self._dice.uniform(0.001, 0.02))
+            self._sleep(self._rng.uniform(0.001, 0.02))
             self.state = self._waiting_for_disk
             return True
         self._hit = min(ticket.leading_ready(index) for index in range(len(self.blocks)))
@@ -68,7 +68,7 @@ class Request:
             self._engine.release(ticket.lease_id)
             return self._compute()
         # Scheduling takes its time; the lease must outlive it, or the load must fail.
-        self._sleep(self._dice.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._dice.uniform(0, 0.01))
+        self._sleep(self._rng.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._rng.uniform(0, 0.01))
         self.state = self._scheduled
         return True
 
@@ -92,8 +92,8 @@ class Request:
         groups: list[GroupTransfer] = []
         first = tail = 0
         if self.per_key > 1 and self._faults.hit("partial_load"):
-            first = self._dice.randrange(self.per_key)
-            tail = self._dice.randrange(self.per_key - (first if self._hit == 1 else 0))
+            first = self._rng.randrange(self.per_key)
+            tail = self._rng.randrange(self.per_key - (first if self._hit == 1 else 0))
         span = range(first, self._hit * self.per_key - tail)
         for group, blocks in enumerate(self.blocks):
             keys = b"".join(self.keys[: self._hit])
@@ -122,7 +122,7 @@ class Request:
     # --- compute and store -----------------------------------------------------------------------
 
     def _compute(self) -> bool:
-        self._sleep(self._dice.uniform(0.0, 0.02))
+        self._sleep(self._rng.uniform(0.0, 0.02))
         self.state = self._computing
         return True
 
@@ -136,17 +136,17 @@ class Request:
                     for rank in self._engine.ranks:
                         rank.memory.compute(*place)
         self._store()
-        self._sleep(0.0 if self._faults.hit("early_reuse") else self._dice.uniform(0.0, 0.4))
+        self._sleep(0.0 if self._faults.hit("early_reuse") else self._rng.uniform(0.0, 0.4))
         self.state = self._holding
         return True
 
     def _store(self) -> None:
-        begin = 0 if self._dice.random() < 0.3 else self._hit
+        begin = 0 if self._rng.random() < 0.3 else self._hit
         if begin == len(self.keys):
             return
         first = 0
         if self.per_key > 1 and self._faults.hit("partial_store"):
-            first = self._dice.randrange(1, self.per_key)
+            first = self._rng.randrange(1, self.per_key)
         keys = b"".join(self.keys[begin:])
         groups = [
             GroupTransfer(group, keys, ids(blocks[begin * self.per_key + first :]), first)
@@ -171,7 +171,7 @@ class Request:
     def _fence(self, jobs: list[tuple[Rank, int]]) -> None:
         for rank, job_id in jobs:
             if not rank.ended([job_id]):
-                rank.fence([job_id], self._dice.choice((0.005, 0.05, 0.5)))
+                rank.fence([job_id], self._rng.choice((0.005, 0.05, 0.5)))
 
     def _letting_go(self) -> bool:
         for rank in self._engine.ranks:

@@ -71,7 +71,7 @@ class Scenario:
     check_every: int = 16
     """Steps between two audits of the whole cache."""
 
-    def dice(self, purpose: str) -> random.Random:
+    def rng(self, purpose: str) -> random.Random:
         """Randomness of one part of the run, so that leaving another part out does not change it."""
         return random.Random(f"{self.seed}/{purpose}")
 
@@ -89,16 +89,16 @@ class Faults:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        swarm = self.scenario.dice("swarm")
+        swarm = self.scenario.rng("swarm")
         self._enabled = {
             kind for kind in KINDS if (swarm.random() < 0.55 or not self.scenario.swarm)
         } - self.scenario.without
-        self._dice = {kind: self.scenario.dice(kind) for kind in CHANCES if kind in self._enabled}
+        self._rng = {kind: self.scenario.rng(kind) for kind in CHANCES if kind in self._enabled}
 
     def hit(self, kind: str) -> bool:
         """Whether the fault happens at this opportunity."""
-        dice = self._dice.get(kind)
-        if dice is None or self.calm or dice.random() >= CHANCES[kind]:
+        rng = self._rng.get(kind)
+        if rng is None or self.calm or rng.random() >= CHANCES[kind]:
             return False
         self.counts[kind] += 1
         return True
@@ -107,6 +107,6 @@ class Faults:
         """The timed faults, and when in the run (0 to 1) each happens."""
         for kind, most in TIMED.items():
             if kind in self._enabled:
-                dice = self.scenario.dice(kind)
-                for _ in range(round(dice.randint(0, most) * max(1.0, self.scenario.duration_s / 2.0))):
-                    yield kind, dice.random()
+                rng = self.scenario.rng(kind)
+                for _ in range(round(rng.randint(0, most) * max(1.0, self.scenario.duration_s / 2.0))):
+                    yield kind, rng.random()

@@ -1,6 +1,6 @@
-"""Runs seed after seed until told to stop: ``python -m tests.sim.soak`` or ``make soak``.
+"""Runs seed after seed until printed to stop: ``python -m tests.sim.soak`` or ``make soak``.
 
-The first seed that fails is shrunk and told with its trace; then it ends with status 1. Control-C ends it with 0.
+The first seed that fails is shrunk and printed with its trace; then it ends with status 1. Control-C ends it with 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.sim.scenario import KINDS, Scenario
 from tests.sim.shrink import shrink
 from tests.sim.world import Outcome, run
 
-TELL_EVERY_S = 10.0
+PRINT_EVERY_S = 10.0
 LONG_EVERY = 50
 """One seed in so many is a long run."""
 
@@ -27,7 +27,7 @@ def scenario_of(seed: int) -> Scenario:
 
 def soak(first: int, count: int | None, seconds: float | None) -> int:
     """Run seeds from ``first`` on, for so many or so long; the exit status."""
-    started = told = time.monotonic()
+    started = printed = time.monotonic()
     seeds = steps = 0
     counts: Counter[str] = Counter()
     try:
@@ -37,19 +37,19 @@ def soak(first: int, count: int | None, seconds: float | None) -> int:
             steps += outcome.steps
             counts.update(outcome.counts)
             if outcome.problem is not None:
-                _tell(first, seeds, steps, started, counts)
-                tell_failure(outcome)
+                _print_progress(first, seeds, steps, started, counts)
+                print_failure(outcome)
                 return 1
-            if time.monotonic() - told > TELL_EVERY_S:
-                told = time.monotonic()
-                _tell(first, seeds, steps, started, counts)
+            if time.monotonic() - printed > PRINT_EVERY_S:
+                printed = time.monotonic()
+                _print_progress(first, seeds, steps, started, counts)
     except KeyboardInterrupt:
         print()
-    _tell(first, seeds, steps, started, counts)
+    _print_progress(first, seeds, steps, started, counts)
     return 0
 
 
-def tell_failure(outcome: Outcome) -> None:
+def print_failure(outcome: Outcome) -> None:
     """Print a failing seed, shrunk."""
     print(f"\nSeed {outcome.scenario.seed} fails: {outcome.problem}\nShrinking ...")
     small = shrink(outcome)
@@ -57,7 +57,7 @@ def tell_failure(outcome: Outcome) -> None:
     print(f"\n{small.problem}\nin {small.steps} steps of {small.scenario}")
 
 
-def _tell(first: int, seeds: int, steps: int, started: float, counts: Counter[str]) -> None:
+def _print_progress(first: int, seeds: int, steps: int, started: float, counts: Counter[str]) -> None:
     seconds = max(time.monotonic() - started, 1e-9)
     rates = f"{seeds / seconds:.0f} seeds/s, {steps / seconds:.0f} steps/s"
     print(f"\nseeds {first} to {first + seeds - 1}: {steps} steps, {rates}")

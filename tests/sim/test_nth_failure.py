@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.nth import OPERATIONS
+from tests.sim.failing_operations import OPERATIONS
 from tests.sim.scenario import CHANCES, TIMED, Scenario
 from tests.sim.world import run
 

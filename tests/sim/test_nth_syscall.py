@@ -15,7 +15,7 @@ import zmq
 
 import kvoffd.server.transport
 import kvoffd.system.mappings
-from tests.sim.live import Traces, live
+from tests.sim.real_daemon import Traces, live
 
 MOST = 5
 """Failures tried of each kind: a life needs few of the calls that set things up, and the others are all alike."""

@@ -16,7 +16,7 @@ from tests.sim.client import OPTIONS
 from tests.sim.daemon import TICK_S
 from tests.sim.parts import make_config
 from tests.sim.scenario import CHANCES, KINDS, TIMED, Scenario
-from tests.sim.soak import tell_failure
+from tests.sim.soak import print_failure
 from tests.sim.world import run
 
 SEEDS = 2000
@@ -29,7 +29,7 @@ def test_no_promise_breaks_in_any_of_the_ordinary_seeds(part: int) -> None:
     for seed in range(part, SEEDS, PARTS):
         outcome = run(Scenario(seed))
         if outcome.problem is not None:
-            tell_failure(outcome)
+            print_failure(outcome)
         assert outcome.problem is None, f"seed {seed}: {outcome.problem}"
 
 
@@ -52,7 +52,7 @@ def test_with_a_copy_in_a_hundred_hanging_for_ever_nothing_is_waited_for_beyond_
         longest_lookup_s = max(longest_lookup_s, outcome.longest_lookup_s)
         longest_job_s = max(longest_job_s, outcome.longest_job_s)
         # A store is answered a grace after its deadline; for a load that hangs the daemon ends some seconds later.
-        job_deadline_s = make_config(scenario.dice("config")).job_deadline_s
+        job_deadline_s = make_config(scenario.rng("config")).job_deadline_s
         assert outcome.longest_job_s < job_deadline_s + OVERDUE_GRACE_S + STUCK_AFTER_S + 4 * TICK_S
     print(f"{hung} copies hung; longest lookup {longest_lookup_s:.3f} s, longest job {longest_job_s:.2f} s")
     assert hung > 20

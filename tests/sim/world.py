@@ -18,10 +18,10 @@ from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
 from tests.sim.network import Network
-from tests.sim.parts import Kept, make_admin
+from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 
-SETTLE_S = 30.0
+IDLE_DEADLINE_S = 30.0
 """Virtual time in which everything must come to rest once nothing goes wrong any more."""
 MAX_STEPS = 200_000
 POOL_SIZES = (96 * 1024, 200 * 1024, 400 * 1024, 800 * 1024)
@@ -50,30 +50,30 @@ class World:
         self.scenario = scenario
         self.clock = Clock()
         self.faults = Faults(scenario)
-        dice = scenario.dice("world")
-        self._dice = dice
-        self.contents = [Content(number, dice) for number in range(dice.choice((1, 1, 2, 3)))]
+        rng = scenario.rng("world")
+        self._rng = rng
+        self.contents = [Content(number, rng) for number in range(rng.choice((1, 1, 2, 3)))]
         self.content_of = {content.spec.fingerprint: content for content in self.contents}
-        self.corpora = [Corpus(content, dice) for content in self.contents]
+        self.corpora = [Corpus(content, rng) for content in self.contents]
         largest = max(
             content.shard_bytes(rank, group)
             for content in self.contents
             for rank in range(content.world_size)
             for group in content.groups
         )
-        self.pool_bytes = dice.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
-        self.device = Device() if scenario.dice("has a disk").random() < 0.6 else None
+        self.pool_bytes = rng.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
+        self.device = Device() if scenario.rng("has a disk").random() < 0.6 else None
         self.log = FailureLog()
         self.descriptors = Descriptors()
         self.longest_lookup_s = 0.0
         self.longest_job_s = 0.0
-        self.network = Network(self.clock, self.faults, scenario.dice("network"))
+        self.network = Network(self.clock, self.faults, scenario.rng("network"))
         self._lives = 0
         self._engines_made = 0
         self.engines: list[Engine] = []
         self._hostiles: list[Hostile] = []
         self._operator: SimClient[AdminSession] | None = None
-        self._kept: Kept | None = None
+        self._kept: KeptPool | None = None
         self._pools_to_lose = 0
         self.daemon = self._new_daemon()
 
@@ -86,7 +86,7 @@ class World:
 
     # --- lives and deaths ------------------------------------------------------------------------
 
-    def daemon_died(self, kept: Kept, expected: dict[bytes, Readable] | None) -> None:
+    def daemon_died(self, kept: KeptPool, expected: dict[bytes, Readable] | None) -> None:
         """Somebody will start it again. Where the old pool is kept, all that could be read must be there again."""
         self._kept = kept
         if self._pools_to_lose:
@@ -101,7 +101,7 @@ class World:
             for subscription in self.network.subscriptions:
                 subscription.connect()
 
-        self.clock.after(self._dice.uniform(0.005, 0.5), start)
+        self.clock.after(self._rng.uniform(0.005, 0.5), start)
 
     def _forget_pool(self) -> None:
         for fd in self._kept or ():
@@ -115,13 +115,13 @@ class World:
         def start() -> None:
             self.engines[place] = self._new_engine(engine.content, engine.corpus)
 
-        self.clock.after(self._dice.uniform(0.05, 0.5), start)
+        self.clock.after(self._rng.uniform(0.05, 0.5), start)
 
     def _new_engine(self, content: Content, corpus: Corpus) -> Engine:
         self._engines_made += 1
         engine = Engine(self, f"engine-{self._engines_made}", content, corpus)
-        for _ in range(self._dice.randint(0, self.scenario.max_requests) if not self.faults.calm else 0):
-            self.clock.after(self._dice.uniform(0.0, self.scenario.duration_s), engine.submit)
+        for _ in range(self._rng.randint(0, self.scenario.max_requests) if not self.faults.calm else 0):
+            self.clock.after(self._rng.uniform(0.0, self.scenario.duration_s), engine.submit)
         return engine
 
     # --- the run ---------------------------------------------------------------------------------
@@ -129,18 +129,18 @@ class World:
     def play(self) -> None:
         """The whole run. Raises Broken."""
         scenario, start = self.scenario, self.clock.now
-        for number in range(self._dice.randint(1, scenario.max_engines)):
+        for number in range(self._rng.randint(1, scenario.max_engines)):
             place = number % len(self.contents)
             self.engines.append(self._new_engine(self.contents[place], self.corpora[place]))
         for kind, at in self.faults.times():
-            self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+            self.clock.at(start + at * scenario.duration_s, lambda kind=kind: self._inject(kind))  # type: ignore[misc]
         self._run_until(start + scenario.duration_s)
         self.faults.calm = True
         if self.daemon.disk is not None:
             self.daemon.disk.tier.drain()
         for hostile in self._hostiles:
             hostile.die()
-        self._settle(self._unsettled)
+        self._run_until_idle(self._why_not_idle)
         self.daemon.flush()  # a tick may have told of something since the last one
         self.daemon.check_all()
         self.daemon.pool.verify_ready()
@@ -149,7 +149,7 @@ class World:
                 self._close(engine)
         if self._operator is not None:
             self._operator.act(self._operator.session.close)
-        self._settle(self._still_open)
+        self._run_until_idle(self._still_open)
         self.daemon.check_at_rest()
         self.daemon.stop()
         died = self.daemon
@@ -162,7 +162,7 @@ class World:
             rank.client.act(rank.session.close)
         engine.scheduler.act(engine.scheduler.session.close)
 
-    def _unsettled(self) -> str | None:
+    def _why_not_idle(self) -> str | None:
         daemon = self.daemon
         if not daemon.process.alive or daemon.service.stopping:
             return "the daemon is down"
@@ -171,7 +171,7 @@ class World:
         for engine in self.engines:
             if engine.ended:
                 return f"{engine.name} is not replaced yet"
-            if reason := engine.unsettled():
+            if reason := engine.why_not_idle():
                 return reason
         usage = daemon.service.cache.pool_usage()
         if usage.pinned_bytes or usage.leaving_bytes or usage.writing_bytes:
@@ -184,9 +184,9 @@ class World:
         sessions = self.daemon.service.sessions
         return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
 
-    def _settle(self, reason: object) -> None:
+    def _run_until_idle(self, reason: object) -> None:
         assert callable(reason)
-        until = self.clock.now + SETTLE_S
+        until = self.clock.now + IDLE_DEADLINE_S
         count = 0
         while True:
             self._step()
@@ -196,7 +196,7 @@ class World:
                 if why is None:
                     return
                 if self.clock.now > until:
-                    raise Broken(f"after {SETTLE_S:.0f} quiet seconds {why}")
+                    raise Broken(f"after {IDLE_DEADLINE_S:.0f} quiet seconds {why}")
 
     def _run_until(self, when: float) -> None:
         while self.clock.next_at() <= when:
@@ -214,7 +214,7 @@ class World:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def _strike(self, kind: str) -> None:
+    def _inject(self, kind: str) -> None:
         if self.faults.calm:
             return
         self.faults.counts[kind] += 1
@@ -235,23 +235,23 @@ class World:
     def _squeeze(self) -> None:
         """Room is wanted for something: all that can go goes."""
         if self.daemon.process.alive:
-            self.daemon.process.run(self.daemon.squeeze)
+            self.daemon.process.run(self.daemon.evict_all)
 
     def _daemon_pause(self) -> None:
-        self.daemon.process.pause(self._dice.uniform(0.05, 1.2))
+        self.daemon.process.pause(self._rng.uniform(0.05, 1.2))
 
     def _some_engine(self) -> Engine:
-        return self._dice.choice(self.engines)
+        return self._rng.choice(self.engines)
 
     def _some_process(self, engine: Engine) -> Process:
-        return self._dice.choice([engine.process, *[rank.process for rank in engine.ranks]])
+        return self._rng.choice([engine.process, *[rank.process for rank in engine.ranks]])
 
     def _client_pause(self) -> None:
-        self._some_process(self._some_engine()).pause(self._dice.uniform(0.05, 2.5))
+        self._some_process(self._some_engine()).pause(self._rng.uniform(0.05, 2.5))
 
     def _worker_crash(self) -> None:
         engine = self._some_engine()
-        engine.crash(self._dice.randrange(len(engine.ranks)))
+        engine.crash(self._rng.randrange(len(engine.ranks)))
 
     def _scheduler_crash(self) -> None:
         self._some_engine().crash(None)
@@ -285,7 +285,7 @@ class World:
         if self._operator is None:
             process = Process(self.clock, "operator")
             self._operator = SimClient(
-                self.clock, self.network, process, (), make_admin, self.scenario.dice("operator"), lambda: None
+                self.clock, self.network, process, (), make_admin, self.scenario.rng("operator"), lambda: None
             )
         operator = self._operator
         outcome: list[object] = []
@@ -294,7 +294,7 @@ class World:
             session = operator.session
             for message in (m.Stats, m.Health, m.Sessions, m.Namespaces):
                 session.ask(message(session.next_request_id(), session.token or bytes(16)), outcome, now, 0.5)  # type: ignore[arg-type]
-            which = self._dice.choice([None, self.contents[0].spec.fingerprint])
+            which = self._rng.choice([None, self.contents[0].spec.fingerprint])
             session.ask(m.Clear(session.next_request_id(), session.token or bytes(16), which), outcome, now, 0.5)  # type: ignore[arg-type]
 
         operator.process.after(0.05, lambda: operator.act(ask))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, keys_of
-from support.tiering_rig import TieringRig, name_of
+from support.cache_harness import SLOT_UNIT, keys_of
+from support.tiering_harness import TieringHarness, name_of
 
 from kvoffd.cache import BlockState, Namespace
 from kvoffd.tiering.demotion import WriteMode
@@ -16,11 +16,11 @@ QUIET = TieringSettings(mode=WriteMode.NEVER)
 
 
 @pytest.fixture
-def rig() -> TieringRig:
-    return TieringRig(settings=QUIET)
+def rig() -> TieringHarness:
+    return TieringHarness(settings=QUIET)
 
 
-def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringRig) -> None:
+def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringHarness) -> None:
     space = rig.open(world_size=2, shard_bytes=(SLOT_UNIT,))
     rig.put_in_tier(space, keys_of(1, 2))
     assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT]
@@ -28,13 +28,13 @@ def test_a_key_in_a_tier_is_pending_and_then_ready(rig: TieringRig) -> None:
     rig.tiering.pump()
     assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, PENDING, ABSENT]
     rig.check()
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2, 3)) == [READY, READY, ABSENT]
     assert rig.tiering.promoter.promoted_blocks == 2
     rig.check()
 
 
-def test_only_what_continues_the_run_of_ready_keys_is_brought_up(rig: TieringRig) -> None:
+def test_only_what_continues_the_run_of_ready_keys_is_brought_up(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(2, 3, 5))
     rig.put(space, keys_of(1))
@@ -42,7 +42,7 @@ def test_only_what_continues_the_run_of_ready_keys_is_brought_up(rig: TieringRig
     assert rig.states(space, keys_of(9, 5)) == [ABSENT, ABSENT]
 
 
-def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_others_have(rig: TieringRig) -> None:
+def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_others_have(rig: TieringHarness) -> None:
     groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
     space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, groups, "{}")
     rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT, SLOT_UNIT])
@@ -60,16 +60,16 @@ def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_othe
     assert list(answer.states[1]) == [ABSENT, ABSENT, PENDING, PENDING, ABSENT, ABSENT]
 
 
-def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringRig) -> None:
+def test_a_lookup_that_is_repeated_is_counted_once(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.cache.lookup(space, 2, 1, [(0, keys_of(1, 2))], again=True).pinned == 2
     assert (space.counters.lookups, space.counters.keys_asked, space.counters.keys_pending) == (1, 2, 2)
 
 
-def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringRig) -> None:
+def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
@@ -87,7 +87,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringRig)
 
 
 @pytest.mark.parametrize("fault", [TierResult.FAILED, TierResult.CORRUPT, TierResult.GONE, TierResult.DEADLINE])
-def test_what_fails_is_absent(rig: TieringRig, fault: TierResult) -> None:
+def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     free = rig.slots.free_bytes
@@ -100,17 +100,17 @@ def test_what_fails_is_absent(rig: TieringRig, fault: TierResult) -> None:
     rig.check()
 
 
-def test_wrong_bytes_are_never_ready(rig: TieringRig) -> None:
+def test_wrong_bytes_are_never_ready(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.tier.spoil(name_of(space, keys_of(1)))
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [ABSENT]
     rig.check()
 
 
-def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringRig) -> None:
+def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     rig.states(space, keys_of(1, 2))
@@ -124,38 +124,38 @@ def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringRig) -> N
     rig.check()
 
 
-def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringRig) -> None:
+def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.states(space, keys_of(1, 2))  # the second waits in the queue
     assert rig.cache.reset(space) == 2
-    rig.told.index.clear()  # as the event of the cache says
-    rig.come_up()
+    rig.tier_events.index.clear()  # as the event of the cache says
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
     assert not rig.device.blocks
     assert not rig.tiering.promoter.busy
     rig.check()
 
 
-def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringRig) -> None:
+def test_pinned_blocks_are_never_evicted_for_what_comes_up(rig: TieringHarness) -> None:
     space = rig.open(shard_bytes=(4 * SLOT_UNIT,))
     rig.put_in_tier(space, keys_of(1))
     rig.put(space, keys_of(11, 12, 13, 14))
     assert rig.cache.lookup(space, 1, 1, [(0, keys_of(11, 12, 13, 14))]).pinned == 4
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.tiering.promoter.failures["no_room"] == 1
     assert rig.states(space, keys_of(1)) == [PENDING], "asked for anew"
     rig.cache.release(1, [1])
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
     rig.check()
 
 
 def test_no_more_than_a_share_of_the_pool_is_under_way() -> None:
-    rig = TieringRig(settings=QUIET, regions=8)
+    rig = TieringHarness(settings=QUIET, regions=8)
     space = rig.open()
     for key in range(24):
         rig.put_in_tier(space, keys_of(key))
@@ -169,19 +169,19 @@ def test_no_more_than_a_share_of_the_pool_is_under_way() -> None:
 
 
 def test_a_tier_that_takes_no_more_now_is_asked_again_later() -> None:
-    rig = TieringRig(settings=QUIET, regions=8, most_jobs=1)
+    rig = TieringHarness(settings=QUIET, regions=8, most_jobs=1)
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.put_in_tier(space, keys_of(2))
     rig.put_in_tier(space, keys_of(3))
     rig.states(space, keys_of(1, 2, 3))
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2, 3)) == [READY] * 3
     assert rig.tier.counts["refused"] > 0
     rig.check()
 
 
-def test_what_an_engine_stores_meanwhile_is_not_brought_up(rig: TieringRig) -> None:
+def test_what_an_engine_stores_meanwhile_is_not_brought_up(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
@@ -192,7 +192,7 @@ def test_what_an_engine_stores_meanwhile_is_not_brought_up(rig: TieringRig) -> N
     assert not rig.tiering.promoter.busy
 
 
-def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringRig) -> None:
+def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
@@ -205,18 +205,18 @@ def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringRig) -> N
     rig.check()
 
 
-def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringRig) -> None:
+def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     for rank in range(2):
         rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(2), node=rank + 5))
     rig.states(space, keys_of(1))
-    rig.slots.nodes_wanted.clear()
-    rig.come_up()
-    assert rig.slots.nodes_wanted == [5, 6]
+    rig.slots.requested_nodes.clear()
+    rig.finish_promotions()
+    assert rig.slots.requested_nodes == [5, 6]
 
 
-def test_first_blocks_come_up_as_they_went_down(rig: TieringRig) -> None:
+def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
     block = space.index[0][keys_of(1)]
@@ -226,11 +226,11 @@ def test_first_blocks_come_up_as_they_went_down(rig: TieringRig) -> None:
     rig.tier.end_all()
     rig.cache._blocks._evict([block])
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     assert space.index[0][keys_of(1)].shards[0].first_block == 2
 
 
-def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringRig) -> None:
+def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
     ticket = rig.cache.exchange.begin_write(space.index[0][keys_of(1)])
@@ -243,10 +243,10 @@ def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: Tieri
     rig.check()
 
 
-def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringRig) -> None:
+def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHarness) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
-    heir = TieringRig(device=rig.device, settings=QUIET)
+    heir = TieringHarness(device=rig.device, settings=QUIET)
     again, _ = heir.cache.open_namespace(space.fingerprint, "a", 2, 8, space.groups, "{}")
     heir.tiering.namespace_opened(again)
     heir.tiering.tell()
@@ -255,47 +255,47 @@ def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringRi
     assert heir.states(again, keys_of(1)) == [ABSENT]
     heir.cache.set_shard_bytes(again, 1, [SLOT_UNIT])
     assert heir.states(again, keys_of(1)) == [PENDING]
-    heir.come_up()
+    heir.finish_promotions()
     assert heir.states(again, keys_of(1)) == [READY]
     heir.check()
 
 
-def test_blocks_of_another_geometry_stay_where_they_are(rig: TieringRig) -> None:
+def test_blocks_of_another_geometry_stay_where_they_are(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
-    heir = TieringRig(device=rig.device, settings=QUIET)
+    heir = TieringHarness(device=rig.device, settings=QUIET)
     again: Namespace = heir.open(shard_bytes=(2 * SLOT_UNIT,))
     assert heir.states(again, keys_of(1)) == [ABSENT]
 
 
-def test_events_tell_of_what_the_tier_holds_and_of_what_was_there_before(rig: TieringRig) -> None:
+def test_events_tell_of_what_the_tier_holds_and_of_what_was_there_before(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
     rig.cache.invalidate(space, [(0, keys_of(2))])
     rig.tier.end_all()
     rig.check()
-    heir = TieringRig(device=rig.device, settings=QUIET)
+    heir = TieringHarness(device=rig.device, settings=QUIET)
     again = heir.open()
     heir.tiering.namespace_opened(again)
     heir.tier.remove([name_of(again, keys_of(3))])
     heir.tiering.tick()
     heir.check()
-    assert heir.told.index == {tuple(name_of(again, keys_of(1)))}
+    assert heir.tier_events.index == {tuple(name_of(again, keys_of(1)))}
     assert heir.tiering.forget_unopened() == 0
 
 
-def test_a_quarantined_block_leaves_the_tier_too(rig: TieringRig) -> None:
+def test_a_quarantined_block_leaves_the_tier_too(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     (look,) = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
     assert not rig.cache.judge(look, look.checksum ^ 1)
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert not rig.device.blocks
 
 
-def test_the_wait_is_told_by_the_speed_measured(rig: TieringRig) -> None:
+def test_the_wait_is_told_by_the_speed_measured(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     assert rig.tiering.promoter.wait_s == 0.0
@@ -308,11 +308,11 @@ def test_the_wait_is_told_by_the_speed_measured(rig: TieringRig) -> None:
     assert rig.tiering.promoter.wait_s == pytest.approx(0.5)
 
 
-def test_blocks_of_all_states_are_told_apart(rig: TieringRig) -> None:
+def test_blocks_of_all_states_are_told_apart(rig: TieringHarness) -> None:
     assert PENDING not in list(BlockState)
 
 
-def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: TieringRig) -> None:
+def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     assert rig.states(space, keys_of(1)) == [PENDING]
@@ -324,13 +324,13 @@ def test_nobody_waits_for_what_lies_on_a_device_that_hangs(rig: TieringRig) -> N
     rig.check()
     rig.tier.hangs = False
     assert rig.states(space, keys_of(1, 2)) == [PENDING, PENDING]
-    rig.come_up()
+    rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2)) == [READY, READY]
     rig.check()
 
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
-    rig = TieringRig(settings=QUIET, regions=8)
+    rig = TieringHarness(settings=QUIET, regions=8)
     space = rig.open()
     for key in range(16):
         rig.put_in_tier(space, keys_of(key))
@@ -364,14 +364,16 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.check()
 
 
-def test_what_a_reset_removed_is_not_looked_at_block_by_block(rig: TieringRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reset_removed_is_not_looked_at_block_by_block(
+    rig: TieringHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
     asked: list[bytes] = []
     has = rig.tiering.has
     monkeypatch.setattr(rig.tiering, "has", lambda *name: asked.append(name[2]) or has(*name))
     rig.cache.reset(space)
-    rig.told.index.clear()  # as the event of the cache says
+    rig.tier_events.index.clear()  # as the event of the cache says
     rig.tier.tell()
     assert asked == []
     rig.check()

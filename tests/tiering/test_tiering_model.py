@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.cache_rig import SLOT_UNIT, keys_of
-from support.tiering_rig import TieringRig
+from support.cache_harness import SLOT_UNIT, keys_of
+from support.tiering_harness import TieringHarness
 
 from kvoffd.cache import BlockState, StoreTicket
 from kvoffd.tiering.demotion import WriteMode
@@ -23,7 +23,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(WriteMode), tier_blocks=st.sampled_from([3, 99]), jobs=st.sampled_from([2, 99]))
     def begin(self, mode: WriteMode, tier_blocks: int, jobs: int) -> None:
-        self.rig = TieringRig(settings=TieringSettings(mode), tier_bytes=tier_blocks * SLOT_UNIT, most_jobs=jobs)
+        self.rig = TieringHarness(settings=TieringSettings(mode), tier_bytes=tier_blocks * SLOT_UNIT, most_jobs=jobs)
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
         self.stores: list[StoreTicket] = []
         self.stored: set[TierKey] = set()
@@ -123,7 +123,7 @@ class TieringMachine(RuleBasedStateMachine):
         namespace = self.spaces[space]
         self.rig.cache.reset(namespace)
         self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
-        self.rig.told.index = {name for name in self.rig.told.index if name[0] != namespace.fingerprint}
+        self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
 
     @invariant()
     def all_is_right(self) -> None:
@@ -143,7 +143,7 @@ class TieringMachine(RuleBasedStateMachine):
         rig.cache.end_owner(1)
         rig.tier.draining = True
         while rig.tier.jobs or rig.tiering.promoter.busy:
-            rig.come_up()
+            rig.finish_promotions()
             rig.clock.now += 10.0
             rig.tiering.tick()
         rig.clock.now += 1000.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, keys_of
-from support.tiering_rig import TieringRig
+from support.cache_harness import SLOT_UNIT, keys_of
+from support.tiering_harness import TieringHarness
 
 from kvoffd.tiering.budget import DAY_S, WriteBudget
 from kvoffd.tiering.demotion import LEAST_SWEPT, WriteMode
@@ -12,11 +12,11 @@ from kvoffd.tiering.manager import TieringSettings
 from kvoffd.tiers.tier import TierResult
 
 
-def rig_of(mode: WriteMode, **settings: int) -> TieringRig:
-    return TieringRig(settings=TieringSettings(mode=mode, **settings), regions=8)
+def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:
+    return TieringHarness(settings=TieringSettings(mode=mode, **settings), regions=8)
 
 
-def go_on(rig: TieringRig) -> None:
+def go_on(rig: TieringHarness) -> None:
     rig.tiering.tick()
     rig.tier.end_all()
 
@@ -36,7 +36,7 @@ def test_what_came_up_is_not_written_again() -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     go_on(rig)
     assert rig.tier.counts["written"] == 1
 
@@ -202,7 +202,7 @@ def test_while_engines_copy_only_a_little_is_written_from_tick_to_tick() -> None
 
 
 def test_a_tier_that_takes_no_more_now_gets_it_later() -> None:
-    rig = TieringRig(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=8, most_jobs=1)
+    rig = TieringHarness(settings=TieringSettings(mode=WriteMode.ALWAYS), regions=8, most_jobs=1)
     space = rig.open()
     rig.put(space, keys_of(1, 2, 3))
     for _ in range(4):
@@ -232,7 +232,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.put_in_tier(space, keys_of(1))
     rig.put_in_tier(space, keys_of(2))
     rig.states(space, keys_of(1))
-    rig.come_up()
+    rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
     rig.cache._blocks._evict([space.index[0][keys_of(1)]])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import SLOT_UNIT, keys_of
+from support.cache_harness import SLOT_UNIT, keys_of
 from support.memory_tier import Device, MemoryTier
-from support.tiering_rig import FakeMemory, TieringRig, name_of
+from support.tiering_harness import FakeMemory, TieringHarness, name_of
 
 from kvoffd.cache import Namespace
 from kvoffd.tiering.demotion import WriteMode
@@ -14,13 +14,15 @@ from kvoffd.tiers.tiers import Tiers
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 
 
-class TiersRig(TieringRig):
+class TiersRig(TieringHarness):
     """A rig over two tiers in memory, the first of which holds six blocks."""
 
     def __init__(self) -> None:
         super().__init__(regions=8)
         self.tiers = Tiers()
-        self.tiering = TieringManager(self.cache, self.tiers, self.told, self.clock, TieringSettings(WriteMode.ALWAYS))
+        self.tiering = TieringManager(
+            self.cache, self.tiers, self.tier_events, self.clock, TieringSettings(WriteMode.ALWAYS)
+        )
         self.cache._tiering = self.cache._blocks.tiering = self.tiering
         self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
 
@@ -86,11 +88,11 @@ def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> 
     rig.tiers.detach(rig.members[0])
     rig.tiering.directory_detached(rig.members[0])
     assert rig.states(space, gone[0]) == [ABSENT]
-    assert rig.told.index == {tuple(name) for name in rig.members[1].device.blocks}
+    assert rig.tier_events.index == {tuple(name) for name in rig.members[1].device.blocks}
     rig.tiers.attach(rig.members[0])
     rig.tiering.directory_attached()
     rig.tiering.tell()
-    assert len(rig.told.index) == 8
+    assert len(rig.tier_events.index) == 8
     assert rig.states(space, gone[0]) == [PENDING]
 
 

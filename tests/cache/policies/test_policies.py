@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_rig import Rig
+from support.cache_harness import CacheHarness
 
 from kvoffd.cache import POLICY_NAMES, Block, EvictionPolicy, make_policy
 from kvoffd.cache.policies import ArcPolicy
@@ -14,7 +14,7 @@ def blocks_of(count: int, first: int = 0) -> list[Block]:
     return [Block(namespace, 0, number.to_bytes(8, "big")) for number in range(first, first + count)]
 
 
-NAMESPACE = Rig().open()
+NAMESPACE = CacheHarness().open()
 
 
 @pytest.fixture(params=POLICY_NAMES)

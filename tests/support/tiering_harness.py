@@ -1,10 +1,10 @@
-"""A cache on fake slots with bytes in them, and a tier in memory below."""
+"""A cache on fake slots that hold bytes, over a tier in memory."""
 
 from __future__ import annotations
 
 from zlib import crc32
 
-from support.cache_rig import Rig
+from support.cache_harness import CacheHarness
 from support.memory_tier import Device, MemoryTier
 
 from kvoffd.cache import Namespace, StoreTicket
@@ -13,7 +13,7 @@ from kvoffd.tiers.tier import TierKey
 
 
 class FakeMemory:
-    """By offset, what was put there."""
+    """Memory of a pool: by offset, the bytes written there."""
 
     def __init__(self) -> None:
         self.data: dict[int, bytes] = {}
@@ -29,7 +29,7 @@ class FakeMemory:
 
 
 class FoldedTierEvents:
-    """Folds what is told of the tier; refuses what is impossible."""
+    """Folds the events of a tier into the index they describe, and refuses impossible ones."""
 
     def __init__(self) -> None:
         self.index: set[tuple[bytes, int, bytes]] = set()
@@ -45,8 +45,8 @@ class FoldedTierEvents:
         self.index -= names
 
 
-class TieringRig(Rig):
-    """A rig with a tier. Bytes of a shard are a function of its name, and checked wherever they come up."""
+class TieringHarness(CacheHarness):
+    """A cache with a tier. A shard's bytes are a function of its name and are checked after promotions."""
 
     def __init__(
         self,
@@ -60,22 +60,27 @@ class TieringRig(Rig):
         self.memory = FakeMemory()
         self.device = device or Device()
         self.tier = MemoryTier(self.device, self.memory, tier_bytes, most_jobs)
-        self.told = FoldedTierEvents()
+        self.tier_events = FoldedTierEvents()
         self.engines_busy = False
         self.tiering = TieringManager(
-            self.cache, self.tier, self.told, self.clock, settings or TieringSettings(), lambda: self.engines_busy
+            self.cache,
+            self.tier,
+            self.tier_events,
+            self.clock,
+            settings or TieringSettings(),
+            lambda: self.engines_busy,
         )
         self.tier.listener = self.tiering
         self.cache.attach(self.tiering)
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
-        """What a shard must hold."""
+        """The bytes that a shard must hold."""
         sizes = namespace.shard_bytes(rank)
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 
     def fill(self, ticket: StoreTicket) -> None:
-        """Bytes and checksums, as a store leaves them."""
+        """Write the bytes and checksums of a store."""
         for block, offset in zip(ticket.blocks, ticket.offsets, strict=True):
             data = self.content(ticket.namespace, ticket.group, block.key, ticket.rank)
             self.memory.poke(offset, data)
@@ -91,7 +96,7 @@ class TieringRig(Rig):
         return dropped
 
     def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
-        """Into the tier alone."""
+        """Have the tier hold the blocks, and the pool not."""
         self.put(namespace, keys)
         blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
         for block in blocks:
@@ -111,13 +116,13 @@ class TieringRig(Rig):
         index = self.tier.index(namespace.fingerprint, group)
         return sum(key in index for key in namespace.split(group, keys))
 
-    def come_up(self) -> None:
-        """All that was asked for."""
+    def finish_promotions(self) -> None:
+        """Finish every promotion that was asked for."""
         self.tiering.pump()
         self.tier.end_all(self.clock())
 
     def check(self) -> None:
-        """The books, the events, and the bytes of all that is ready."""
+        """Check the cache's invariants, the events folded so far, and the bytes of all ready blocks."""
         self.cache.check_invariants()
         for namespace in self.cache.namespaces:
             for group, index in enumerate(namespace.index):
@@ -126,12 +131,12 @@ class TieringRig(Rig):
                         if shard.written:
                             expected = self.content(namespace, group, key, rank)
                             assert self.memory.peek(shard.offset, len(expected)) == expected
-        assert self.told.index == {tuple(name) for name in self.device.blocks}
+        assert self.tier_events.index == {tuple(name) for name in self.device.blocks}
 
 
 def name_of(namespace: Namespace, key: bytes, group: int = 0) -> TierKey:
-    """As a tier knows a block."""
+    """The name by which a tier knows a block."""
     return TierKey(namespace.fingerprint, group, key)
 
 
-__all__ = ["FakeMemory", "FoldedTierEvents", "TieringRig", "name_of"]
+__all__ = ["FakeMemory", "FoldedTierEvents", "TieringHarness", "name_of"]

@@ -1,9 +1,10 @@
-"""One engine of a chaos run, in a process of its own: ``python -m tests.chaos.player DIRECTORY SEED``.
+"""One engine of a chaos run, in a process of its own: ``python -m tests.chaos.engine DIRECTORY SEED``.
 
 It serves prompts as an engine does: step after step without waiting for the daemon, each request looked up, loaded,
 computed where it must be, stored. It knows what every block of every prompt must hold and compares what was loaded.
-On standard input it takes ``go`` and ``quiet``, one a line; on standard output it tells, a JSON list a line, what it
-did and how long its steps took. SIGTERM and the end of its input let it leave in good order.
+It reads the commands ``go`` and ``quiet`` from standard input, one a line, and writes what it did and how long its
+steps took to standard output, one JSON list a line. After SIGTERM or the end of its input it finishes its requests and
+exits.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ LOOKUP_DEADLINE_S = ConnectorOptions().lookup_deadline_ms / 1000
 FENCE_TIMEOUT_S = ConnectorOptions().store_fence_timeout_s
 REQUEST_DEADLINE_S = 20.0
 """A request that is not served by then has failed: longer than any stop and restart of a round together."""
-TELL_EVERY_S = 0.05
-TELL_STEPS_FROM_S = 0.002
-"""Steps shorter than this are counted and not told one by one."""
+REPORT_EVERY_S = 0.05
+REPORT_STEPS_FROM_S = 0.002
+"""Shorter steps are counted, and not reported one by one."""
 PAUSE_S = 0.001
-"""Between two steps, where a GPU would compute."""
+"""The pause between two steps, in which a GPU would compute."""
 
 Words: TypeAlias = npt.NDArray[np.uint64]
 _BASE: Words = np.random.default_rng(4).integers(0, 2**64, PAGE_BYTES // 8, dtype=np.uint64)
@@ -61,11 +62,11 @@ def waited_for_cpu_s() -> float:
         return int(file.read().split()[1]) / 1e9
 
 
-class Player:
-    """The engine: its memory, its requests, its step."""
+class ChaosEngine:
+    """The engine: its memory, its requests and its scheduler step."""
 
     def __init__(self, directory: str, seed: int) -> None:
-        self.dice = random.Random(seed)
+        self.rng = random.Random(seed)
         self.engine = FakeEngine(
             directory,
             "chaos",
@@ -84,8 +85,8 @@ class Player:
         self.stopping = False
         self._active: list[Request] = []
         self._going = False
-        self._told_at = 0.0
-        self._quiet_told = True
+        self._reported_at = 0.0
+        self._quiet_reported = True
         self._input = b""
         self._last_job = 0
         self._epoch = 0
@@ -103,27 +104,27 @@ class Player:
         return found if len(found) == RANKS else None
 
     def model(self, work: Callable[[], None]) -> None:
-        """Do what is no part of offloading: its time is not the step's."""
+        """Run ``work``, which stands for the model: its time is not counted as the step's."""
         started = time.monotonic()
         work()
         self.model_s += time.monotonic() - started
 
-    def hit(self) -> None:
-        """Blocks were loaded and are right: tell the first time in each life of the daemon."""
+    def report_hit(self) -> None:
+        """Loaded blocks were right; the first time in each life of the daemon this is reported."""
         if self._epoch != self.engine.scheduler.epoch:
             self._epoch = self.engine.scheduler.epoch
-            tell("hit", time.monotonic())
+            emit("hit", time.monotonic())
 
     # --- life ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until SIGTERM or the end of the input."""
+        """Serve prompts until SIGTERM or the end of the input."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
-        tell("ready", os.getpid())
+        emit("ready", os.getpid())
         while not self.stopping or self._active:
-            self._obey()
+            self._read_commands()
             self._step()
-            self._tell()
+            self._report()
             time.sleep(PAUSE_S)
         for worker in self.engine.workers:
             worker.unregister(1.0)
@@ -144,19 +145,19 @@ class Player:
         self._active = [request for request in self._active if not request.done]
         took = time.monotonic() - started - self.model_s
         self.counts["steps"] += 1
-        if took >= TELL_STEPS_FROM_S:
-            tell("step", [started, took, min(took, waited_for_cpu_s() - waited)])
+        if took >= REPORT_STEPS_FROM_S:
+            emit("step", [started, took, min(took, waited_for_cpu_s() - waited)])
 
     def _admit(self) -> bool:
-        length = self.dice.randint(1, LONGEST)
+        length = self.rng.randint(1, LONGEST)
         if length > len(self.free):
             return False
-        prompt = self.dice.randrange(PROMPTS)
-        blocks = [self.free.pop(self.dice.randrange(len(self.free))) for _ in range(length)]
+        prompt = self.rng.randrange(PROMPTS)
+        blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(length)]
         self._active.append(Request(self, [key_of(prompt, position) for position in range(length)], blocks))
         return True
 
-    def _obey(self) -> None:
+    def _read_commands(self) -> None:
         while select.select([0], [], [], 0)[0]:
             data = os.read(0, 4096)
             if not data:
@@ -165,113 +166,114 @@ class Player:
             *lines, self._input = (self._input + data).split(b"\n")
             for line in lines:
                 self._going = line == b"go"
-                self._quiet_told = self._going
+                self._quiet_reported = self._going
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now = time.monotonic()
-        if self.counts and now - self._told_at > TELL_EVERY_S:
-            self._told_at = now
-            tell("did", dict(self.counts))
+        if self.counts and now - self._reported_at > REPORT_EVERY_S:
+            self._reported_at = now
+            emit("did", dict(self.counts))
             self.counts.clear()
         engine = self.engine
         connected = engine.scheduler.connected and all(worker.ready for worker in engine.workers)
-        if not self._quiet_told and not self._active and connected:
-            self._quiet_told = True
-            tell("did", dict(self.counts))
+        if not self._quiet_reported and not self._active and connected:
+            self._quiet_reported = True
+            emit("did", dict(self.counts))
             self.counts.clear()
-            tell("quiet", engine.scheduler.epoch)
+            emit("quiet", engine.scheduler.epoch)
 
 
 class Request:
-    """One prompt's way: look up, load, compute, store, let go. ``advance`` goes on as far as it can."""
+    """The stages of one prompt: look up, load, compute, store, free the blocks."""
 
-    def __init__(self, player: Player, keys: list[bytes], blocks: list[int]) -> None:
-        self._player = player
+    def __init__(self, owner: ChaosEngine, keys: list[bytes], blocks: list[int]) -> None:
+        self._owner = owner
         self._keys, self._blocks = keys, blocks
         self._began_at = time.monotonic()
-        self._ticket = player.engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
+        self._ticket = owner.engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
         self._load = self._store = 0
         self._late = False
         self.done = False
         self._next: Callable[[], bool] = self._look_up
 
     def advance(self) -> None:
+        """Go on to later stages until something must be waited for."""
         while not self.done and self._next():
             pass
         if not self.done and not self._late and time.monotonic() - self._began_at > REQUEST_DEADLINE_S:
             self._late = True
-            tell("failed", f"a request is stuck in {self._next.__name__}: {self._player.engine.scheduler.problem}")
+            emit("failed", f"a request is stuck in {self._next.__name__}: {self._owner.engine.scheduler.problem}")
 
     def _look_up(self) -> bool:
-        ticket, player = self._ticket, self._player
+        ticket, owner = self._ticket, self._owner
         late = not ticket.done and time.monotonic() - self._began_at >= LOOKUP_DEADLINE_S
         if not ticket.done and not late:
             return False
-        player.counts["late lookups"] += late
+        owner.counts["late lookups"] += late
         ready = ticket.leading_ready() if ticket.done and not ticket.failed and ticket.alive else 0
         if not ready:
             return self._compute(0)
-        player.model(lambda: self._scribble(ready))
-        self._load = player.new_job()
-        for worker in player.engine.workers:
+        owner.model(lambda: self._overwrite(ready))
+        self._load = owner.new_job()
+        for worker in owner.engine.workers:
             worker.load(self._load, ticket.lease_id, [self._transfer(0, ready)])
         self._ready = ready
         self._next = self._loading
         return True
 
     def _loading(self) -> bool:
-        player = self._player
-        results = player.finished(self._load)
+        owner = self._owner
+        results = owner.finished(self._load)
         if results is None:
             return False
-        del player.results[self._load]
+        del owner.results[self._load]
         if not all(result.ok for result in results):
-            player.counts["loads recomputed"] += 1
+            owner.counts["loads recomputed"] += 1
             return self._compute(0)
-        player.counts["loads"] += 1
-        player.model(lambda: self._compare(self._ready))
-        player.hit()
+        owner.counts["loads"] += 1
+        owner.model(lambda: self._compare(self._ready))
+        owner.report_hit()
         return self._compute(self._ready)
 
     def _compute(self, ready: int) -> bool:
-        player = self._player
+        owner = self._owner
         if self._ticket.lease_id:
-            player.engine.scheduler.release(self._ticket.lease_id)
-        player.model(lambda: self._fill(ready))
-        player.counts["requests"] += 1
-        player.counts["blocks computed"] += len(self._keys) - ready
+            owner.engine.scheduler.release(self._ticket.lease_id)
+        owner.model(lambda: self._fill(ready))
+        owner.counts["requests"] += 1
+        owner.counts["blocks computed"] += len(self._keys) - ready
         wanted = (len(self._keys) - ready) * LAYERS * PAGE_BYTES
-        workers = player.engine.workers
+        workers = owner.engine.workers
         if not wanted or any(worker.credit_bytes < wanted for worker in workers):
-            return self._let_go()
-        self._store = player.new_job()
+            return self._free_blocks()
+        self._store = owner.new_job()
         for worker in workers:
             worker.store(self._store, [self._transfer(ready, len(self._keys))])
         self._next = self._storing
         return True
 
     def _storing(self) -> bool:
-        player = self._player
-        results = player.finished(self._store)
+        owner = self._owner
+        results = owner.finished(self._store)
         if results is None:
-            if player.dice.random() > 0.01:
+            if owner.rng.random() > 0.01:
                 return False
             # Another request wants these blocks now, as at vLLM's block fence.
-            for worker in player.engine.workers:
+            for worker in owner.engine.workers:
                 worker.fence([self._store], FENCE_TIMEOUT_S)
                 for result in worker.take_results():
-                    player.results[result.job_id].append(result)
-            player.counts["fences"] += 1
-            results = player.finished(self._store)
+                    owner.results[result.job_id].append(result)
+            owner.counts["fences"] += 1
+            results = owner.finished(self._store)
             if results is None:
-                tell("failed", "a fence came back before its jobs had ended")
+                emit("failed", "a fence came back before its jobs had ended")
                 return False
-        del player.results[self._store]
-        player.counts["stores" if all(result.ok for result in results) else "stores failed"] += 1
-        return self._let_go()
+        del owner.results[self._store]
+        owner.counts["stores" if all(result.ok for result in results) else "stores failed"] += 1
+        return self._free_blocks()
 
-    def _let_go(self) -> bool:
-        self._player.free += self._blocks
+    def _free_blocks(self) -> bool:
+        self._owner.free += self._blocks
         self.done = True
         return False
 
@@ -281,32 +283,32 @@ class Request:
         ids = np.array(self._blocks[start:stop], dtype="<i4").tobytes()
         return GroupTransfer(0, b"".join(self._keys[start:stop]), ids)
 
-    def _scribble(self, count: int) -> None:
-        """So that what is right afterwards was loaded, and did not lie there."""
-        for pages in self._player.pages:
+    def _overwrite(self, count: int) -> None:
+        """Overwrite the blocks, so that bytes that are right afterwards have come with the load."""
+        for pages in self._owner.pages:
             pages[:, self._blocks[:count]] = 0x5A5A
 
     def _fill(self, start: int) -> None:
         for key, block in zip(self._keys[start:], self._blocks[start:], strict=True):
-            for rank, pages in enumerate(self._player.pages):
+            for rank, pages in enumerate(self._owner.pages):
                 for layer in range(LAYERS):
                     pages[layer, block] = page_of(key, rank, layer)
 
     def _compare(self, count: int) -> None:
         for key, block in zip(self._keys[:count], self._blocks[:count], strict=True):
             wrong = 0
-            for rank, pages in enumerate(self._player.pages):
+            for rank, pages in enumerate(self._owner.pages):
                 for layer in range(LAYERS):
                     wrong += int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
-            self._player.counts["blocks compared"] += 1
+            self._owner.counts["blocks compared"] += 1
             if wrong:
-                tell("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
+                emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
 
 
-def tell(kind: str, value: float | str | Sequence[float] | dict[str, int]) -> None:
-    """One line, in one write: SIGKILL leaves none half told."""
+def emit(kind: str, value: float | str | Sequence[float] | dict[str, int]) -> None:
+    """Write one line in one write, so that SIGKILL leaves no half line."""
     os.write(1, json.dumps([kind, value]).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    Player(sys.argv[1], int(sys.argv[2])).run()
+    ChaosEngine(sys.argv[1], int(sys.argv[2])).run()

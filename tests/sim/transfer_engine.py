@@ -46,7 +46,7 @@ class _Lane:
     nbytes: int = 0
 
 
-class SimEngine(TransferEngine):
+class SimTransferEngine(TransferEngine):
     """One thread per direction, as HostEngine has, in the daemon's process."""
 
     def __init__(
@@ -57,7 +57,7 @@ class SimEngine(TransferEngine):
         pool: WatchedPool,
         pool_number: int,
         faults: Faults,
-        dice: random.Random,
+        rng: random.Random,
         deadline_s: float,
     ) -> None:
         self._clock = clock
@@ -66,7 +66,7 @@ class SimEngine(TransferEngine):
         self._pool = pool
         self._pool_number = pool_number
         self._faults = faults
-        self._dice = dice
+        self._rng = rng
         self._deadline_s = deadline_s
         self._lanes = {direction: _Lane() for direction in Direction}
         self._closed = False
@@ -82,7 +82,7 @@ class SimEngine(TransferEngine):
         lane.queue[transfer] = copy
         self._clock.note(f"submit {transfer.direction.value} {transfer.plan.nbytes} in {len(copy.pieces)}")
         if lane.running is None and len(lane.queue) == 1:
-            self._process.after(self._dice.uniform(0, 0.002), lambda: self._start(lane))
+            self._process.after(self._rng.uniform(0, 0.002), lambda: self._start(lane))
 
     def cancel(self, transfer: Transfer) -> bool:
         copy = self._lanes[transfer.direction].queue.pop(transfer, None)
@@ -174,18 +174,18 @@ class SimEngine(TransferEngine):
         del lane.queue[transfer]
         lane.running = copy
         copy.started_at = self._clock.now
-        copy.steps = self._dice.choice((1, 1, 2, 3, 5))
-        copy.pause_s = self._dice.choice((0.0001, 0.0005, 0.003))
+        copy.steps = self._rng.choice((1, 1, 2, 3, 5))
+        copy.pause_s = self._rng.choice((0.0001, 0.0005, 0.003))
         if self._faults.hit("copy_slow"):
             copy.steps += 3
-            copy.pause_s = self._dice.uniform(0.01, 0.1)
+            copy.pause_s = self._rng.uniform(0.01, 0.1)
         if self._faults.hit("copy_stall"):
             copy.steps += 1
-            copy.pause_s = self._deadline_s * self._dice.uniform(0.3, 1.5)
+            copy.pause_s = self._deadline_s * self._rng.uniform(0.3, 1.5)
         if self._faults.hit("copy_fail"):
-            copy.fails_at = self._dice.randrange(copy.steps)
+            copy.fails_at = self._rng.randrange(copy.steps)
         if self._faults.hit("copy_hang"):
-            copy.hangs_at = self._dice.randrange(copy.steps)
+            copy.hangs_at = self._rng.randrange(copy.steps)
         self._step(lane, copy)
 
     def _step(self, lane: _Lane, copy: _Copy) -> None:
@@ -200,7 +200,7 @@ class SimEngine(TransferEngine):
             copy.step += 1
             until = transfer.plan.nbytes * copy.step // copy.steps
             if copy.step - 1 == copy.fails_at:  # it fails somewhere in the middle of this step
-                until = self._dice.randint(copy.moved, until)
+                until = self._rng.randint(copy.moved, until)
                 outcome = Outcome.FAILED
             lane.nbytes += until - copy.moved
             try:
@@ -216,14 +216,14 @@ class SimEngine(TransferEngine):
         lane.running = None
         if outcome is Outcome.DONE and storing and checksums is not None:
             lane.behind.add(copy)
-            if self._dice.random() < 0.5:
+            if self._rng.random() < 0.5:
                 self._finish_sums(lane, copy)
             else:
-                self._process.after(self._dice.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(lane, copy))
+                self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(lane, copy))
         else:
             self._end(copy, outcome)
         if lane.queue:
-            self._process.after(self._dice.uniform(0, 0.0005), lambda: self._start(lane))
+            self._process.after(self._rng.uniform(0, 0.0005), lambda: self._start(lane))
 
     def _ending(self, copy: _Copy) -> Outcome | None:
         if copy.transfer.abandoned:
@@ -234,7 +234,7 @@ class SimEngine(TransferEngine):
         """Take the checksums of some of a store's slots that are whole by now, as threads beside the copy do."""
         checksums = copy.transfer.checksums
         if copy.transfer.direction is Direction.STORE and checksums is not None:
-            first, copy.summed = copy.summed, self._dice.randint(copy.summed, checksums.whole_slots(copy.moved))
+            first, copy.summed = copy.summed, self._rng.randint(copy.summed, checksums.whole_slots(copy.moved))
             checksums.run(lambda: None, first, copy.summed)
 
     def _finish_sums(self, lane: _Lane, copy: _Copy) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.sim.clock import Injected
-from tests.sim.copier import SimEngine
 from tests.sim.daemon import SimDaemon
 from tests.sim.network import Dealer, Line, Subscription
 from tests.sim.pool import WatchedPool
+from tests.sim.transfer_engine import SimTransferEngine
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Operation:
 OPERATIONS = {
     "alloc": Operation(WatchedPool, "take"),
     "alloc finds no room": Operation(WatchedPool, "take", list),
-    "copy": Operation(SimEngine, "_move"),
-    "submit": Operation(SimEngine, "submit"),
+    "copy": Operation(SimTransferEngine, "_move"),
+    "submit": Operation(SimTransferEngine, "submit"),
     "mmap": Operation(SimDaemon, "_map_segment"),
     "send a reply": Operation(Dealer, "reply", bool),
     "send a publication": Operation(Subscription, "offer", bool),

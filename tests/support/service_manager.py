@@ -1,4 +1,4 @@
-"""What systemd does for a service, as far as a daemon's pool needs it: listen, and keep descriptors over its death."""
+"""A service manager for tests. It does what systemd does: it listens for notifications and stores descriptors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class Manager:
-    """Keeps what ``FDSTORE=1`` brings, lets go what ``FDSTOREREMOVE=1`` names, answers barriers, hears the watchdog."""
+class ServiceManager:
+    """Stores descriptors from ``FDSTORE=1`` until ``FDSTOREREMOVE=1``, answers barriers, notes watchdog heartbeats."""
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="manager-", dir="/tmp")
@@ -39,11 +39,11 @@ class Manager:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self.address)
         self._socket.settimeout(0.1)
-        self.kept: list[tuple[str, int]] = []
-        self.heard: list[dict[str, str]] = []
+        self.stored_fds: list[tuple[str, int]] = []
+        self.messages: list[dict[str, str]] = []
         self.ready = False
         """The daemon has said that clients may come."""
-        self._beat_at = time.monotonic()
+        self._last_heartbeat_at = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -59,60 +59,63 @@ class Manager:
                 fds += array.array("i", content[: len(content) // 4 * 4])
             fields = dict(line.split("=", 1) for line in data.decode().splitlines())
             if "WATCHDOG" in fields or "READY" in fields:
-                self._beat_at = time.monotonic()
+                self._last_heartbeat_at = time.monotonic()
                 self.ready = self.ready or "READY" in fields
             name = fields.get("FDNAME", "")
             if "FDSTORE" in fields:
-                self.kept += [(name, fd) for fd in fds]
+                self.stored_fds += [(name, fd) for fd in fds]
                 fds = []
             if "FDSTOREREMOVE" in fields:
-                for _, fd in [item for item in self.kept if item[0] == name]:
+                for _, fd in [item for item in self.stored_fds if item[0] == name]:
                     os.close(fd)
-                self.kept = [item for item in self.kept if item[0] != name]
+                self.stored_fds = [item for item in self.stored_fds if item[0] != name]
             for fd in fds:
                 os.close(fd)
-            self.heard.append(fields)
+            self.messages.append(fields)
 
     @property
-    def silent_s(self) -> float:
-        """Since the last message for the watchdog."""
-        return time.monotonic() - self._beat_at
+    def silent_for_s(self) -> float:
+        """Seconds since the daemon's last watchdog heartbeat."""
+        return time.monotonic() - self._last_heartbeat_at
 
-    def forget_beats(self) -> None:
-        """Another daemon is about to be started."""
+    def expect_start(self) -> None:
+        """Forget that a daemon was ready: another one is about to be started."""
         self.ready = False
 
-    def wait_kept(self, count: int) -> None:
-        wait_until(lambda: len(self.kept) == count, explain=lambda: self.kept)
+    def wait_stored_fds(self, count: int) -> None:
+        """Until exactly ``count`` descriptors are stored."""
+        wait_until(lambda: len(self.stored_fds) == count, explain=lambda: self.stored_fds)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
         self._socket.close()
-        for _, fd in self.kept:
+        for _, fd in self.stored_fds:
             os.close(fd)
         shutil.rmtree(self._directory)
 
 
 class ManagedDaemon(DaemonProcess):
-    """A daemon that ``manager`` runs, and watches where ``watchdog_s`` is not 0."""
+    """A daemon run by ``manager``, with a watchdog of ``watchdog_s`` seconds; 0 for none."""
 
-    def __init__(self, manager: Manager, pool_size: str = "64MiB", *, watchdog_s: float = 0.0, **flags: str) -> None:
+    def __init__(
+        self, manager: ServiceManager, pool_size: str = "64MiB", *, watchdog_s: float = 0.0, **flags: str
+    ) -> None:
         super().__init__(pool_size, **flags)
         self.manager = manager
         self._watchdog = {"WATCHDOG_USEC": str(round(watchdog_s * 1e6))} if watchdog_s else {}
 
     @property
     def program(self) -> list[str]:
-        fds = ",".join(str(fd) for _, fd in self.manager.kept)
+        fds = ",".join(str(fd) for _, fd in self.manager.stored_fds)
         return [sys.executable, "-c", LAUNCHER, fds, *super().program]
 
     @property
     def environ(self) -> dict[str, str]:
-        kept = self.manager.kept
+        kept = self.manager.stored_fds
         names = {"LISTEN_FDS": str(len(kept)), "LISTEN_FDNAMES": ":".join(name for name, _ in kept)}
         return {"NOTIFY_SOCKET": self.manager.address, **self._watchdog, **(names if kept else {})}
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        return tuple(fd for _, fd in self.manager.kept)
+        return tuple(fd for _, fd in self.manager.stored_fds)

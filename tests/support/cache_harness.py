@@ -1,4 +1,4 @@
-"""What the cache's tests stand on: a store of slots without memory, a listener that folds, a clock to set."""
+"""A cache for tests: on a slot store without memory, with a listener that folds its events and a clock to set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOT_UNIT = 4096
 
 
 class FakeSlots:
-    """A SlotStore of lists: regions of one slot size each, and a record per slot in use."""
+    """A slot store made of lists: each region has slots of one size, and each slot in use has a record."""
 
     def __init__(self, regions: int, region_bytes: int, last_region_bytes: int = 0) -> None:
         self.region_bytes = region_bytes
@@ -24,11 +24,11 @@ class FakeSlots:
         self.size_of: list[int] = [0] * regions
         self.used: list[set[int]] = [set() for _ in range(regions)]
         self.free_in: list[list[int]] = [[] for _ in range(regions)]
-        self.disowned: set[int] = set()
-        self.nodes_wanted: list[int | None] = []
+        self.revoked: set[int] = set()
+        self.requested_nodes: list[int | None] = []
         self.writes = 0
         self.generation: dict[int, int] = {}
-        self.facts: dict[bytes, NamespaceRecord] = {}
+        self.namespaces: dict[bytes, NamespaceRecord] = {}
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
         self.checksums: dict[int, int] = {}
         self.spilled_slots = 0
@@ -41,7 +41,7 @@ class FakeSlots:
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
         taken: list[int] = []
-        self.nodes_wanted.append(node)
+        self.requested_nodes.append(node)
         own = [r for r, size in enumerate(self.size_of) if size == slot_bytes]
         fits = [r for r, size in enumerate(self.size_of) if not size and self.length[r] >= slot_bytes]
         for region in own + fits:
@@ -75,11 +75,11 @@ class FakeSlots:
     ) -> None:
         for offset, key in zip(offsets, keys, strict=True):
             assert offset in self.records
-            assert offset not in self.disowned
+            assert offset not in self.revoked
             self.records[offset] = ("writing", SlotOwner(fingerprint, group, key, rank, world_size), 0, 0)
 
     def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
-        """There are no bytes: what matters is where they would be."""
+        """Checksums of slots. There are no bytes, so that they depend on the place and the length alone."""
         return [1 + offset + length for offset, length in slots]
 
     def mark_all_ready(
@@ -93,17 +93,17 @@ class FakeSlots:
             self.writes += 1
             self.generation[offset] = self.writes
 
-    def note_namespace(self, facts: NamespaceRecord) -> None:
-        self.facts[facts.fingerprint] = facts
+    def note_namespace(self, record: NamespaceRecord) -> None:
+        self.namespaces[record.fingerprint] = record
 
     def revoke_record(self, offset: int) -> None:
         assert self.records[offset][0] == "ready"
-        self.disowned.add(offset)
+        self.revoked.add(offset)
 
     def free(self, offsets: Collection[int]) -> None:
         for offset in offsets:
             del self.records[offset]
-            self.disowned.discard(offset)
+            self.revoked.discard(offset)
             region = offset // self.region_bytes
             self.used[region].remove(offset)
             self.free_in[region].append(offset)
@@ -112,8 +112,8 @@ class FakeSlots:
                 self.size_of[region] = 0
                 self.free_in[region] = []
 
-    def left_behind(self) -> list[SlotRecord]:
-        """What a successor would find, were the owner of these slots dead now."""
+    def ready_records(self) -> list[SlotRecord]:
+        """The records that a new daemon would find if the owner of these slots died now."""
         return [
             SlotRecord(
                 offset,
@@ -122,30 +122,30 @@ class FakeSlots:
                 *(first_block, length, self.checksums[offset], self.generation[offset]),
             )
             for offset, (state, owner, first_block, length) in self.records.items()
-            if state == "ready" and offset not in self.disowned and owner is not None
+            if state == "ready" and offset not in self.revoked and owner is not None
         ]
 
     def successor(self, records: Sequence[SlotRecord]) -> FakeSlots:
-        """Slots of the same layout, of which those of ``records`` are handed out."""
-        heir = FakeSlots(len(self.length), self.region_bytes)
-        heir.length = list(self.length)
-        heir.pool_bytes = heir.free_bytes = self.pool_bytes
+        """A slot store of the same layout in which the slots of ``records`` are in use."""
+        successor = FakeSlots(len(self.length), self.region_bytes)
+        successor.length = list(self.length)
+        successor.pool_bytes = successor.free_bytes = self.pool_bytes
         for record in records:
             region = record.offset // self.region_bytes
-            heir.size_of[region] = record.slot_bytes
-            heir.used[region].add(record.offset)
-            heir.records[record.offset] = ("left", None, 0, 0)
-            heir.free_bytes -= record.slot_bytes
-        for region, size in enumerate(heir.size_of):
+            successor.size_of[region] = record.slot_bytes
+            successor.used[region].add(record.offset)
+            successor.records[record.offset] = ("left", None, 0, 0)
+            successor.free_bytes -= record.slot_bytes
+        for region, size in enumerate(successor.size_of):
             if size:
                 start = region * self.region_bytes
-                slots = {start + n * size for n in range(heir.length[region] // size)}
-                assert heir.used[region] <= slots
-                heir.free_in[region] = sorted(slots - heir.used[region])[::-1]
-        return heir
+                slots = {start + n * size for n in range(successor.length[region] // size)}
+                assert successor.used[region] <= slots
+                successor.free_in[region] = sorted(slots - successor.used[region])[::-1]
+        return successor
 
 
-class Folded:
+class FoldedEvents:
     """A CacheListener that folds the events into the index they describe, and refuses impossible ones."""
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class Folded:
 
 
 class Clock:
-    """Time that stands until it is set."""
+    """A clock that stands still until a test sets it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -181,14 +181,14 @@ class Clock:
         return self.now
 
 
-class Rig:
-    """A cache on fake slots, with the short ways the tests need."""
+class CacheHarness:
+    """A cache on fake slots, and shortcuts for what tests do with it."""
 
     def __init__(
         self, regions: int = 4, region_bytes: int = 4 * SLOT_UNIT, policy: str = "lru", last_region_bytes: int = 0
     ) -> None:
         self.slots = FakeSlots(regions, region_bytes, last_region_bytes)
-        self.events = Folded()
+        self.events = FoldedEvents()
         self.clock = Clock()
         self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock)
 
@@ -203,7 +203,7 @@ class Rig:
         return namespace
 
     def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
-        """Store keys from all ranks; the number of keys dropped by the last one."""
+        """Store keys from all ranks. Returns how many keys were dropped for the last rank."""
         dropped = 0
         for rank in range(namespace.world_size):
             ticket = self.cache.begin_store(namespace, rank, group, keys, first_block)
@@ -212,12 +212,12 @@ class Rig:
         return dropped
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
-        """States by a look-up that leaves no lease behind."""
+        """The keys' states, by a lookup whose lease is released at once."""
         answer = self.cache.lookup(namespace, 9999, 9999, [(group, keys)])
         self.cache.release(9999, [9999])
         return list(answer.states[0])
 
 
 def keys_of(*numbers: int, key_bytes: int = 8) -> bytes:
-    """Keys end to end, one a number."""
+    """Keys end to end, one for each number."""
     return b"".join(number.to_bytes(key_bytes, "big") for number in numbers)
