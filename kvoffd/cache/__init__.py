@@ -11,7 +11,6 @@ from kvoffd.cache.lookup import LookupAnswer
 from kvoffd.cache.namespace import Counters, Namespace
 from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
-from kvoffd.pool.records import SlotOwner, SlotStore
 
 __all__ = [
     "POLICY_NAMES",
@@ -27,8 +26,6 @@ __all__ = [
     "Namespace",
     "PoolUsage",
     "Shard",
-    "SlotOwner",
-    "SlotStore",
     "StoreTicket",
     "make_policy",
 ]

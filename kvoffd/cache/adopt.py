@@ -8,7 +8,8 @@ from typing import NamedTuple
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.records import NamespaceRecord, SlotRecord, SlotStore
+from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.blocks import shard_bytes_of
 
 _MIN_KEY_BYTES = 8
@@ -76,7 +77,7 @@ def plan_adoption(
 
 
 def adopt(
-    blocks: Blocks, store: SlotStore, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]
+    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
     plan = plan_adoption(namespaces, slots, store.slot_bytes)
@@ -87,7 +88,7 @@ def adopt(
     return opened, Adoption(len(plan.blocks), nbytes, len(opened), len(plan.refused))
 
 
-def _open(facts: NamespaceRecord, store: SlotStore) -> Namespace:
+def _open(facts: NamespaceRecord, store: Pool) -> Namespace:
     namespace = Namespace(
         facts.fingerprint, facts.label, facts.world_size, facts.key_bytes, facts.groups, facts.description
     )

@@ -11,7 +11,8 @@ from kvoffd.cache.listener import CacheListener
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.tiering_hooks import TieringHooks
-from kvoffd.pool.records import SlotRecord, SlotStore
+from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotRecord
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 MAX_KEYS_TOLD = 1000
@@ -29,7 +30,7 @@ class Blocks:
     """
 
     def __init__(
-        self, slots: SlotStore, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
+        self, slots: Pool, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
     ) -> None:
         self.block_at: dict[int, Block] = {}
         """By the offset of a slot in use, the block it belongs to."""

@@ -17,7 +17,8 @@ from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.cache.tiering_hooks import TieringHooks
 from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
-from kvoffd.pool.records import NamespaceRecord, SlotRecord, SlotStore
+from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
@@ -35,7 +36,7 @@ class BlockCache:
 
     def __init__(
         self,
-        slots: SlotStore,
+        slots: Pool,
         policy: EvictionPolicy,
         listener: CacheListener,
         clock: Callable[[], float],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 
 from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.pool.records import SlotStore
+from kvoffd.pool.pool import Pool
 
 MAX_REGIONS_COMPARED = 16
 """Regions that are looked into to find the coldest; each costs a pass over its slots."""
@@ -14,7 +14,7 @@ MAX_REGIONS_COMPARED = 16
 
 def choose_victims(
     policy: EvictionPolicy,
-    slots: SlotStore,
+    slots: Pool,
     block_at: Mapping[int, Block],
     slot_bytes: int,
     count: int,
@@ -55,7 +55,7 @@ def choose_victims(
 
 
 def _coldest_region(
-    passed: Iterable[Block], slots: SlotStore, block_at: Mapping[int, Block], protected: Set[Block]
+    passed: Iterable[Block], slots: Pool, block_at: Mapping[int, Block], protected: Set[Block]
 ) -> Iterable[Block]:
     """All blocks of the region, among the oldest ones', of which most was passed over; none if all are held."""
     regions: list[list[int]] = []

@@ -13,7 +13,7 @@ from kvoffd.cache.lease import LeaseBook
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
-from kvoffd.pool.records import SlotStore
+from kvoffd.pool.pool import Pool
 from kvoffd.tiering.transfers import WriteTicket
 
 
@@ -38,7 +38,7 @@ class PoolUsage:
 
 
 def audit(
-    slots: SlotStore,
+    slots: Pool,
     policy: EvictionPolicy,
     blocks: Blocks,
     namespaces: Iterable[Namespace],
@@ -59,7 +59,7 @@ def audit(
     assert balance.pinned_bytes == sum(block.slot_bytes for block in pinned)
 
 
-def _audit_slots(slots: SlotStore, books: Blocks, blocks: set[Block], balance: PoolUsage) -> None:
+def _audit_slots(slots: Pool, books: Blocks, blocks: set[Block], balance: PoolUsage) -> None:
     assert balance.total_bytes == slots.pool_bytes, f"the books do not balance: {balance}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
     assert held == books.block_at, "slots and shards differ"

@@ -1,106 +1,275 @@
-"""Where the pool and its table live, and what an earlier daemon left there."""
+"""Where the memory of the pool and its slot table comes from: memfds, or a file on tmpfs or hugetlbfs; old or new."""
 
 from __future__ import annotations
 
-import fcntl
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple
 
-from kvoffd.errors import UnsafeSegment
-from kvoffd.pool.format import BadTable, Geometry, check_geometry
+from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
+from kvoffd.pool.format import BadTable, Geometry, check_geometry, is_table
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.system.files import (
+    FileCalls,
+    FileInUse,
+    allocate_in_steps,
+    claim_file,
+    foreign_owner,
+    held_bytes,
+    is_regular,
+    open_directory,
+    try_lock,
+)
 from kvoffd.system.limits import MemoryLimit, memory_limit
+from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
+from kvoffd_proto.units import format_size
+
+# Where the pool begins in the file: a multiple of this and of the file system's pages. So tmpfs can use huge pages.
+_ALIGNMENT = 2 << 20
+_ALLOCATE_STEP_BYTES = 256 << 20
 
 
 class PoolMappings(NamedTuple):
-    """The pool's memory and its table's."""
+    """The mapped memory of the pool and of its slot table."""
 
     pool: PoolMemory
     table: PoolMemory
 
-    def close(self) -> None:
-        """Lets both go."""
-        self.pool.close()
-        self.table.close()
-
-
-class PoolBacking(Protocol):
-    """Memory for a pool, old or new. One pool at a time."""
-
-    def limit(self) -> MemoryLimit:
-        """What can be had, and what is held already."""
-
-    def find(self, geometry: Geometry) -> PoolMappings | None:
-        """What an earlier daemon left; None where it left nothing. Raises BadTable when it is not of this geometry."""
-
-    def make(self, geometry: Geometry) -> PoolMappings:
-        """New memory, all zeros; what is left of the old is let go before. Raises PoolTooLarge."""
-
-
-class MemfdHome:
-    """Sealed memfds: new ones, or those of an earlier daemon that somebody kept.
-
-    Args:
-        kept: the earlier daemon's pool and table; owned from here on.
-        on_discard: called when they are of no use, after they are closed and before new ones are made.
-    """
-
-    def __init__(self, kept: tuple[int, int] | None = None, on_discard: Callable[[], None] | None = None) -> None:
-        self._kept = kept
-        self._on_discard = on_discard
-
-    def limit(self) -> MemoryLimit:
-        """What the machine and its cgroups give, and what the kept memory has taken already."""
-        held = sum(map(held_bytes, self._kept)) if self._kept else 0
-        limit = memory_limit()
-        return MemoryLimit(limit.bytes + held, limit.source)
-
-    def find(self, geometry: Geometry) -> PoolMappings | None:
-        if self._kept is None:
-            return None
-        pool_fd, table_fd = self._kept
-        check_geometry(table_fd, geometry)
-        if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
-            raise BadTable(f"The memory beside the slot table has {size} bytes, and the table names another size.")
+    @classmethod
+    def map(cls, map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> PoolMappings:
+        """Maps both, or neither where one of the calls raises."""
+        pool = map_pool()
         try:
-            pool = PoolMemory.of_memfd(pool_fd, geometry.pool_bytes)
-            try:
-                return PoolMappings(pool, PoolMemory.of_memfd(table_fd, geometry.size_bytes))
-            except BaseException:
-                pool.close()
-                raise
-        except UnsafeSegment as error:
-            raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
-
-    def make(self, geometry: Geometry) -> PoolMappings:
-        if self._kept is not None:
-            self.close()
-            if self._on_discard is not None:
-                self._on_discard()
-        pool = PoolMemory.create(geometry.pool_bytes, "kvoffd-pool")
-        try:
-            return PoolMappings(pool, PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"))
+            return cls(pool, map_table())
         except BaseException:
             pool.close()
             raise
 
     def close(self) -> None:
-        """Lets the kept descriptors go; what ``find`` made of them has its own."""
-        for fd in self._kept or ():
+        """Unmaps both."""
+        self.pool.close()
+        self.table.close()
+
+
+class PoolBacking(ABC):
+    """Finds or makes the memory of one pool at a time. Mappings stay when their backing is closed."""
+
+    @abstractmethod
+    def limit(self) -> MemoryLimit:
+        """How large a pool and its table can be here, with the memory that they hold already."""
+
+    @abstractmethod
+    def find(self, geometry: Geometry) -> PoolMappings | None:
+        """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
+
+    @abstractmethod
+    def make(self, geometry: Geometry) -> PoolMappings:
+        """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the backing's own descriptors."""
+
+
+class MemfdBacking(PoolBacking):
+    """Sealed memfds: new ones, or an earlier daemon's that systemd kept.
+
+    Args:
+        stored: the earlier daemon's pool and table; owned from here on.
+        on_discard: called when they are of no use, after they are closed and before new ones are made.
+    """
+
+    def __init__(self, stored: tuple[int, int] | None = None, on_discard: Callable[[], None] | None = None) -> None:
+        self._stored = stored
+        self._on_discard = on_discard
+
+    def limit(self) -> MemoryLimit:
+        held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
+        limit = memory_limit()
+        return MemoryLimit(limit.bytes + held, limit.source)
+
+    def find(self, geometry: Geometry) -> PoolMappings | None:
+        if self._stored is None:
+            return None
+        pool_fd, table_fd = self._stored
+        check_geometry(table_fd, geometry)
+        if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
+            raise BadTable(f"The memory beside the slot table has {size} bytes, and the table names another size.")
+        try:
+            return PoolMappings.map(
+                lambda: PoolMemory.of_memfd(pool_fd, geometry.pool_bytes),
+                lambda: PoolMemory.of_memfd(table_fd, geometry.size_bytes),
+            )
+        except UnsafeSegment as error:
+            raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
+
+    def make(self, geometry: Geometry) -> PoolMappings:
+        if self._stored is not None:
+            self.close()
+            if self._on_discard is not None:
+                self._on_discard()
+        return PoolMappings.map(
+            lambda: PoolMemory.create(geometry.pool_bytes, "kvoffd-pool"),
+            lambda: PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"),
+        )
+
+    def close(self) -> None:
+        for fd in self._stored or ():
             os.close(fd)
-        self._kept = None
+        self._stored = None
 
 
-def held_bytes(fd: int) -> int:
-    """Memory that a file on tmpfs or hugetlbfs has taken; 0 for what is no file."""
-    return os.fstat(fd).st_blocks * 512
+class PoolFileError(KvoffdError):
+    """The pool file cannot be used. The message says why and what to do."""
 
 
-def try_lock(fd: int) -> bool:
-    """Locks the file against a second owner; False when there is one. The lock goes with the last descriptor."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+class FileBacking(PoolBacking):
+    """One file at ``path``: the slot table at its start, the pool behind it. Locked while the daemon lives.
+
+    All memory of the file is allocated from the start, since a write that finds the file system full would be a
+    SIGBUS. The file gets its name when it is complete, and only the daemon's user may open it (mode 0600).
+
+    Raises:
+        PoolFileError: not on tmpfs or hugetlbfs, no file of kvoffd's, of another user, or in use by another daemon.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._calls = FileCalls()
+        try:
+            self._directory_fd = open_directory(path.parent)
+        except OSError as error:
+            raise PoolFileError(
+                f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
+                "mount a tmpfs there or name another file."
+            ) from error
+        self._fd = -1
+        try:
+            magic = filesystem_magic(self._directory_fd)
+            if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
+                raise PoolFileError(
+                    f"The pool file {path} would lie on a disk: its file system is neither tmpfs nor hugetlbfs. "
+                    "Name a file on one of these, such as /dev/shm/kvoffd.pool."
+                )
+            self._huge = magic == HUGETLBFS_MAGIC
+            self._page_bytes = os.fstatvfs(self._directory_fd).f_bsize
+            self._fd = self._claim()
+        except BaseException:
+            self.close()
+            raise
+
+    def limit(self) -> MemoryLimit:
+        held = held_bytes(os.fstat(self._fd)) if self._fd >= 0 else 0
+        if self._huge:
+            return MemoryLimit(2**63 - 1, "huge pages are counted when they are taken")
+        space = os.fstatvfs(self._directory_fd)
+        limits = [memory_limit()]
+        if space.f_blocks:  # else the file system was mounted without a limit
+            free = space.f_bavail * space.f_frsize
+            limits.append(MemoryLimit(free, f"free space on {self._path.parent}; see df, and mount's option size"))
+        least = min(limits, key=lambda limit: limit.bytes)
+        return MemoryLimit(least.bytes + held, least.source)
+
+    def find(self, geometry: Geometry) -> PoolMappings | None:
+        if self._fd < 0:
+            return None
+        check_geometry(self._fd, geometry)
+        wanted, status = self._file_bytes(geometry), os.fstat(self._fd)
+        if status.st_size != wanted:
+            raise BadTable(f"The pool file has {status.st_size} bytes and should have {wanted}.")
+        if held_bytes(status) < wanted:
+            self._allocate(wanted)  # somebody punched holes into it
+        return self._map(geometry)
+
+    def make(self, geometry: Geometry) -> PoolMappings:
+        size = self._file_bytes(geometry)
+        try:
+            if self._fd >= 0:
+                os.unlink(self._path.name, dir_fd=self._directory_fd)
+                os.close(self._fd)
+                self._fd = -1
+            self._fd = os.open(self._path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.fchmod(self._fd, 0o600)
+            os.ftruncate(self._fd, size)
+        except OSError as error:
+            raise PoolFileError(
+                f"The pool file {self._path} cannot be made ({error.strerror}); make {self._path.parent} writable for "
+                "the daemon's user, or name another file."
+            ) from error
+        locked = try_lock(self._fd)
+        assert locked, "nobody else can know a file without a name"
+        self._allocate(size)
+        return self._map(geometry)
+
+    def publish(self) -> None:
+        """Gives a new file its name; does nothing for an old one. The table must have its header."""
+        if self._fd < 0 or os.fstat(self._fd).st_nlink:
+            return
+        try:
+            # Only with a directory's descriptor does Python follow the link, as is meant here.
+            os.link(f"/proc/self/fd/{self._fd}", self._path.name, src_dir_fd=self._fd, dst_dir_fd=self._directory_fd)
+        except OSError as error:
+            raise PoolFileError(
+                f"The pool file {self._path} cannot be named ({error.strerror}); if another daemon just made it, give "
+                "each daemon a pool file of its own."
+            ) from error
+
+    def close(self) -> None:
+        for fd in (self._fd, self._directory_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._directory_fd = -1
+
+    def _claim(self) -> int:
+        """Opens and locks the file if it is the daemon's; -1 where there is none."""
+        try:
+            return claim_file(self._calls, self._path.name, self._directory_fd, create=False, check=self._check_ours)
+        except FileNotFoundError:
+            return -1
+        except OSError as error:
+            raise PoolFileError(
+                f"The pool file {self._path} cannot be opened ({error.strerror}); remove it or name another."
+            ) from error
+        except FileInUse as error:
+            raise PoolFileError(
+                f"Another kvoffd has the pool file {self._path} in use; stop it first or name another file."
+            ) from error
+
+    def _check_ours(self, fd: int, status: os.stat_result) -> None:
+        if not is_regular(status) or (status.st_size and not is_table(fd)):
+            raise PoolFileError(
+                f"{self._path} is no pool file of kvoffd's and is left as it is; name another file, or remove it."
+            )
+        if fault := foreign_owner(status, "a pool"):
+            raise PoolFileError(f"The pool file {self._path} {fault}. Remove it or name another.")
+
+    def _file_bytes(self, geometry: Geometry) -> int:
+        return self._pool_at(geometry) + self._aligned(geometry.pool_bytes)
+
+    def _pool_at(self, geometry: Geometry) -> int:
+        return self._aligned(geometry.size_bytes)
+
+    def _aligned(self, nbytes: int) -> int:
+        step = max(_ALIGNMENT, self._page_bytes)
+        return -(-nbytes // step) * step
+
+    def _allocate(self, size_bytes: int) -> None:
+        try:
+            for _ in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
+                pass
+        except OSError as error:
+            what = "huge pages" if self._huge else "memory"
+            raise PoolTooLarge(
+                f"{self._path.parent} has not the {what} for a pool file of {size_bytes} bytes "
+                f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or make room."
+            ) from error
+
+    def _map(self, geometry: Geometry) -> PoolMappings:
+        # Whole pages of the file system: huge ones are mapped whole or not at all.
+        table_bytes = self._pool_at(geometry)
+        return PoolMappings.map(
+            lambda: PoolMemory.of_file(self._fd, self._aligned(geometry.pool_bytes), table_bytes),
+            lambda: PoolMemory.of_file(self._fd, table_bytes, 0),
+        )

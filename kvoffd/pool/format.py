@@ -10,7 +10,7 @@ header        ``HEADER``: magic, format version, size of a record, boot id, pool
               part; CRC-32 of all that
 regions       8 bytes each: the size of the region's slots, as it was last given to a slot size; 0 for never
 fingerprints  64 bytes each (``FINGERPRINT``): namespaces that slots belong to; generation 0 is no entry
-namespaces    what the engines said of these namespaces: see ``facts``
+namespaces    the records of these namespaces: see ``namespace_log``
 records       128 bytes each (``OWNER``, ``CONTENT``), number ``slot offset // 8192``
 ============  ====================================================================================================
 
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -34,9 +35,10 @@ from struct import Struct
 from uuid import UUID
 
 import numpy as np
+import xxhash
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, page_up
 from kvoffd_proto.units import format_size
 
 MAGIC = b"KVOFFDST"
@@ -83,7 +85,29 @@ _FIELDS = (
 )
 _NAMES, _FORMATS, _OFFSETS = (list(column) for column in zip(*_FIELDS, strict=True))
 RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
-"""A record for numpy, but for its key."""
+"""A record without its key, for numpy."""
+
+
+# 0 in a record says that there is no checksum; the one content in 2^64 that hashes to 0 gets this one.
+_INSTEAD_OF_ZERO = 1
+
+
+def digest(data: memoryview) -> int:
+    """The checksum of a slot's bytes, 64 bits of XXH3: never 0. Releases the GIL for 64 KiB or more.
+
+    XXH3, since it is faster than memory is. Measured on one core of an EPYC: 39 GB/s from 1 MiB on, 30 at 64 KiB, 16 at
+    16 KiB, where a copy makes 10 to 24; zlib's CRC-32, the best of Python's own, makes 1 to 3.
+    """
+    return xxhash.xxh3_64_intdigest(data) or _INSTEAD_OF_ZERO
+
+
+def digests(data: memoryview, parts: Sequence[tuple[int, int]]) -> list[int]:
+    """The ``digest`` of each part of ``data``, given by its offset and length.
+
+    In one expression: whoever holds the GIL between two parts keeps a copy thread waiting for it.
+    """
+    xxh3 = xxhash.xxh3_64_intdigest
+    return [xxh3(data[offset : offset + length]) or _INSTEAD_OF_ZERO for offset, length in parts]
 
 
 class BadTable(KvoffdError):
@@ -112,7 +136,7 @@ class Geometry:
     @classmethod
     def of(cls, pool_bytes: int, region_bytes: int) -> Geometry:
         """The table of such a pool."""
-        # A thousandth of the pool each for the names and the facts of namespaces keeps a small pool's table small.
+        # A thousandth of the pool each for fingerprints and namespaces' records keeps a small pool's table small.
         share = max(PAGE_BYTES, pool_bytes // 1000 // PAGE_BYTES * PAGE_BYTES)
         return cls(
             pool_bytes,
@@ -141,6 +165,7 @@ class Geometry:
 
     @property
     def size_bytes(self) -> int:
+        """Size of the table: 1.8 % of the pool and a few pages."""
         return page_up(self.records_at + self.records * RECORD_BYTES)
 
     def header(self, boot_id: bytes) -> bytes:
@@ -152,11 +177,6 @@ class Geometry:
             *(self.namespace_bytes, self.namespaces_at),
         )
         return packed + CRC.pack(zlib.crc32(packed))
-
-
-def table_bytes(pool_bytes: int, region_bytes: int) -> int:
-    """Size of the table of such a pool: 1.8 % of it and a few pages."""
-    return Geometry.of(pool_bytes, region_bytes).size_bytes
 
 
 def is_table(fd: int) -> bool:
@@ -210,8 +230,3 @@ def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:
         return UUID(path.read_text().strip()).bytes
     except (OSError, ValueError):
         return bytes(16)
-
-
-def page_up(value: int) -> int:
-    """``value`` rounded up to whole pages."""
-    return -(-value // PAGE_BYTES) * PAGE_BYTES

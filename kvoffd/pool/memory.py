@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -15,33 +14,28 @@ from contextlib import ExitStack
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
-from kvoffd.pool.nodes import Segment
-from kvoffd.system.mappings import MappedSegment, map_memfd, map_shared
-from kvoffd.system.numa import NOWHERE, Locality, run_near
+from kvoffd.pool.slots import PoolSegment
+from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
+from kvoffd.system.numa import NOWHERE, run_near
 
 # Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_madvise.restype = ctypes.c_int
+_OWNER_ONLY = 0o600
 
 
 class PoolMemory:
-    """``size_bytes`` of shared memory, mapped at ``address``: see the ways to make one. Owns ``fd``."""
+    """``size_bytes`` of shared memory, mapped at ``address``; made by a class method. Owns ``fd``."""
 
     def __init__(self, fd: int, segment: MappedSegment, offset: int = 0) -> None:
         self.fd = fd
         self.offset = offset
-        """Where in the file it begins."""
+        """Where in the file the memory begins."""
         self.size_bytes = segment.size_bytes
         self._segment = segment
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> PoolMemory:
-        """Makes a memfd, sealed against any change of its size; no page of it is touched yet.
+        """Makes a memfd, sealed against any change of its size; no page of it is resident yet.
 
         ``name`` is shown by /proc/self/maps.
 
@@ -70,10 +64,10 @@ class PoolMemory:
 
     @classmethod
     def of_memfd(cls, fd: int, size_bytes: int) -> PoolMemory:
-        """Maps a memfd that ``create`` of an earlier process made. Keeps a copy of ``fd``.
+        """Maps a memfd that ``create`` made, also in another process. Keeps a copy of ``fd``.
 
         Raises:
-            UnsafeSegment: it is no such memfd, or smaller.
+            UnsafeSegment: it is no such memfd, or it is smaller.
         """
         segment = map_memfd(fd, size_bytes)
         try:
@@ -84,7 +78,7 @@ class PoolMemory:
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
-        """Maps a part of a file that is the daemon's alone, from ``offset`` on. Keeps a copy of ``fd``.
+        """Maps a part of a file that only the daemon has open, from ``offset`` on. Keeps a copy of ``fd``.
 
         Raises:
             PoolTooLarge: the kernel refuses the mapping.
@@ -103,32 +97,50 @@ class PoolMemory:
         """First address of the mapping; ValueError once it is closed."""
         return self._segment.address
 
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes, to be read and written; they must stay mapped until the view is released."""
+        return view_of(self.address, self.size_bytes)
+
+    def open_read_only(self) -> int:
+        """A new descriptor of the same file that can only be mapped for reading.
+
+        Its receiver could open the file again by /proc for writing where its mode lets him, and a memfd is made with
+        0777: so only the owner may open it from here on. That keeps out neither the owner himself nor root, who could
+        trace the daemon as well.
+
+        Raises:
+            OSError: as where /proc is not mounted.
+        """
+        os.fchmod(self.fd, _OWNER_ONLY)
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
     def touch(
         self,
         threads: int,
         on_progress: Callable[[int], None],
         should_stop: Callable[[], bool] = lambda: False,
         chunk_bytes: int = TOUCH_CHUNK_BYTES,
-        segments: Sequence[Segment] = (),
+        segments: Sequence[PoolSegment] = (),
     ) -> int:
-        """Makes every page resident, in parallel, keeping what is in it; returns the bytes touched.
+        """Makes every page resident, in parallel, without changing its content; returns the bytes touched.
 
-        In huge pages, where the kernel gives shared memory any to those who ask (``shmem_enabled``, which is ``never``
-        unless an administrator says otherwise): measured, one thread touches 6 to 19 GiB a second of these instead of
-        1.2 to 1.5 where memory is in one piece, and 0.7 to 1.5 where the kernel has to make such pieces first.
+        It asks for huge pages, which the kernel gives shared memory only where an administrator allows it
+        (``shmem_enabled``): measured, one thread touches 6 to 19 GiB/s of huge pages instead of 1.2 to 1.5 GiB/s where
+        memory is in one piece, and 0.7 to 1.5 GiB/s where the kernel has to compact memory first.
 
         Args:
             threads: how many to use; 0 for one per CPU this process may run on, at most 16.
             on_progress: called with the bytes touched so far, never falling, one call at a time, from the touching
                 threads. An exception from it ends the touching and is raised here.
-            should_stop: asked by the threads between chunks; touching ends early once it says True.
-            chunk_bytes: touched at once. Mapping and unmapping by other threads waits that long.
-            segments: all parts of the memory, each touched near its NUMA node, so that its pages come to lie there.
+            should_stop: asked by the threads between chunks; touching ends early once it returns True.
+            chunk_bytes: touched at once. Other threads that map or unmap memory wait that long.
+            segments: all parts of the memory. Threads near its NUMA node touch each, so that its pages lie there.
 
         Raises:
             PoolTooLarge: the memory is not there.
         """
-        _madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)  # a kernel that has none refuses: so be it
+        madvise(self.address, self.size_bytes, mmap.MADV_HUGEPAGE)  # a kernel without huge pages refuses; that is fine
         threads = threads or min(16, len(os.sched_getaffinity(0)))
         progress = _Progress(on_progress)
 
@@ -142,7 +154,7 @@ class PoolMemory:
                 progress.failed = True
                 raise
 
-        parts = [(part.begin, part.end, Locality(*part.node)) for part in segments] or [(0, self.size_bytes, NOWHERE)]
+        parts = segments or [PoolSegment(0, self.size_bytes, NOWHERE)]
         share = max(1, threads // len(parts))
         with ExitStack() as executors:
             touched = []
@@ -164,10 +176,10 @@ class PoolMemory:
 
 
 class _Progress:
-    """Adds up what the threads touched."""
+    """Adds up the bytes that the threads have touched."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[int], None]) -> None:
+        self._report = report
         self._lock = threading.Lock()
         self.touched_bytes = 0
         self.failed = False
@@ -175,13 +187,12 @@ class _Progress:
     def add(self, nbytes: int) -> None:
         with self._lock:
             self.touched_bytes += nbytes
-            self._tell(self.touched_bytes)
+            self._report(self.touched_bytes)
 
 
 def _populate(address: int, length: int) -> None:
     """Makes the pages of [address, address + length) resident and writable."""
-    while _madvise(address, length, _MADV_POPULATE_WRITE) != 0:
-        code = ctypes.get_errno()
+    while code := madvise(address, length, MADV_POPULATE_WRITE):
         if code in (errno.EINTR, errno.EAGAIN):
             continue
         if code == errno.EINVAL:
@@ -195,5 +206,5 @@ def _populate(address: int, length: int) -> None:
 
 def _populate_by_writing(address: int, length: int) -> None:
     """For kernels before 5.14: writes one byte of every page back to where it came from."""
-    pages = np.frombuffer(memoryview((ctypes.c_uint8 * length).from_address(address)), dtype=np.uint8)[:: mmap.PAGESIZE]
+    pages = np.frombuffer(view_of(address, length), dtype=np.uint8)[:: mmap.PAGESIZE]
     np.bitwise_or(pages, 0, out=pages)

@@ -1,44 +1,49 @@
-"""The pool: memory, slots and their table as one thing. It is the cache's SlotStore."""
+"""The pool: its memory, its slots and the table that describes them."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
-from kvoffd.pool.backing import MemfdHome, PoolBacking, PoolMappings, held_bytes
-from kvoffd.pool.checksum import as_buffer, digests
-from kvoffd.pool.format import BadTable, Geometry
-from kvoffd.pool.nodes import Node, cut_pool
-from kvoffd.pool.share import PoolShare, read_only
+from kvoffd.pool.backing import MemfdBacking, PoolBacking, PoolMappings
+from kvoffd.pool.format import BadTable, Geometry, digests
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import SlotAllocator
-from kvoffd.pool.table import Inheritance, SlotTable
+from kvoffd.pool.table import RecoveredSlots, SlotTable
+from kvoffd.system.files import held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
-
-if TYPE_CHECKING:
-    from kvoffd.pool.records import NamespaceRecord, SlotOwner
+from kvoffd.system.numa import Locality
 
 logger = logging.getLogger(__name__)
 
-# Behind the serving daemon's back the pool is touched in short steps: nothing is mapped or unmapped meanwhile.
+# While engines are served, the pool is touched in short steps: nothing is mapped or unmapped meanwhile.
 _SHORT_TOUCH_BYTES = 4 << 20
+
+
+class PoolShare(NamedTuple):
+    """A descriptor to hand out, and where in its file the pool lies. Whoever has it closes it."""
+
+    fd: int
+    offset_bytes: int
+    pool_bytes: int
 
 
 class Pool:
     """Owns the pool's memory and its slot table. All but ``touch`` belongs to the event loop's thread.
 
-    What an earlier daemon left at home is gone on with. Every slot in ``inheritance`` is handed out then, and must be
-    taken up or freed like any other.
+    The pool that an earlier daemon left in ``backing`` is taken over. Every slot in ``recovered`` is then handed out,
+    and must be used or freed like any other.
 
     Args:
         size_bytes: of the pool; the table comes on top, at most 2 % of it.
         region_bytes: see SlotAllocator.
-        limit: what can be had, with what ``home`` has already; found out when None.
-        home: where the memory is; new memfds when None.
-        nodes: NUMA nodes to spread the pool over; none leaves it to the kernel. What is taken over stays where it is,
-            which is the same place as long as these are the same nodes.
+        limit: the memory that can be had, with what ``backing`` holds already; found out when None.
+        backing: where the memory comes from; new memfds when None.
+        nodes: NUMA nodes to spread the pool over; none leaves it to the kernel. A pool that is taken over stays where
+            it is, which is the same place as long as these are the same nodes.
 
     Raises:
         PoolTooLarge: the machine, a cgroup or the file system cannot give that much.
@@ -51,59 +56,61 @@ class Pool:
         *,
         region_bytes: int | None = None,
         limit: MemoryLimit | None = None,
-        home: PoolBacking | None = None,
-        nodes: Sequence[Node] = (),
+        backing: PoolBacking | None = None,
+        nodes: Sequence[Locality] = (),
     ) -> None:
-        home = MemfdHome() if home is None else home
-        limit = home.limit() if limit is None else limit
-        check_fits(size_bytes, limit)  # before the books of an absurd pool are drawn up
-        self._slots = SlotAllocator(size_bytes, region_bytes)
-        self.segments = cut_pool(size_bytes, self._slots.region_bytes, nodes)
-        self._slots.place(self.segments)
+        backing = MemfdBacking() if backing is None else backing
+        limit = backing.limit() if limit is None else limit
+        check_fits(size_bytes, limit)  # before the regions of an absurdly large pool are listed
+        self._slots = SlotAllocator(size_bytes, region_bytes, nodes)
+        self.segments = self._slots.segments
+        self.pool_bytes = size_bytes
+        self.touched_bytes = 0
+        """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
         geometry = Geometry.of(size_bytes, self._slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
-        self.inheritance = Inheritance([], [], 0)
-        """What an earlier daemon left; nothing in a new pool."""
+        self.recovered = RecoveredSlots([], [], 0)
+        """The slots that an earlier daemon left; empty in a new pool."""
         self.cold_reason = ""
-        """Why what an earlier daemon left was not taken over; empty where it was, or where there was nothing."""
-        self.touched_bytes = 0
-        """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
+        """Why an earlier daemon's pool was not taken over; empty where it was, or where there was none."""
         self.adopted = False
         """Whether an earlier daemon's pool was taken over, be it empty."""
-        self._facts_dropped = False
-        rooms = self._adopt(home, geometry)
-        if rooms is None:
-            rooms = home.make(geometry)
+        self._namespace_dropped = False
+        mappings = self._adopt(backing, geometry)
+        if mappings is None:
+            mappings = backing.make(geometry)
             try:
-                self._table = SlotTable(size_bytes, self._slots.region_bytes, memory=rooms.table)
+                self._table = SlotTable(size_bytes, self._slots.region_bytes, memory=mappings.table)
             except BaseException:
-                rooms.close()
+                mappings.close()
                 raise
-        self._memory = rooms.pool
-        self._bytes = as_buffer(rooms.pool)
+        self._memory = mappings.pool
+        self._bytes = mappings.pool.buffer
+        # Stores call these for many slots at a time: no call of ours stands between.
+        self.slot_bytes = self._slots.slot_bytes
+        self.neighbours = self._slots.neighbours
+        self.mark_all_writing = self._table.mark_all_writing
+        self.mark_all_ready = self._table.mark_all_ready
 
-    def _adopt(self, home: PoolBacking, geometry: Geometry) -> PoolMappings | None:
+    def _adopt(self, backing: PoolBacking, geometry: Geometry) -> PoolMappings | None:
         try:
-            rooms = home.find(geometry)
-            if rooms is None:
+            mappings = backing.find(geometry)
+            if mappings is None:
                 return None
             try:
-                self._table, self.inheritance = SlotTable.adopt(rooms.table, geometry.pool_bytes, geometry.region_bytes)
-                self._slots.hold((record.offset, record.slot_bytes) for record in self.inheritance.slots)
+                self._table, self.recovered = SlotTable.adopt(
+                    mappings.table, geometry.pool_bytes, geometry.region_bytes
+                )
+                self._slots.restore((record.offset, record.slot_bytes) for record in self.recovered.slots)
             except BaseException:
-                rooms.close()
+                mappings.close()
                 raise
         except BadTable as error:
             self.cold_reason = error.message
             return None
         self.adopted = True
-        return rooms
-
-    @property
-    def pool_bytes(self) -> int:
-        """Size of the pool."""
-        return self._slots.pool_bytes
+        return mappings
 
     @property
     def free_bytes(self) -> int:
@@ -117,8 +124,8 @@ class Pool:
 
     @property
     def buffer(self) -> memoryview:
-        """All its bytes, to be read and written, until ``close``: for who checks what slots it has."""
-        return memoryview((ctypes.c_uint8 * self.pool_bytes).from_address(self.address)).cast("B")
+        """All bytes of the pool, to be read and written, until ``close``. It does not check whose slots they are."""
+        return self._memory.buffer[: self.pool_bytes]
 
     @property
     def memory_fds(self) -> tuple[int, int]:
@@ -126,18 +133,18 @@ class Pool:
         return self._memory.fd, self._table.fd
 
     def share(self) -> PoolShare:
-        """The pool for processes that may read it, and no more. Raises OSError."""
-        return PoolShare(read_only(self._memory.fd), self._memory.offset, self.pool_bytes)
+        """The pool for processes that may only read it. Raises OSError."""
+        return PoolShare(self._memory.open_read_only(), self._memory.offset, self.pool_bytes)
 
-    def take_inheritance(self) -> Inheritance:
-        """Hands ``inheritance`` over, once: it may be large."""
-        taken, self.inheritance = self.inheritance, Inheritance([], [], 0)
+    def take_recovered(self) -> RecoveredSlots:
+        """Hands ``recovered`` over, once: it may be large."""
+        taken, self.recovered = self.recovered, RecoveredSlots([], [], 0)
         return taken
 
     @property
     def resident(self) -> bool:
         """Whether every page is in memory already, as in a pool that was taken over: then it need not be touched."""
-        return self.adopted and held_bytes(self._memory.fd) >= self.pool_bytes
+        return self.adopted and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
 
     def touch(
         self,
@@ -154,7 +161,7 @@ class Pool:
         return self._memory.touch(threads, on_touched, should_stop, segments=self.segments)
 
     def map_pages(self, should_stop: Callable[[], bool]) -> None:
-        """Fills the page tables of a resident pool while it is in use, with one thread; without it, faults would."""
+        """Fills the page tables of a resident pool while it is in use, by one thread, so that copies do not fault."""
         try:
             self._memory.touch(1, self._note_touched, should_stop, _SHORT_TOUCH_BYTES)
         except PoolTooLarge as error:
@@ -162,10 +169,6 @@ class Pool:
 
     def _note_touched(self, touched_bytes: int) -> None:
         self.touched_bytes = touched_bytes
-
-    def slot_bytes(self, nbytes: int) -> int:
-        """Size of the slot that holds a shard of ``nbytes``. Raises ShardTooLarge where no region could."""
-        return self._slots.slot_bytes(nbytes)
 
     @property
     def spilled_slots(self) -> int:
@@ -182,51 +185,18 @@ class Pool:
             self._table.set_region(region, slot_bytes)
         return offsets
 
-    def neighbours(self, offset: int) -> list[int]:
-        """Offsets of all slots in use in the region of this one, itself among them."""
-        return self._slots.neighbours(offset)
-
-    def note_namespace(self, facts: NamespaceRecord) -> None:
-        """Keeps what is known of a namespace for a successor. Where there is no room for it, that is logged."""
-        if not self._table.note_namespace(facts) and not self._facts_dropped:
-            self._facts_dropped = True
-            logger.warning("The namespace %r, and maybe more, will not outlive the daemon: too many.", facts.label)
+    def note_namespace(self, record: NamespaceRecord) -> None:
+        """Keeps a namespace's record for a successor. Logs it, once, when there is no room for one."""
+        if not self._table.note_namespace(record) and not self._namespace_dropped:
+            self._namespace_dropped = True
+            logger.warning("The namespace %r, and maybe more, will not outlive the daemon: too many.", record.label)
 
     def revoke_record(self, offset: int) -> None:
-        """Strikes the record of a slot out, which stays handed out."""
+        """Strikes out the record of a slot that is ready. It stays handed out, but no successor may serve its bytes."""
         self._table.free([offset])
 
-    def mark_writing(self, offset: int, owner: SlotOwner) -> None:
-        """Notes that a shard will be written there now; what was there is not to be trusted from here on."""
-        self._table.mark_writing(offset, *owner)
-
-    def mark_all_writing(
-        self,
-        offsets: Sequence[int],
-        fingerprint: bytes,
-        group: int,
-        keys: Sequence[bytes],
-        rank: int,
-        world_size: int,
-    ) -> None:
-        """As ``mark_writing``, for a slot of each key of a group."""
-        self._table.mark_all_writing(offsets, fingerprint, group, keys, rank, world_size)
-
-    def mark_all_ready(
-        self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
-    ) -> None:
-        """As ``mark_ready``, for slots of shards that are all as long."""
-        self._table.mark_all_ready(offsets, first_blocks, length, checksums)
-
-    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
-        """Notes that the shard of ``length`` bytes is written, but for its first ``first_block`` engine blocks.
-
-        ``checksum`` is the slot's ``digest``; 0 where none was taken.
-        """
-        self._table.mark_ready(offset, first_block, length, checksum)
-
     def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
-        """The checksums of slots, given by offset and length: never 0. For any thread, until ``close``."""
+        """The checksums of slots, given by offset and length in bytes: never 0. For any thread, until ``close``."""
         return digests(self._bytes, slots)
 
     def free(self, offsets: Collection[int]) -> None:
@@ -235,7 +205,7 @@ class Pool:
         self._table.free(offsets)
 
     def close(self) -> None:
-        """Lets all memory go; a second call does nothing. No copy may be using it."""
+        """Unmaps all memory; a second call does nothing. No copy may be using it."""
         self._table.close()
         self._bytes.release()
         self._memory.close()

@@ -1,4 +1,4 @@
-"""Reads a slot table: which slots hold whole bytes, and which records are not to be believed."""
+"""Reads a slot table: which slots hold whole bytes, and which records are not to be trusted."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _BATCH_BYTES = 4 << 20
 
 
 class Entry(NamedTuple):
-    """A place in the fingerprint table, at a time."""
+    """An entry of the fingerprint table: its place, and which of the namespaces that were named by that place."""
 
     place: int
     generation: int
 
 
 class Scan(NamedTuple):
-    """What is in a table."""
+    """The records of a table."""
 
     records: list[SlotRecord]
     """Slots whose bytes are whole, by offset."""
     entries: list[Entry]
-    """The entry that names each record's namespace."""
-    doubtful: list[int]
+    """For each record, the entry that names its namespace."""
+    discarded: list[int]
     """Numbers of the records that are neither FREE nor among ``records``: being written, torn, or contradicted."""
 
 
@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     data: bytes
     """Records that are not FREE, end to end."""
     numbers: npt.NDArray[np.int64]
-    """Of each of them."""
+    """The number of each of these records in the table."""
 
 
 def scan_table(fd: int) -> list[SlotRecord]:
@@ -152,7 +152,7 @@ def _read_batch(
             found.records.append(record)
             found.entries.append(entry)
         else:
-            found.doubtful.append(number)
+            found.discarded.append(number)
 
 
 def _fit(

@@ -1,41 +1,269 @@
-"""Which bytes of the pool belong to which slot. Pure."""
+"""Regions of equal slots: which bytes of the pool, or of a disk's file, belong to which slot. Pure.
+
+The pool and every disk file are cut into regions. All slots of a region have one shape, until the last of them is
+given back and the region is free again: so namespaces with different slot sizes share the memory, and what one of them
+leaves the others can use. ``RegionSlots`` keeps that; ``SlotAllocator`` is the pool's, ``DiskRegions`` a disk's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from heapq import heappop, heappush
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.pool.nodes import Segment
-from kvoffd.pool.runs import RunIndex
+from kvoffd.system.numa import Locality
 
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
 _REGIONS = 64
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
-"""A region changes its slot size as a whole, so it must not hold more blocks than may go at once."""
+"""A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
+
+ShapeT = TypeVar("ShapeT", bound=Hashable)
+RegionT = TypeVar("RegionT", bound="Region[Any]")
 
 
-class SlotAllocator:
-    """Cuts the pool into regions and these into slots; offsets and sizes are in bytes.
+def page_up(nbytes: int) -> int:
+    """``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
-    All slots of a region have one size, until the last of them is given back and the region is nobody's again. So
-    namespaces with different slot sizes share the pool, and what one leaves the other can use. A region's tail that
-    holds no slot counts as free, as does the pool's tail.
+
+class RunIndex:
+    """Runs of free slots of one size: joined when they touch, found by length in about constant time.
+
+    A run is a start offset and a length in slots. Runs are kept in buckets by the bits of their length, so that the
+    search for a run looks at one bucket and not at all runs.
+    """
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._slot_bytes = slot_bytes
+        self._length: dict[int, int] = {}  # by start offset
+        self._start: dict[int, int] = {}  # by end offset, exclusive
+        self._buckets: dict[int, dict[int, None]] = {}  # by bits of the length; inner dicts are ordered sets of starts
+
+    def __bool__(self) -> bool:
+        return bool(self._length)
+
+    def take(self, wanted: int) -> tuple[int, int] | None:
+        """Takes up to ``wanted`` slots off one run: their start and number; None when there is no run.
+
+        The run is from the tightest bucket whose runs all hold that many, else from the one with the longest runs.
+        """
+        if not self._buckets:
+            return None
+        bits = (wanted - 1).bit_length() + 1  # a run of that many bits has at least 2 ** (bits - 1) >= wanted slots
+        bits = min((b for b in self._buckets if b >= bits), default=0) or max(self._buckets)
+        # The last one, since a dict finds its first item only behind all that were deleted before it.
+        start, _ = self._buckets[bits].popitem()
+        length = self._length.pop(start)
+        del self._start[start + length * self._slot_bytes]
+        if not self._buckets[bits]:
+            del self._buckets[bits]
+        taken = min(length, wanted)
+        if taken < length:
+            self._insert(start + taken * self._slot_bytes, length - taken)
+        return start, taken
+
+    def add(self, start: int, length: int, floor: int, ceiling: int) -> None:
+        """Adds free slots, joined with the runs that touch them inside [floor, ceiling), the slots of their region."""
+        end = start + length * self._slot_bytes
+        if start > floor and (before := self._start.get(start)) is not None:
+            length += self.remove(before)
+            start = before
+        if end < ceiling and end in self._length:
+            length += self.remove(end)
+        self._insert(start, length)
+
+    def remove(self, start: int) -> int:
+        """Removes the run that begins at ``start``; returns its length in slots."""
+        length = self._length.pop(start)
+        del self._start[start + length * self._slot_bytes]
+        bucket = self._buckets[length.bit_length()]
+        del bucket[start]
+        if not bucket:
+            del self._buckets[length.bit_length()]
+        return length
+
+    def _insert(self, start: int, length: int) -> None:
+        self._length[start] = length
+        self._start[start + length * self._slot_bytes] = start
+        self._buckets.setdefault(length.bit_length(), {})[start] = None
+
+
+class Region(Generic[ShapeT]):
+    """``nbytes`` from offset ``base`` on, cut into slots of one shape; ``shape`` is None while the region is free."""
+
+    __slots__ = ("base", "nbytes", "node", "number", "shape", "slot_bytes", "slots", "slots_at", "used_slots")
+
+    def __init__(self, number: int, base: int, nbytes: int) -> None:
+        self.number = number
+        self.base = base
+        self.nbytes = nbytes
+        self.node: int | None = None
+        self.shape: ShapeT | None = None
+        self.slot_bytes = self.slots = self.used_slots = 0
+        self.slots_at = base
+
+    def cut(self, shape: ShapeT, slot_bytes: int, slots: int, slots_at: int) -> None:
+        """Cuts it into ``slots`` slots, the first of them at offset ``slots_at``."""
+        self.shape, self.slot_bytes, self.slots, self.slots_at = shape, slot_bytes, slots, slots_at
+
+    @property
+    def slots_end(self) -> int:
+        """Offset behind the last slot."""
+        return self.slots_at + self.slots * self.slot_bytes
+
+
+class RegionSlots(ABC, Generic[RegionT, ShapeT]):
+    """The free regions, and the free slots of the others. Offsets and sizes are in bytes.
+
+    Args:
+        regions: by number; all but the last have ``region_bytes``, and the first begins at ``base``.
+    """
+
+    def __init__(self, regions: Sequence[RegionT], region_bytes: int, base: int = 0) -> None:
+        self.region_bytes = region_bytes
+        self.used_bytes = 0
+        self._regions = regions
+        self._base = base
+        self._runs: dict[tuple[ShapeT, int | None], RunIndex] = {}  # by shape and NUMA node
+        self._find_free_regions()
+
+    @abstractmethod
+    def _cut(self, region: RegionT, shape: ShapeT) -> bool:
+        """Cuts a free region into slots of a shape; False, and nothing has changed, where not one fits."""
+
+    def _take_runs(
+        self, shape: ShapeT, slot_bytes: int, count: int, node: int | None
+    ) -> list[tuple[RegionT, int, int]]:
+        """Takes up to ``count`` slots of a node, as runs: region, offset and number of slots of each.
+
+        Regions of that shape come first: a run that holds all and is not much longer, else their longest runs. Then
+        come free regions, from the lowest on.
+        """
+        runs = self._runs_of(shape, node, slot_bytes)
+        taken: list[tuple[RegionT, int, int]] = []
+        while count > 0:
+            run = runs.take(count)
+            if run is None:
+                if not self._open_region(shape, node, runs):
+                    break
+                continue
+            offset, slots = run
+            region = self._regions[(offset - self._base) // self.region_bytes]
+            region.used_slots += slots
+            self.used_bytes += slots * slot_bytes
+            count -= slots
+            taken.append((region, offset, slots))
+        if not runs:
+            del self._runs[shape, node]
+        return taken
+
+    def _give_back_run(self, region: RegionT, offset: int, count: int) -> None:
+        """Takes ``count`` neighbouring slots back; with its last slot the region is free again."""
+        shape = region.shape
+        assert shape is not None  # it has slots in use
+        runs = self._runs_of(shape, region.node, region.slot_bytes)
+        runs.add(offset, count, region.slots_at, region.slots_end)
+        self.used_bytes -= count * region.slot_bytes
+        region.used_slots -= count
+        if not region.used_slots:
+            runs.remove(region.slots_at)
+            if not runs:
+                del self._runs[shape, region.node]
+            region.shape = None
+            self._region_emptied(region)
+
+    def _region_emptied(self, region: RegionT) -> None:
+        heappush(self._free_regions[region.node], region.number)
+
+    def _restore_region(self, region: RegionT, used: Sequence[int]) -> None:
+        """Takes up a region that was cut before: the slots at the offsets ``used``, ascending, are in use."""
+        shape = region.shape
+        assert shape is not None
+        runs = self._runs_of(shape, region.node, region.slot_bytes)
+        free_from = region.slots_at
+        for offset in [*used, region.slots_end]:
+            if free := (offset - free_from) // region.slot_bytes:
+                runs.add(free_from, free, region.slots_at, region.slots_end)
+            free_from = offset + region.slot_bytes
+        if not runs:
+            del self._runs[shape, region.node]
+        region.used_slots = len(used)
+        self.used_bytes += len(used) * region.slot_bytes
+
+    def _find_free_regions(self) -> None:
+        self._free_regions: defaultdict[int | None, list[int]] = defaultdict(list)  # heaps of numbers, by NUMA node
+        for region in self._regions:
+            if region.shape is None:
+                self._free_regions[region.node].append(region.number)  # ascending, which makes it a heap
+
+    def _open_region(self, shape: ShapeT, node: int | None, runs: RunIndex) -> bool:
+        """Gives the node's lowest free region to a shape; False where there is none."""
+        free = self._free_regions[node]
+        # Only the last region can be too short, and being the highest it comes up only when it is the only one left.
+        if not free or not self._cut(self._regions[free[0]], shape):
+            return False
+        region = self._regions[heappop(free)]
+        runs.add(region.slots_at, region.slots, region.slots_at, region.slots_end)
+        return True
+
+    def _runs_of(self, shape: ShapeT, node: int | None, slot_bytes: int) -> RunIndex:
+        runs = self._runs.get((shape, node))
+        if runs is None:
+            runs = self._runs[shape, node] = RunIndex(slot_bytes)
+        return runs
+
+
+class PoolSegment(NamedTuple):
+    """Bytes [begin, end) of the pool, which lie on one NUMA node."""
+
+    begin: int
+    end: int
+    locality: Locality
+
+
+def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> list[PoolSegment]:
+    """One segment per node, of whole regions and about equal size; fewer where there are fewer regions than nodes."""
+    regions = -(-pool_bytes // region_bytes)
+    bounds = [number * regions // len(nodes) * region_bytes for number in range(len(nodes))] + [pool_bytes]
+    return [
+        PoolSegment(begin, end, node)
+        for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)
+        if begin < end
+    ]
+
+
+class _PoolRegion(Region[int]):
+    """A region of the pool. Its shape is the size of its slots."""
+
+    __slots__ = ("in_use",)
+
+    def __init__(self, number: int, base: int, nbytes: int) -> None:
+        super().__init__(number, base, nbytes)
+        self.in_use: set[int] = set()  # offsets
+
+
+class SlotAllocator(RegionSlots[_PoolRegion, int]):
+    """Hands out slots of the pool. A region's tail that holds no slot counts as free, as does the pool's tail.
 
     Args:
         pool_bytes: at least 8192.
         region_bytes: a multiple of 4096; about a 64th of the pool, but 4 to 256 MiB, when None. The last region may
             be shorter.
+        nodes: NUMA nodes to spread the pool over; none leaves it to the kernel.
     """
 
-    def __init__(self, pool_bytes: int, region_bytes: int | None = None) -> None:
+    def __init__(self, pool_bytes: int, region_bytes: int | None = None, nodes: Sequence[Locality] = ()) -> None:
         if pool_bytes < MIN_SLOT_BYTES:
             raise BadGeometry(f"A pool of {pool_bytes} bytes holds no slot; it needs at least {MIN_SLOT_BYTES} bytes.")
         if region_bytes is None:
-            region_bytes = _round_up(
-                min(pool_bytes, max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))), PAGE_BYTES
+            region_bytes = page_up(
+                min(pool_bytes, max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS)))
             )
             region_bytes = min(region_bytes, pool_bytes // PAGE_BYTES * PAGE_BYTES)
         if region_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= region_bytes <= pool_bytes:
@@ -44,18 +272,19 @@ class SlotAllocator:
                 f"{PAGE_BYTES}, at least {MIN_SLOT_BYTES} and at most the pool."
             )
         self.pool_bytes = pool_bytes
-        self.region_bytes = region_bytes
-        self.used_bytes = 0
-        self._regions = [
-            _Region(base, min(region_bytes, (pool_bytes - base) // PAGE_BYTES * PAGE_BYTES))
-            for base in range(0, pool_bytes, region_bytes)
+        self.segments = cut_pool(pool_bytes, region_bytes, nodes)
+        self._nodes = [segment.locality.node for segment in self.segments] or [None]
+        self.spilled_slots = 0
+        """Slots that were asked for on one NUMA node and handed out on another."""
+        regions = [
+            _PoolRegion(number, base, min(region_bytes, (pool_bytes - base) // PAGE_BYTES * PAGE_BYTES))
+            for number, base in enumerate(range(0, pool_bytes, region_bytes))
             if pool_bytes - base >= MIN_SLOT_BYTES
         ]
-        self._nodes: list[int | None] = [None]
-        self._free_regions: dict[int | None, list[int]] = {None: list(range(len(self._regions)))}  # heaps, by node
-        self._runs: dict[tuple[int, int | None], RunIndex] = {}  # by slot size and node
-        self.spilled_slots = 0
-        """Slots that were asked for on one node and handed out on another."""
+        for segment in self.segments:
+            for region in regions[segment.begin // region_bytes : -(-segment.end // region_bytes)]:
+                region.node = segment.locality.node
+        super().__init__(regions, region_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -68,7 +297,7 @@ class SlotAllocator:
         Raises:
             ShardTooLarge: no region could hold it.
         """
-        slot_bytes = max(MIN_SLOT_BYTES, _round_up(nbytes, PAGE_BYTES))
+        slot_bytes = max(MIN_SLOT_BYTES, page_up(nbytes))
         if slot_bytes > self.region_bytes:
             raise ShardTooLarge(
                 f"A shard of {nbytes} bytes is larger than the pool's regions of {self.region_bytes} bytes; make the "
@@ -76,52 +305,28 @@ class SlotAllocator:
             )
         return slot_bytes
 
-    def place(self, segments: Sequence[Segment]) -> None:
-        """Says on which NUMA node the regions lie. For an allocator that is new; ``segments`` are of whole regions."""
-        for segment in segments:
-            for index in range(segment.begin // self.region_bytes, -(-segment.end // self.region_bytes)):
-                if index < len(self._regions):
-                    self._regions[index].node = segment.node.number
-        self._nodes = [segment.node.number for segment in segments] or [None]
-        self._find_free_regions()
-
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> list[int]:
-        """Hands out up to ``count`` slots: ascending offsets, fewer than asked for where there is no room.
+        """Hands out up to ``count`` slots, in runs where possible: ascending offsets, fewer where there is no room.
 
-        Those on ``node`` come first. Slots come in runs where possible. Regions of that size come first: a run that
-        holds all and is not much longer, else their longest runs. Then come free regions, from the lowest on.
+        Slots on NUMA node ``node`` come first.
         """
         if slot_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= slot_bytes <= self.region_bytes:
             raise ValueError(f"{slot_bytes} bytes are no slot size; ask slot_bytes() for one.")
         taken: list[int] = []
-        near_first = sorted(self._nodes, key=lambda other: other != node)
-        for other in near_first:
+        nearest_first = sorted(self._nodes, key=lambda other: other != node)
+        for other in nearest_first:
             before = len(taken)
-            self._take_on(other, slot_bytes, count, taken)
-            if near_first[0] == node != other:
+            for region, offset, slots in self._take_runs(slot_bytes, slot_bytes, count - before, other):
+                offsets = range(offset, offset + slots * slot_bytes, slot_bytes)
+                region.in_use.update(offsets)
+                taken.extend(offsets)
+            if nearest_first[0] == node != other:
                 self.spilled_slots += len(taken) - before
-        self.used_bytes += len(taken) * slot_bytes
         taken.sort()
         return taken
 
-    def _take_on(self, node: int | None, slot_bytes: int, count: int, taken: list[int]) -> None:
-        """Adds what slots the node has to ``taken``, until there are ``count``."""
-        runs = self._runs.setdefault((slot_bytes, node), RunIndex())
-        while len(taken) < count:
-            run = runs.take(count - len(taken), slot_bytes)
-            if run is None:
-                if not self._open_region(node, slot_bytes, runs):
-                    break
-                continue
-            start, length = run
-            offsets = range(start, start + length * slot_bytes, slot_bytes)
-            self._regions[start // self.region_bytes].in_use.update(offsets)
-            taken.extend(offsets)
-        if not runs:
-            del self._runs[slot_bytes, node]
-
     def give_back(self, offsets: Collection[int]) -> None:
-        """Takes slots back. One that is not handed out is a bug of the caller's: ValueError, and none was taken."""
+        """Takes slots back. Raises ValueError, and has taken none, when one of them is not handed out."""
         ordered = sorted(offsets)
         regions = [self._region_of(offset) for offset in ordered]
         for offset, region, before in zip(ordered, regions, [-1, *ordered], strict=False):
@@ -135,97 +340,46 @@ class SlotAllocator:
                 or regions[end] is not region
                 or ordered[end] - ordered[end - 1] != region.slot_bytes
             ):
-                self._give_back_run(region, ordered[begin:end])
+                region.in_use.difference_update(ordered[begin:end])
+                self._give_back_run(region, ordered[begin], end - begin)
                 begin = end
 
-    def _give_back_run(self, region: _Region, offsets: Sequence[int]) -> None:
-        """Takes neighbours back."""
-        region.in_use.difference_update(offsets)
-        slot_bytes = region.slot_bytes
-        self.used_bytes -= len(offsets) * slot_bytes
-        size_and_node = (slot_bytes, region.node)
-        runs = self._runs.setdefault(size_and_node, RunIndex())
-        slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
-        runs.add(offsets[0], len(offsets), slot_bytes, region.base, slots_end)
-        if not region.in_use:
-            runs.remove(region.base, slot_bytes)
-            if not runs:
-                del self._runs[size_and_node]
-            region.slot_bytes = 0
-            heappush(self._free_regions[region.node], region.base // self.region_bytes)
-
-    def hold(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Hands out slots that are in use already: (offset, slot bytes) each. For an allocator that is new.
+    def restore(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Hands out slots that are in use already: (offset, slot bytes) each. Only for a new allocator.
 
         Raises:
             ValueError: slots that this allocator would not have handed out together.
         """
-        found: dict[int, tuple[int, list[int]]] = {}
+        found: dict[_PoolRegion, list[int]] = {}
         for offset, slot_bytes in slots:
             region = self._region_of(offset)
-            size, offsets = found.setdefault(region.base, (slot_bytes, []))
-            if size != slot_bytes or (offset - region.base) % slot_bytes or slot_bytes < MIN_SLOT_BYTES:
+            if region not in found:
+                found[region] = []
+                if slot_bytes >= MIN_SLOT_BYTES:
+                    self._cut(region, slot_bytes)
+            fits = slot_bytes >= MIN_SLOT_BYTES and slot_bytes == region.slot_bytes and offset < region.slots_end
+            if not fits or (offset - region.base) % slot_bytes:
                 raise ValueError(f"A slot of {slot_bytes} bytes at offset {offset} contradicts its region.")
-            offsets.append(offset)
-        for base, (slot_bytes, offsets) in found.items():
-            self._hold_in(self._region_of(base), slot_bytes, sorted(offsets))
+            found[region].append(offset)
+        for region, offsets in found.items():
+            if len(set(offsets)) < len(offsets) or region.in_use:
+                raise ValueError(f"Slots of the region at {region.base} are held twice.")
+            region.in_use.update(offsets)
+            self._restore_region(region, sorted(offsets))
         self._find_free_regions()
-
-    def _find_free_regions(self) -> None:
-        self._free_regions = {node: [] for node in self._nodes}
-        for index, region in enumerate(self._regions):
-            if not region.slot_bytes:
-                self._free_regions[region.node].append(index)  # ascending, which makes it a heap
-
-    def _hold_in(self, region: _Region, slot_bytes: int, offsets: list[int]) -> None:
-        slots_end = region.base + region.nbytes // slot_bytes * slot_bytes
-        if len(set(offsets)) < len(offsets) or offsets[-1] >= slots_end or region.in_use:
-            raise ValueError(f"The slots of the region at {region.base} are not there, or held twice.")
-        region.slot_bytes = slot_bytes
-        region.in_use.update(offsets)
-        self.used_bytes += len(offsets) * slot_bytes
-        free_from = region.base
-        for offset in [*offsets, slots_end]:
-            if free := (offset - free_from) // slot_bytes:
-                runs = self._runs.setdefault((slot_bytes, region.node), RunIndex())
-                runs.add(free_from, free, slot_bytes, region.base, slots_end)
-            free_from = offset + slot_bytes
 
     def neighbours(self, offset: int) -> list[int]:
         """Offsets of all slots in use in the region of this one, ascending, itself among them if it is in use."""
         return sorted(self._region_of(offset).in_use)
 
-    def _region_of(self, offset: int) -> _Region:
-        index = offset // self.region_bytes
-        if not 0 <= index < len(self._regions):
-            raise ValueError(f"Offset {offset} lies outside the pool of {self.pool_bytes} bytes.")
-        return self._regions[index]
-
-    def _open_region(self, node: int | None, slot_bytes: int, runs: RunIndex) -> bool:
-        """Gives the node's lowest free region to this slot size; False where there is none."""
-        free = self._free_regions[node]
-        # Only the last region can be too short, and being the highest it comes up only when it is the only one left.
-        if not free or self._regions[free[0]].nbytes < slot_bytes:
+    def _cut(self, region: _PoolRegion, shape: int) -> bool:
+        if region.nbytes < shape:
             return False
-        region = self._regions[heappop(free)]
-        region.slot_bytes = slot_bytes
-        slots = region.nbytes // slot_bytes
-        runs.add(region.base, slots, slot_bytes, region.base, region.base + slots * slot_bytes)
+        region.cut(shape, shape, region.nbytes // shape, region.base)
         return True
 
-
-class _Region:
-    """A stretch of the pool whose slots have one size; 0 while it is nobody's."""
-
-    __slots__ = ("base", "in_use", "nbytes", "node", "slot_bytes")
-
-    def __init__(self, base: int, nbytes: int) -> None:
-        self.base = base
-        self.nbytes = nbytes
-        self.slot_bytes = 0
-        self.node: int | None = None
-        self.in_use: set[int] = set()
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+    def _region_of(self, offset: int) -> _PoolRegion:
+        number = offset // self.region_bytes
+        if not 0 <= number < len(self._regions):
+            raise ValueError(f"Offset {offset} lies outside the pool of {self.pool_bytes} bytes.")
+        return self._regions[number]

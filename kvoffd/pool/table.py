@@ -1,8 +1,7 @@
-"""Writes the slot table, from nothing or from where an earlier daemon left it. The format is in ``format``."""
+"""Writes the slot table: a new one, or on from where an earlier daemon left it. See ``format`` for its layout."""
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -26,9 +25,9 @@ from kvoffd.pool.format import (
     read_boot_id,
 )
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.pool.namespace_log import NamespaceLog, read_facts
+from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.scan import Entry, scan, scan_table
+from kvoffd.pool.scan import Entry, scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
 _GENERATION_WORD = FINGERPRINT_BYTES // 8
@@ -36,20 +35,20 @@ _GENERATION_WORD = FINGERPRINT_BYTES // 8
 _FREE, _WRITING, _READY = (int(state) for state in SlotState)
 
 
-class Inheritance(NamedTuple):
-    """What an earlier daemon left in a pool: all of it in use, by slots of the pool."""
+class RecoveredSlots(NamedTuple):
+    """The slots that an earlier daemon left in a pool, and the namespaces that they belong to."""
 
     namespaces: list[NamespaceRecord]
     slots: list[SlotRecord]
-    doubtful: int
-    """Records that were struck out: of slots that were being written, torn, or contradicted."""
+    discarded: int
+    """Number of records that were struck out: their slots were being written, or the record is torn or contradicted."""
 
 
 class SlotTable:
     """Writes the table of one pool. Not thread-safe: it belongs to the event loop's thread.
 
     Args:
-        memory: where the table is to lie, all zeros; a sealed memfd of its own when None. Owned from here on.
+        memory: where the table goes, all zeros; a sealed memfd of its own when None. Owned from here on.
     """
 
     def __init__(
@@ -57,16 +56,16 @@ class SlotTable:
     ) -> None:
         geometry = Geometry.of(pool_bytes, region_bytes)
         self._open(geometry, memory or PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"))
-        # The facts are laid out first: a table without a header is none.
-        self._facts = NamespaceLog(self._namespaces)
+        # The header comes last: a table without one is none.
+        self._namespace_log = NamespaceLog(self._namespaces)
         header = geometry.header(read_boot_id() if boot_id is None else boot_id)
         self._bytes[: len(header)] = header
 
     @classmethod
-    def adopt(cls, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> tuple[SlotTable, Inheritance]:
-        """Goes on with the table in ``memory``, and strikes out every record that is not to be believed.
+    def adopt(cls, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> tuple[SlotTable, RecoveredSlots]:
+        """Takes over the table in ``memory``, and strikes out every record that is not to be trusted.
 
-        ``memory`` is owned from here on where it succeeds. Killed anywhere, it leaves a table to be adopted.
+        ``memory`` is owned from here on unless it raises. A process killed anywhere in it leaves a table to be adopted.
 
         Raises:
             BadTable: there is none, or it is not of this format, boot and geometry.
@@ -76,8 +75,8 @@ class SlotTable:
         found = scan(memory.fd, geometry)
         table = cls.__new__(cls)
         table._open(geometry, memory)
-        known = read_facts(bytes(table._namespaces))
-        for number in found.doubtful:
+        known = read_namespaces(bytes(table._namespaces))
+        for number in found.discarded:
             table._words[(table._records_at + number * RECORD_BYTES) // 8] = _FREE
         generations = [record.generation for record in found.records]
         table._generation = max(generations, default=0)
@@ -85,9 +84,9 @@ class SlotTable:
             (entry, record.fingerprint) for entry, record in zip(found.entries, found.records, strict=True)
         )
         needed = {record.fingerprint for record in found.records}
-        namespaces = [facts for fingerprint, facts in known.items() if fingerprint in needed]
-        table._facts = NamespaceLog(table._namespaces, namespaces)
-        return table, Inheritance(namespaces, found.records, len(found.doubtful))
+        namespaces = [record for fingerprint, record in known.items() if fingerprint in needed]
+        table._namespace_log = NamespaceLog(table._namespaces, namespaces)
+        return table, RecoveredSlots(namespaces, found.records, len(found.discarded))
 
     def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
         self._geometry = geometry
@@ -95,7 +94,7 @@ class SlotTable:
         self._records_at = geometry.records_at
         self._last_slot_at = geometry.pool_bytes - MIN_SLOT_BYTES
         self._memory = memory
-        self._bytes = memoryview((ctypes.c_uint8 * self.size_bytes).from_address(memory.address)).cast("B")
+        self._bytes = memory.buffer[: self.size_bytes]
         self._words = self._bytes.cast("Q")  # an assignment to an item is one aligned store
         self._namespaces = self._bytes[geometry.namespaces_at : geometry.records_at]
         self._fingerprints = _FingerprintTable(self._bytes, self._words, geometry)
@@ -103,25 +102,18 @@ class SlotTable:
 
     @property
     def fd(self) -> int:
-        """The file that holds the table from its start on, to be kept where the daemon's successor finds it."""
+        """Descriptor of the file that begins with the table, to be kept for the daemon's successor."""
         return self._memory.fd
 
     def set_region(self, region: int, slot_bytes: int) -> None:
-        """Notes the slot size of a region. Must come before the first record in it."""
+        """Notes the slot size of a region. Must come before the region's first record."""
         word = self._geometry.regions_at // REGION.size + region
         if self._words[word] != slot_bytes:
             self._words[word] = slot_bytes
 
-    def note_namespace(self, facts: NamespaceRecord) -> bool:
-        """Keeps the facts for a successor; False when there is no room for them."""
-        return self._facts.note(facts)
-
-    def mark_writing(self, offset: int, fingerprint: bytes, group: int, key: bytes, rank: int, world_size: int) -> None:
-        """Notes that the slot's bytes are being replaced: from here on the record is never taken for READY.
-
-        A slot that was ready is written over; one that is being written has a writer already: ValueError.
-        """
-        self.mark_all_writing([offset], fingerprint, group, [key], rank, world_size)
+    def note_namespace(self, record: NamespaceRecord) -> bool:
+        """Keeps the record for a successor; False when there is no room for it."""
+        return self._namespace_log.note(record)
 
     def mark_all_writing(
         self,
@@ -132,7 +124,11 @@ class SlotTable:
         rank: int,
         world_size: int,
     ) -> None:
-        """As ``mark_writing``, for a slot of each key, one after the other; after a ValueError none has changed."""
+        """Notes that a shard of each key is being written in its slot: from here on no record of it counts as READY.
+
+        A slot that was ready may be written again. Raises ValueError, and has changed nothing, for one that is being
+        written already.
+        """
         words, pack_into, buffer = self._words, OWNER.pack_into, self._bytes
         records = [self._record(offset) for offset in offsets]
         states = [words[record // 8] for record in records]
@@ -153,19 +149,17 @@ class SlotTable:
             owner = (generation, entry_generation, place, half, group, rank, world_size, len(key), key)
             pack_into(buffer, record + OWNER_AT, *owner)
 
-    def mark_ready(self, offset: int, first_block: int, length: int, checksum: int = 0) -> None:
-        """Notes that the bytes are whole, from engine block ``first_block`` of the key on; length in bytes.
-
-        ``checksum`` is that of all ``length`` bytes, 0 where none was taken: then a successor does not believe them.
-
-        The slot's generation is the highest from now on, so that generations tell in which order slots became ready.
-        """
-        self.mark_all_ready([offset], [first_block], length, [checksum])
-
     def mark_all_ready(
         self, offsets: Sequence[int], first_blocks: Sequence[int], length: int, checksums: Sequence[int]
     ) -> None:
-        """As ``mark_ready``, for slots of one ``length``, in this order; after a ValueError none has changed."""
+        """Notes that shards of ``length`` bytes are whole, each from its engine block ``first_block`` of the key on.
+
+        Each slot's generation becomes the highest in this order, so that generations tell in which order slots became
+        ready. Raises ValueError, and has changed nothing, for a slot that is not being written.
+
+        Args:
+            checksums: the ``digest`` of all ``length`` bytes; 0 where none was taken: no successor trusts these bytes.
+        """
         words, pack_into, buffer, crc32 = self._words, CONTENT.pack_into, self._bytes, zlib.crc32
         records = [self._record(offset) for offset in offsets]
         for offset, record in zip(offsets, records, strict=True):
@@ -181,7 +175,7 @@ class SlotTable:
             words[record // 8] = _READY
 
     def free(self, offsets: Iterable[int]) -> None:
-        """Notes that the slots hold nothing, whatever they held."""
+        """Notes that the slots hold nothing from here on, whatever they held."""
         words = self._words
         for record in [self._record(offset) for offset in offsets]:
             if words[record // 8] != _FREE:
@@ -189,13 +183,9 @@ class SlotTable:
                 _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
                 self._fingerprints.let_go(Entry(place, generation))
 
-    def scan(self) -> list[SlotRecord]:
-        """What a successor of the daemon would find: see ``scan_table``."""
-        return scan_table(self._memory.fd)
-
     def close(self) -> None:
-        """Lets the memory go; a second call does nothing."""
-        self._facts.close()
+        """Unmaps the table; a second call does nothing."""
+        self._namespace_log.close()
         self._namespaces.release()
         self._words.release()
         self._bytes.release()
@@ -208,7 +198,10 @@ class SlotTable:
 
 
 class _FingerprintTable:
-    """Names namespaces by a place. A place that is used again gets a new generation, so old records never fit it."""
+    """Gives each namespace an entry, which records name it by.
+
+    An entry that is used again gets a new generation, so that old records never name the new namespace.
+    """
 
     def __init__(self, file: memoryview, words: memoryview, geometry: Geometry) -> None:
         self._file = file
@@ -221,25 +214,25 @@ class _FingerprintTable:
         self._generation = 0
 
     def restore(self, records: Iterable[tuple[Entry, bytes]]) -> None:
-        """Takes up the entries that adopted records hold, one item for each record, and strikes out all others."""
+        """Keeps the entries that adopted records name, one item for each record, and strikes out all others."""
         for entry, fingerprint in records:
             if entry.place not in self._holders:
                 self._holders[entry.place] = 0
                 self._name[entry.place] = fingerprint
-                # A name that has two places is named by either, in new records by the last.
+                # A namespace with two entries is named by either; new records name the last.
                 self._entry[fingerprint] = entry
                 self._generation = max(self._generation, entry.generation)
             self._holders[entry.place] += 1
         self._free = [place for place in self._free if place not in self._holders]
         for place in self._free:
             word = self._entry_at(place) // 8 + _GENERATION_WORD
-            if self._words[word]:  # reading costs a page less than writing where none was
+            if self._words[word]:  # to write zeros over zeros would allocate a page
                 self._generation = max(self._generation, self._words[word] if self._words[word] < 2**62 else 0)
                 self._words[word] = 0
 
     def hold(self, fingerprint: bytes) -> Entry:
-        """The entry for one more record. Generation 0, which fits no entry, when the table is full: the slot serves
-        this daemon as well as any, only a successor will not find it.
+        """The entry for one more record. Its generation is 0, which names no namespace, when the table is full: this
+        daemon can use the slot as any other, but a successor will not find it.
         """
         entry = self._entry.get(fingerprint)
         if entry is None:
@@ -250,7 +243,7 @@ class _FingerprintTable:
         return entry
 
     def let_go(self, entry: Entry) -> None:
-        """Takes back what ``hold`` gave to one record."""
+        """Ends what ``hold`` began for one record."""
         place = entry.place
         if entry.generation == 0:
             return

@@ -15,7 +15,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.listener import TierEvents
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.checksum import digest
+from kvoffd.pool.format import digest
 from kvoffd.pool.pool import Pool
 from kvoffd.settings import DiskSize
 from kvoffd.tiering.demotion import WriteMode

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.share import PoolShare
+from kvoffd.pool.pool import PoolShare
 from kvoffd.server.admission import may_connect
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
-from kvoffd.pool.backing import MemfdHome, PoolBacking
-from kvoffd.pool.file import FileHome
-from kvoffd.pool.nodes import nodes_with_gpus
+from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
+from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
 from kvoffd_proto.units import format_size
 
@@ -47,8 +46,8 @@ def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
     if not pool.adopted:
         return
     started = time.monotonic()
-    inheritance = pool.take_inheritance()
-    adoption = cache.adopt(inheritance.namespaces, inheritance.slots)
+    recovered = pool.take_recovered()
+    adoption = cache.adopt(recovered.namespaces, recovered.slots)
     logger.info(
         "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespaces are ready again after %.3f s. "
         "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
@@ -56,7 +55,7 @@ def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
         format_size(adoption.slot_bytes),
         adoption.namespaces,
         time.monotonic() - started,
-        inheritance.doubtful,
+        recovered.discarded,
         adoption.refused_slots,
     )
 
@@ -64,16 +63,16 @@ def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
 def _open_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
     if stored:
         _forget(notifier, stored)
-    home = FileHome(Path(config.pool_file))
+    backing = FileBacking(Path(config.pool_file))
     try:
-        pool = _make(config, home)
+        pool = _make(config, backing)
         try:
-            home.publish()
+            backing.publish()
         except BaseException:
             pool.close()
             raise
     finally:
-        home.close()
+        backing.close()
     return pool
 
 
@@ -83,11 +82,11 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     if kept is None and stored:
         logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _counted(stored))
         _forget(notifier, stored)
-    home = MemfdHome(kept, lambda: _remove(notifier, stored))
+    backing = MemfdBacking(kept, lambda: _remove(notifier, stored))
     try:
-        pool = _make(config, home)
+        pool = _make(config, backing)
     finally:
-        home.close()
+        backing.close()
     if not pool.adopted:
         pool_fd, table_fd = pool.memory_fds
         notifier.store_fds(POOL_NAME, [pool_fd])
@@ -95,11 +94,11 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     return pool
 
 
-def _make(config: Config, home: PoolBacking) -> Pool:
-    pool = Pool(config.pool_bytes, home=home, nodes=nodes_with_gpus() if config.numa == "auto" else ())
+def _make(config: Config, backing: PoolBacking) -> Pool:
+    pool = Pool(config.pool_bytes, backing=backing, nodes=nodes_with_gpus() if config.numa == "auto" else ())
     for segment in pool.segments:
         size = format_size(segment.end - segment.begin)
-        logger.info("%s of the pool lie on NUMA node %d, where a GPU is.", size, segment.node.number)
+        logger.info("%s of the pool lie on NUMA node %d, where a GPU is.", size, segment.locality.node)
     return pool
 
 

@@ -13,6 +13,10 @@ from kvoffd.errors import UnsafeSegment
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
 
+# linux/mman.h; Python's mmap does not have them all.
+MADV_DONTDUMP = 16
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap = _libc.mmap
@@ -21,7 +25,6 @@ _mmap.restype = ctypes.c_void_p
 _munmap = _libc.munmap
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _munmap.restype = ctypes.c_int
-_MADV_DONTDUMP = 16
 _madvise = _libc.madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _madvise.restype = ctypes.c_int
@@ -31,7 +34,7 @@ _fstatfs.restype = ctypes.c_int
 
 
 class MappedSegment:
-    """A shared read-write mapping of ``size_bytes`` at ``address``. It outlives the descriptor it was made from."""
+    """A shared read-write mapping of ``size_bytes`` at ``address``. It stays when its descriptor is closed."""
 
     __slots__ = ("_address", "size_bytes")
 
@@ -41,18 +44,17 @@ class MappedSegment:
 
     @property
     def address(self) -> int:
-        """First address of the mapping. Asking after ``close`` is a bug and raises ValueError."""
+        """First address of the mapping; ValueError after ``close``."""
         if self._address == 0:
             raise ValueError("The segment is unmapped; nothing may use its addresses any more.")
         return self._address
 
     @property
     def closed(self) -> bool:
-        """True once it is unmapped."""
         return self._address == 0
 
     def close(self) -> None:
-        """Unmaps the memory; a second call does nothing. No copy may be using it: that would be a crash."""
+        """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
         address, self._address = self._address, 0
         if address and _munmap(address, self.size_bytes) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -80,13 +82,13 @@ def map_memfd(fd: int, size_bytes: int) -> MappedSegment:
 def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
     """Maps a part of a file, shared, for reading and writing; ``fd`` stays the caller's. Raises OSError.
 
-    For files that nobody else can shrink: nothing is checked.
+    Checks nothing: only for files that no other process can shrink.
     """
     address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     # A core dump of the pool would take minutes, the next daemon waiting for it, and put prompts on a disk.
-    _madvise(address, size_bytes, _MADV_DONTDUMP)
+    madvise(address, size_bytes, MADV_DONTDUMP)
     return MappedSegment(address, size_bytes)
 
 
@@ -114,8 +116,18 @@ def _check_memfd(fd: int, size_bytes: int) -> None:
         )
 
 
+def view_of(address: int, nbytes: int) -> memoryview:
+    """Mapped memory as bytes to be read and written. It must stay mapped until the view is released."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+
+
+def madvise(address: int, length: int, advice: int) -> int:
+    """Gives the kernel advice on mapped memory, see madvise(2); returns 0 or the errno of its refusal."""
+    return 0 if _madvise(address, length, advice) == 0 else ctypes.get_errno()
+
+
 def filesystem_magic(fd: int) -> int:
-    """``f_type`` of the descriptor's file system (first word of struct statfs on all 64-bit Linux); 0 if unknown."""
+    """``f_type`` of the descriptor's file system (the first word of struct statfs on 64-bit Linux); 0 if unknown."""
     buffer = (ctypes.c_long * 32)()
     if _fstatfs(fd, buffer) != 0:
         return 0

@@ -1,4 +1,4 @@
-"""Which CPUs are near a GPU, from sysfs."""
+"""NUMA nodes and CPUs near the GPUs, from sysfs. Asks no GPU driver."""
 
 from __future__ import annotations
 
@@ -10,33 +10,55 @@ from typing import NamedTuple
 _log = logging.getLogger(__name__)
 
 SYSFS = Path("/sys")
+_NVIDIA = "0x10de"
+_DISPLAY_CLASS = "0x03"
 
 
 class Locality(NamedTuple):
-    """Where a PCI device sits."""
+    """A NUMA node and its CPUs: where a PCI device or a part of the pool lies."""
 
     node: int | None
-    """NUMA node; None where the machine has but one or does not say."""
+    """Number of the NUMA node; None where the machine has only one or does not say."""
     cpus: frozenset[int]
     """CPUs near it; empty where the machine does not say."""
 
 
 NOWHERE = Locality(None, frozenset())
-"""Of a device that the machine says nothing about."""
+"""The locality of a device of which sysfs says nothing."""
 
 
 def locality_of(pci_bus_id: str, sysfs: Path = SYSFS) -> Locality:
-    """Looks a PCI device (``0000:3b:00.0``, any case, domain of four or eight digits) up."""
+    """The locality of a PCI device (``0000:3b:00.0``, any case, with a domain of four or eight digits)."""
     domain, _, rest = pci_bus_id.lower().partition(":")
     # The driver may print eight digits of the domain where sysfs has four.
     device = sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
     node = _text(device / "numa_node")
-    cpus = parse_cpu_list(_text(device / "local_cpulist"))
-    return Locality(int(node) if node.isdecimal() else None, cpus)
+    return Locality(int(node) if node.isdecimal() else None, parse_cpu_list(_text(device / "local_cpulist")))
+
+
+def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
+    """The nodes of NVIDIA GPUs, ascending, with those of their CPUs that this process may use; others are left out.
+
+    Empty on a machine without a GPU, or with a single node, or where sysfs does not say where the GPUs sit.
+    """
+    numbers = {
+        int(node)
+        for device in (sysfs / "bus" / "pci" / "devices").glob("*")
+        if _text(device / "vendor") == _NVIDIA
+        and _text(device / "class").startswith(_DISPLAY_CLASS)
+        and (node := _text(device / "numa_node")).isdecimal()
+    }
+    usable = os.sched_getaffinity(0)
+    directory = sysfs / "devices" / "system" / "node"
+    nodes = [
+        Locality(number, parse_cpu_list(_text(directory / f"node{number}" / "cpulist")) & usable)
+        for number in sorted(numbers)
+    ]
+    return [node for node in nodes if node.cpus]
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """``0-3,8,10-11`` as a set; what is no such list is an empty one."""
+    """The CPUs of a list such as ``0-3,8,10-11``; an empty set for any other text."""
     cpus: set[int] = set()
     try:
         for part in filter(None, text.split(",")):
@@ -48,13 +70,13 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(locality: Locality) -> None:
-    """Keeps the calling thread on those of the CPUs it may use at all; does nothing where there is none."""
+    """Keeps the calling thread on those of the locality's CPUs that it may use; does nothing where there is none."""
     wanted = locality.cpus & os.sched_getaffinity(0)
     if not wanted:
         return
     try:
         os.sched_setaffinity(0, wanted)
-    except OSError as error:  # a container's policy: slower copies at worst
+    except OSError as error:  # a container's policy: copies are slower at worst
         _log.debug("The thread stays where it is: %s.", error)
 
 

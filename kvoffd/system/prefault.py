@@ -1,4 +1,4 @@
-"""Engine memory faulted into the daemon's page tables before the first copy needs it, off the event loop."""
+"""Faults engine memory into the daemon's page tables before the first copy needs it, off the event loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 import numpy as np
 
-from kvoffd.system.mappings import MappedSegment, map_memfd
+from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd
 
 _log = logging.getLogger(__name__)
 
@@ -17,18 +17,13 @@ _log = logging.getLogger(__name__)
 STEP_BYTES = 4 << 20
 CLOSE_S = 5.0
 
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
-_libc = ctypes.CDLL(None, use_errno=True)
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_madvise.restype = ctypes.c_int
-_mincore = _libc.mincore
+_mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _mincore.restype = ctypes.c_int
 
 
 class FaultedSegment(MappedSegment):
-    """A segment that a PageFaulter works at until it is closed."""
+    """A mapped segment whose pages a PageFaulter faults in. Closing it waits for the step that is running."""
 
     __slots__ = ("_faulter",)
 
@@ -42,28 +37,28 @@ class FaultedSegment(MappedSegment):
 
 
 class PageFaulter:
-    """One thread that goes through mapped segments in turns. Copies may run meanwhile: they fault for themselves.
+    """One thread that faults in mapped segments, a step of each in turn. Copies may run meanwhile.
 
     A copy into pages that the daemon has not faulted in runs at a tenth of its speed. Only pages that exist are faulted
-    in: one that the engine never touched would be made here, at the daemon's expense.
+    in: a page that the engine never touched would be allocated here and charged to the daemon.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: dict[FaultedSegment, int] = {}  # bytes done, by segment
-        self._in_step: FaultedSegment | None = None  # must stay mapped
+        self._waiting: dict[FaultedSegment, int] = {}  # bytes faulted in so far, by segment
+        self._in_step: FaultedSegment | None = None  # the segment that the thread works at: it must stay mapped
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="kvoffd-fault", daemon=True)
         self._thread.start()
 
     @property
     def idle(self) -> bool:
-        """Nothing is left to do."""
+        """Whether all segments are faulted in."""
         with self._changed:
             return not self._waiting
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
-        """Maps as ``kvoffd.system.mappings.map_memfd`` does, and has the thread fault the pages in."""
+        """As ``kvoffd.system.mappings.map_memfd``; the thread then faults the pages in."""
         segment = FaultedSegment(map_memfd(fd, size_bytes), self)
         with self._changed:
             self._waiting[segment] = 0
@@ -71,14 +66,14 @@ class PageFaulter:
         return segment
 
     def forget(self, segment: FaultedSegment) -> None:
-        """Leave a segment alone, waiting for the step that runs: when this returns, it may be unmapped."""
+        """Stop working at a segment. Waits for the step that is running: when this returns, it may be unmapped."""
         with self._changed:
             self._waiting.pop(segment, None)
             while self._in_step is segment:
                 self._changed.wait()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -88,12 +83,12 @@ class PageFaulter:
         while (step := self._next()) is not None:
             segment, done = step
             length = min(STEP_BYTES, segment.size_bytes - done)
-            worked = _fault_in(segment.address + done, length)
+            supported = _fault_in(segment.address + done, length)
             with self._changed:
                 self._in_step = None
                 self._changed.notify_all()
-                # To the end of the order: nobody waits behind a segment that claims terabytes.
-                if self._waiting.pop(segment, None) is not None and worked and done + length < segment.size_bytes:
+                # It goes to the end of the queue, so that no other segment waits behind one of terabytes.
+                if self._waiting.pop(segment, None) is not None and supported and done + length < segment.size_bytes:
                     self._waiting[segment] = done + length
 
     def _next(self) -> tuple[FaultedSegment, int] | None:
@@ -108,7 +103,7 @@ class PageFaulter:
 
 
 def _fault_in(address: int, length: int) -> bool:
-    """Maps those pages of the range that exist; False where the kernel cannot (before 5.14)."""
+    """Maps the pages of the range that exist; False where the kernel cannot do it (before 5.14)."""
     pages = -(-length // mmap.PAGESIZE)
     exists = np.zeros(pages, dtype=np.uint8)
     if _mincore(address, length, exists.ctypes.data) != 0:
@@ -116,7 +111,7 @@ def _fault_in(address: int, length: int) -> bool:
     edges = np.flatnonzero(np.diff(exists & 1, prepend=0, append=0))
     for first, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         start, stop = first * mmap.PAGESIZE, min(end * mmap.PAGESIZE, length)
-        if _madvise(address + start, stop - start, _MADV_POPULATE_WRITE) != 0:
-            _log.debug("Memory of an engine is not faulted in ahead of its copies (errno %d).", ctypes.get_errno())
+        if code := madvise(address + start, stop - start, MADV_POPULATE_WRITE):
+            _log.debug("Memory of an engine is not faulted in ahead of its copies (errno %d).", code)
             return False
     return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from kvoffd.pool.checksum import digest
+from kvoffd.pool.format import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.tiers.disk import DiskOptions, DiskTier, view_of
 from kvoffd.tiers.disk.format import FILE_NAME

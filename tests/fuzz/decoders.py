@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffd.config import SETTINGS, ConfigError, load_config
-from kvoffd.pool.namespace_log import NamespaceLog, read_facts
+from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_client.scheduler_session import EventStream
 from kvoffd_proto import codec, events, lifeline
@@ -132,14 +132,14 @@ def facts(data: bytes) -> None:
     length = max(4096, len(data) // 16 * 16)
     area = bytearray(length)
     area[: min(len(data), length)] = data[:length]
-    found = read_facts(bytes(area))
+    found = read_namespaces(bytes(area))
     assert all(isinstance(known, NamespaceRecord) for known in found.values())
     view = memoryview(area)
     log = NamespaceLog(view, list(found.values())[:2])
     new = NamespaceRecord(b"f" * 32, "l", 1, 32, (GroupSpec("full", 16),), "{}", ((4096,),))
     kept = log.note(new)
     log.close()
-    after = read_facts(bytes(area))
+    after = read_namespaces(bytes(area))
     assert not kept or after[new.fingerprint] == new
 
 

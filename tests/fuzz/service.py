@@ -14,7 +14,7 @@ from typing import cast
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.records import SlotStore
+from kvoffd.pool.pool import Pool
 from kvoffd.server.jobs import Job
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
@@ -108,7 +108,7 @@ class ServiceHarness:
         self.service: Service = make_service(
             config,
             self.pool,
-            cast(SlotStore, self.pool),
+            cast(Pool, self.pool),
             self.engine,
             self.pool.address,
             lambda: self.now,

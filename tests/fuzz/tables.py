@@ -19,6 +19,7 @@ from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
+from tests.support.slot_table import mark_ready, mark_writing
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
 WORLD = 2
@@ -47,9 +48,9 @@ def written() -> Written:
         offset, rank, key = number * SLOT_BYTES, number % WORLD, number // WORLD
         if offset % REGION_BYTES == 0:
             table.set_region(offset // REGION_BYTES, SLOT_BYTES)
-        table.mark_writing(offset, _space(key % 2), key % 3 // 2, key.to_bytes(8, "big"), rank, WORLD)
+        mark_writing(table, offset, _space(key % 2), key % 3 // 2, key.to_bytes(8, "big"), rank, WORLD)
         if number % 13 != 7:
-            table.mark_ready(offset, 0, 5000 if key % 3 // 2 else SLOT_BYTES, 1 + number)
+            mark_ready(table, offset, 0, 5000 if key % 3 // 2 else SLOT_BYTES, 1 + number)
             whole |= set(scan_table(table.fd))
         if number % 11 == 4:
             table.free([offset])

@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.slot_table import SlotOwner, mark_ready, mark_writing
 
-from kvoffd.pool import namespace_log as facts_module
+from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
-from kvoffd.pool.backing import MemfdHome
+from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.format import BadTable, Geometry, SlotState
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord, SlotOwner, SlotRecord
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.scan import scan_table
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd_proto.messages import GroupSpec
@@ -46,13 +48,13 @@ def copy_of(fd: int) -> PoolMemory:
 def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
     memory = copy_of(fd)
     try:
-        table, inheritance = SlotTable.adopt(memory, POOL, REGION)
+        table, recovered = SlotTable.adopt(memory, POOL, REGION)
     except BaseException:
         memory.close()
         raise
     try:
-        assert table.scan() == inheritance.slots, "the successor's successor finds the same"
-        return inheritance.slots, inheritance.namespaces
+        assert scan_table(table.fd) == recovered.slots, "the successor's successor finds the same"
+        return recovered.slots, recovered.namespaces
     finally:
         table.close()
 
@@ -65,8 +67,8 @@ def table() -> Iterator[SlotTable]:
 
 
 def store(table: SlotTable, offset: int, name: bytes = NAMES[0], key: bytes = b"k" * 8) -> None:
-    table.mark_writing(offset, name, 0, key, 0, 1)
-    table.mark_ready(offset, 0, 8192)
+    mark_writing(table, offset, name, 0, key, 0, 1)
+    mark_ready(table, offset, 0, 8192)
 
 
 def test_a_table_is_gone_on_with(table: SlotTable) -> None:
@@ -74,15 +76,15 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     table.note_namespace(facts_of(NAMES[0]))
     store(table, 0)
     store(table, 8192, key=b"l" * 8)
-    next_table, inheritance = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
-    assert [record.offset for record in inheritance.slots] == [0, 8192]
-    assert inheritance.namespaces == [facts_of(NAMES[0])]
+    next_table, recovered = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
+    assert [record.offset for record in recovered.slots] == [0, 8192]
+    assert recovered.namespaces == [facts_of(NAMES[0])]
     next_table.free([0])
     store(next_table, 16384, NAMES[1])
     store(next_table, 8192, NAMES[1])  # the last slot of the first namespace
-    found = next_table.scan()
+    found = scan_table(next_table.fd)
     assert [(record.offset, record.fingerprint) for record in found] == [(8192, NAMES[1]), (16384, NAMES[1])]
-    assert min(record.generation for record in found) > max(record.generation for record in inheritance.slots)
+    assert min(record.generation for record in found) > max(record.generation for record in recovered.slots)
     next_table.close()
 
 
@@ -97,10 +99,10 @@ def test_facts_of_namespaces_without_slots_are_forgotten(table: SlotTable) -> No
 def test_slots_that_were_being_written_are_struck_out(table: SlotTable) -> None:
     table.set_region(0, 8192)
     store(table, 0)
-    table.mark_writing(8192, NAMES[0], 0, b"k" * 8, 0, 1)
-    heir, inheritance = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
-    assert inheritance.doubtful == 1
-    heir.mark_writing(8192, NAMES[0], 0, b"k" * 8, 0, 1)  # refused if it were still WRITING
+    mark_writing(table, 8192, NAMES[0], 0, b"k" * 8, 0, 1)
+    heir, recovered = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
+    assert recovered.discarded == 1
+    mark_writing(heir, 8192, NAMES[0], 0, b"k" * 8, 0, 1)  # refused if it were still WRITING
     heir.close()
 
 
@@ -134,7 +136,7 @@ def test_a_table_that_is_cut_off_is_refused(table: SlotTable) -> None:
 
 def at_every_line(act: Callable[[], object], look: Callable[[], None]) -> int:
     """Run ``act``, calling ``look`` before every line of the modules that write the table. Returns how often."""
-    files = {str(Path(str(module.__file__))) for module in (table_module, facts_module)}
+    files = {str(Path(str(module.__file__))) for module in (table_module, log_module)}
     looks = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -172,9 +174,9 @@ def test_killed_at_any_line_it_leaves_whole_bytes_only(table: SlotTable) -> None
     def write(offset: int, name: bytes, key: bytes) -> None:
         before.pop(offset, None)
         # Until mark_writing has returned, nobody writes bytes: the old ones are whole.
-        at_every_line(lambda: table.mark_writing(offset, name, 0, key, 0, 1), look)
+        at_every_line(lambda: mark_writing(table, offset, name, 0, key, 0, 1), look)
         whole[offset] = name + key
-        assert at_every_line(lambda: table.mark_ready(offset, 0, 8192), look) > 3
+        assert at_every_line(lambda: mark_ready(table, offset, 0, 8192), look) > 3
         before[offset] = name + key
 
     def free(offset: int) -> None:
@@ -206,7 +208,7 @@ def test_killed_while_it_takes_over_it_leaves_the_same(table: SlotTable) -> None
     table.set_region(0, 8192)
     store(table, 0)
     store(table, 8192, NAMES[1])
-    table.mark_writing(16384, NAMES[1], 0, b"k" * 8, 0, 1)
+    mark_writing(table, 16384, NAMES[1], 0, b"k" * 8, 0, 1)
     expected = adopted(table.fd)
     memory = copy_of(table.fd)
     heirs: list[SlotTable] = []
@@ -230,9 +232,9 @@ def test_flipped_bytes_bring_nothing_to_life(flips: list[tuple[float, int]]) -> 
         offsets = [0, 8192, 40960, REGION, REGION + 12288]
         for number, offset in enumerate(offsets):
             store(table, offset, NAMES[number % 2], bytes([number]) * 8)
-        true = table.scan()
+        true = scan_table(table.fd)
         table.free([8192])
-        table.mark_writing(REGION, NAMES[0], 0, b"k" * 8, 0, 1)
+        mark_writing(table, REGION, NAMES[0], 0, b"k" * 8, 0, 1)
         ready = [record for record in true if record.offset not in (8192, REGION)]
         geometry = Geometry.of(POOL, REGION)
         # Only a part of the table is in use; flips elsewhere show nothing.
@@ -289,18 +291,18 @@ def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
     first.note_namespace(facts_of(NAMES[0]))
     offsets = first.take(MIB, 3)
     for offset in offsets[:2]:
-        first.mark_writing(offset, SlotOwner(NAMES[0], 0, offset.to_bytes(8, "little"), 0, 1))
-        first.mark_ready(offset, 0, MIB)
+        mark_writing(first, offset, *SlotOwner(NAMES[0], 0, offset.to_bytes(8, "little"), 0, 1))
+        mark_ready(first, offset, 0, MIB)
     first.touch(1, lambda _: None)
     kept = (os.dup(first.memory_fds[0]), os.dup(first.memory_fds[1]))
     first.close()
-    home = MemfdHome(kept)
-    second = Pool(8 * MIB, home=home)
-    home.close()
+    backing = MemfdBacking(kept)
+    second = Pool(8 * MIB, backing=backing)
+    backing.close()
     assert second.adopted
     assert second.resident
     assert second.cold_reason == ""
-    assert [record.offset for record in second.take_inheritance().slots] == offsets[:2]
+    assert [record.offset for record in second.take_recovered().slots] == offsets[:2]
     assert second.free_bytes == 6 * MIB
     assert offsets[2] in second.take(MIB, 6)
     assert second.take(MIB, 1) == []
@@ -316,9 +318,9 @@ def test_a_pool_of_another_size_is_let_go_and_made_anew(size: int) -> None:
     kept = (os.dup(first.memory_fds[0]), os.dup(first.memory_fds[1]))
     first.close()
     discarded: list[int] = []
-    home = MemfdHome(kept, lambda: discarded.append(1))
-    second = Pool(size, home=home)
-    home.close()
+    backing = MemfdBacking(kept, lambda: discarded.append(1))
+    second = Pool(size, backing=backing)
+    backing.close()
     assert not second.adopted
     assert "8.00 MiB" in second.cold_reason
     assert discarded == [1]
@@ -328,8 +330,8 @@ def test_a_pool_of_another_size_is_let_go_and_made_anew(size: int) -> None:
 
 def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
     read_end, write_end = os.pipe()
-    home = MemfdHome((read_end, write_end))
-    pool = Pool(4 * MIB, home=home)
+    backing = MemfdBacking((read_end, write_end))
+    pool = Pool(4 * MIB, backing=backing)
     assert "cannot be read" in pool.cold_reason
     pool.close()
 
@@ -338,9 +340,9 @@ def test_a_pool_without_seals_is_refused() -> None:
     first = Pool(4 * MIB)
     loose = os.memfd_create("loose")
     os.ftruncate(loose, 4 * MIB)
-    home = MemfdHome((loose, os.dup(first.memory_fds[1])))
+    backing = MemfdBacking((loose, os.dup(first.memory_fds[1])))
     first.close()
-    second = Pool(4 * MIB, home=home)
+    second = Pool(4 * MIB, backing=backing)
     assert "no memory of kvoffd's" in second.cold_reason
     second.close()
 
@@ -350,7 +352,7 @@ def test_a_pool_without_seals_is_refused() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([8192, 12288, 65536]), st.integers(1, 20)), max_size=6), st.data())
 @settings(max_examples=100, deadline=None)
-def test_held_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_restored_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], data: st.DataObject) -> None:
     size_of: dict[int, int] = {}
     first = SlotAllocator(POOL, REGION)
     for slot_bytes, count in takes:
@@ -359,7 +361,7 @@ def test_held_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], 
         first.give_back([offset])
         del size_of[offset]
     second = SlotAllocator(POOL, REGION)
-    second.hold(size_of.items())
+    second.restore(size_of.items())
     assert second.free_bytes == first.free_bytes
     for offset in size_of:
         assert second.neighbours(offset) == first.neighbours(offset)
@@ -374,10 +376,10 @@ def test_held_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int]], 
     assert second.free_bytes == POOL
 
 
-def test_slots_that_contradict_each_other_are_not_held() -> None:
+def test_slots_that_contradict_each_other_are_not_restored() -> None:
     for slots in ([(0, 8192), (0, 8192)], [(0, 8192), (12288, 12288)], [(4096, 8192)], [(POOL, 8192)], [(0, 4096)]):
         with pytest.raises(ValueError, match=r"contradicts|held twice|outside"):
-            SlotAllocator(POOL, REGION).hold(slots)
+            SlotAllocator(POOL, REGION).restore(slots)
 
 
 def test_ready_is_no_flipped_bit_of_another_state() -> None:

@@ -59,7 +59,7 @@ def test_touching_keeps_what_is_in_the_memory(monkeypatch: pytest.MonkeyPatch) -
     try:
         ctypes.memmove(pool.address + 8192, b"kept", 4)
         pool.touch(1, lambda _: None)
-        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12345)  # as a kernel before 5.14 sees it: EINVAL
+        monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 12345)  # as a kernel before 5.14 sees it: EINVAL
         pool.touch(1, lambda _: None)
         assert ctypes.string_at(pool.address + 8192, 4) == b"kept"
     finally:
@@ -67,7 +67,7 @@ def test_touching_keeps_what_is_in_the_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_kernels_without_populate_are_touched_by_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(memory, "MADV_POPULATE_WRITE", 12345)
     pool = PoolMemory.create(3 * MIB, "test")
     try:
         assert pool.touch(0, lambda _: None) == 3 * MIB
@@ -88,11 +88,10 @@ def test_touching_stops_when_told_to() -> None:
 
 def test_memory_that_runs_out_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory(address: int, length: int, advice: int) -> int:
-        ctypes.set_errno(errno.ENOMEM)
-        return -1
+        return errno.ENOMEM
 
     pool = PoolMemory.create(4 * memory.TOUCH_CHUNK_BYTES, "test")
-    monkeypatch.setattr(memory, "_madvise", no_memory)
+    monkeypatch.setattr(memory, "madvise", no_memory)
     try:
         with pytest.raises(PoolTooLarge, match=r"ran out of memory.*choose a smaller pool"):
             pool.touch(2, lambda _: None)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.pool.nodes import Node, Segment, cut_pool, nodes_with_gpus
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.slots import PoolSegment, cut_pool
 from kvoffd.system.limits import MemoryLimit
+from kvoffd.system.numa import Locality, nodes_with_gpus
 
 MIB = 1 << 20
-NODES = [Node(0, frozenset({0})), Node(1, frozenset({1}))]
+NODES = [Locality(0, frozenset({0})), Locality(1, frozenset({1}))]
 UNLIMITED = MemoryLimit(1 << 60, "a test")
 
 
@@ -42,13 +43,13 @@ def test_nodes_are_those_of_the_gpus(tmp_path: Path) -> None:
     machine(
         tmp_path, [("0000:3b:00.0", "2"), ("0000:4b:00.0", "2"), ("0000:9b:00.0", "0")], {0: "0-1", 1: "2", 2: "3-9"}
     )
-    assert nodes_with_gpus(tmp_path) == [Node(0, frozenset({0, 1})), Node(2, frozenset({3}))]
+    assert nodes_with_gpus(tmp_path) == [Locality(0, frozenset({0, 1})), Locality(2, frozenset({3}))]
 
 
 @pytest.mark.usefixtures("four_cpus")
 def test_a_node_without_a_cpu_for_us_is_left_out(tmp_path: Path) -> None:
     machine(tmp_path, [("0000:3b:00.0", "0"), ("0000:9b:00.0", "1")], {0: "0-3", 1: "4-7"})
-    assert [node.number for node in nodes_with_gpus(tmp_path)] == [0]
+    assert [node.node for node in nodes_with_gpus(tmp_path)] == [0]
 
 
 @pytest.mark.parametrize(("node", "vendor"), [("-1", "0x10de"), ("0", "0x8086"), ("", "0x10de")])
@@ -62,11 +63,11 @@ def test_a_machine_that_says_nothing_has_none(tmp_path: Path) -> None:
 
 
 def test_segments_cover_the_pool_in_whole_regions() -> None:
-    nodes = [Node(number, frozenset()) for number in (0, 1, 3)]
+    nodes = [Locality(number, frozenset()) for number in (0, 1, 3)]
     assert cut_pool(10 * MIB + 5, MIB, nodes) == [
-        Segment(0, 3 * MIB, nodes[0]),
-        Segment(3 * MIB, 7 * MIB, nodes[1]),
-        Segment(7 * MIB, 10 * MIB + 5, nodes[2]),
+        PoolSegment(0, 3 * MIB, nodes[0]),
+        PoolSegment(3 * MIB, 7 * MIB, nodes[1]),
+        PoolSegment(7 * MIB, 10 * MIB + 5, nodes[2]),
     ]
     assert [part.end - part.begin for part in cut_pool(2 * MIB, MIB, nodes)] == [MIB, MIB]
     assert cut_pool(2 * MIB, MIB, []) == []
@@ -116,7 +117,7 @@ def test_slots_lie_on_the_node_that_was_asked_for_and_spill_when_it_is_full() ->
 def test_what_was_taken_over_stays_on_its_node(tmp_path: Path) -> None:
     pool = Pool(16 * MIB, region_bytes=4 * MIB, limit=UNLIMITED, nodes=NODES)
     try:
-        pool._slots.hold([(8 * MIB, MIB), (12 * MIB, 2 * MIB)])
+        pool._slots.restore([(8 * MIB, MIB), (12 * MIB, 2 * MIB)])
         assert pool.take(MIB, 4, 1) == [0, 9 * MIB, 10 * MIB, 11 * MIB]
     finally:
         pool.close()

@@ -6,10 +6,10 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
+from support.slot_table import SlotOwner, mark_ready, mark_writing
 
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotOwner, SlotStore
 from kvoffd.pool.scan import scan_table
 from kvoffd.system.limits import MemoryLimit
 
@@ -25,12 +25,12 @@ def pool() -> Iterator[Pool]:
 
 
 def test_the_pool_is_a_slot_store(pool: Pool) -> None:
-    store: SlotStore = pool
+    store = pool
     (offset,) = store.take(store.slot_bytes(50_000), 1)
     assert store.neighbours(offset) == [offset]
     assert store.free_bytes == 64 * MIB - 53248
-    store.mark_writing(offset, OWNER)
-    store.mark_ready(offset, 0, 50_000)
+    mark_writing(store, offset, *OWNER)
+    mark_ready(store, offset, 0, 50_000)
     (record,) = scan_table(pool.memory_fds[1])
     assert (record.offset, record.slot_bytes, record.key, record.world_size) == (offset, 53248, OWNER.key, 2)
     store.free([offset])
@@ -42,8 +42,8 @@ def test_a_region_that_changed_its_slot_size_describes_itself(pool: Pool) -> Non
     for nbytes in (MIB, 8192):
         offsets = pool.take(nbytes, 3)
         for offset in offsets:
-            pool.mark_writing(offset, OWNER)
-            pool.mark_ready(offset, 0, nbytes)
+            mark_writing(pool, offset, *OWNER)
+            mark_ready(pool, offset, 0, nbytes)
         assert [(r.offset, r.slot_bytes) for r in scan_table(pool.memory_fds[1])] == [(o, nbytes) for o in offsets]
         for offset in offsets:
             pool.free([offset])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.pool.nodes import Node, cut_pool
 from kvoffd.pool.slots import SlotAllocator
+from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
 
@@ -26,13 +26,13 @@ class SlotMachine(RuleBasedStateMachine):
     def start(self, pages: int, region_pages: int, tail: int, nodes: int) -> None:
         self.pool_bytes = pages * 4096 + tail
         self.region_bytes = min(region_pages, pages) * 4096
-        self.slots = SlotAllocator(self.pool_bytes, self.region_bytes)
-        self.segments = cut_pool(self.pool_bytes, self.region_bytes, [Node(n, frozenset()) for n in range(nodes)])
-        self.slots.place(self.segments)
+        localities = [Locality(node, frozenset()) for node in range(nodes)]
+        self.slots = SlotAllocator(self.pool_bytes, self.region_bytes, localities)
+        self.segments = self.slots.segments
         self.out: dict[int, int] = {}
 
     def on_node(self, offset: int) -> int | None:
-        return next((part.node.number for part in self.segments if part.begin <= offset < part.end), None)
+        return next((part.locality.node for part in self.segments if part.begin <= offset < part.end), None)
 
     @rule(nbytes=st.integers(1, 40 * 4096), count=st.integers(0, 40), node=st.sampled_from([None, 0, 1, 2]))
     def take(self, nbytes: int, count: int, node: int | None) -> None:
@@ -47,7 +47,7 @@ class SlotMachine(RuleBasedStateMachine):
         spilled_before = self.slots.spilled_slots
         taken = self.slots.take(size, count, node)
         spilled = [offset for offset in taken if self.on_node(offset) != node]
-        if any(part.node.number == node for part in self.segments):
+        if any(part.locality.node == node for part in self.segments):
             assert self.slots.spilled_slots - spilled_before == len(spilled)
         else:
             assert self.slots.spilled_slots == spilled_before

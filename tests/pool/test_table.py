@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from support.slot_table import mark_ready, mark_writing
 
-from kvoffd.pool.format import FORMAT_VERSION, BadTable, SlotState, table_bytes
+from kvoffd.pool.format import FORMAT_VERSION, BadTable, Geometry, SlotState
 from kvoffd.pool.scan import scan_table
 from kvoffd.pool.table import SlotTable
 
@@ -27,12 +28,12 @@ def table() -> Iterator[SlotTable]:
 
 
 def store(table: SlotTable, offset: int, name: bytes = b"a", key: bytes = b"k" * 32, length: int = 1000) -> None:
-    table.mark_writing(offset, name * 32, 3, key, 5, 8)
-    table.mark_ready(offset, 2, length)
+    mark_writing(table, offset, name * 32, 3, key, 5, 8)
+    mark_ready(table, offset, 2, length)
 
 
 def found(table: SlotTable) -> list[int]:
-    return [record.offset for record in table.scan()]
+    return [record.offset for record in scan_table(table.fd)]
 
 
 def record_at(table: SlotTable, offset: int) -> int:
@@ -44,7 +45,7 @@ def record_at(table: SlotTable, offset: int) -> int:
 def test_what_was_written_is_found_again(table: SlotTable) -> None:
     store(table, 65536, key=bytes(range(64)), length=65536)
     store(table, POOL - 65536, name=b"b", key=b"12345678")
-    first, second = table.scan()
+    first, second = scan_table(table.fd)
     assert (first.offset, first.slot_bytes, first.fingerprint) == (65536, 65536, b"a" * 32)
     assert (first.group, first.rank, first.world_size) == (3, 5, 8)
     assert (first.key, first.first_block, first.length, first.checksum) == (bytes(range(64)), 2, 65536, 0)
@@ -69,9 +70,9 @@ def test_a_successor_reads_the_table_by_its_descriptor_alone(table: SlotTable) -
 
 
 def test_a_slot_being_written_is_not_ready(table: SlotTable) -> None:
-    table.mark_writing(0, b"a" * 32, 0, b"key", 0, 1)
+    mark_writing(table, 0, b"a" * 32, 0, b"key", 0, 1)
     assert found(table) == []
-    table.mark_ready(0, 0, 10)
+    mark_ready(table, 0, 0, 10)
     assert found(table) == [0]
 
 
@@ -96,7 +97,7 @@ def test_a_freed_slot_is_gone_and_can_be_written_again(table: SlotTable) -> None
     table.free([0])
     assert found(table) == []
     store(table, 0, name=b"b")
-    assert [record.fingerprint for record in table.scan()] == [b"b" * 32]
+    assert [record.fingerprint for record in scan_table(table.fd)] == [b"b" * 32]
 
 
 @pytest.mark.parametrize("byte", range(8, 124))
@@ -113,7 +114,7 @@ def test_ready_over_the_fields_of_a_writer_that_died_is_dropped(table: SlotTable
     """The state alone is not believed: fields of a WRITING record have no right checksum."""
     store(table, 0)
     table.free([0])
-    table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)
+    mark_writing(table, 0, b"b" * 32, 0, b"other", 0, 1)
     os.pwrite(table.fd, SlotState.READY.to_bytes(8, "little"), record_at(table, 0))
     assert found(table) == []
 
@@ -124,7 +125,7 @@ def test_a_namespace_place_used_again_does_not_adopt_old_records(table: SlotTabl
     table.free([0])
     store(table, 65536, name=b"b")  # takes the place that a had
     os.pwrite(table.fd, before, record_at(table, 0))
-    assert [(record.offset, record.fingerprint) for record in table.scan()] == [(65536, b"b" * 32)]
+    assert [(record.offset, record.fingerprint) for record in scan_table(table.fd)] == [(65536, b"b" * 32)]
 
 
 def test_more_namespaces_than_the_table_names_are_served_but_not_found() -> None:
@@ -132,8 +133,8 @@ def test_more_namespaces_than_the_table_names_are_served_but_not_found() -> None
     with_few.set_region(0, 8192)
     try:
         for index in range(100):
-            with_few.mark_writing(index * 8192, index.to_bytes(32, "little"), 0, b"k", 0, 1)
-            with_few.mark_ready(index * 8192, 0, 1)
+            mark_writing(with_few, index * 8192, index.to_bytes(32, "little"), 0, b"k", 0, 1)
+            mark_ready(with_few, index * 8192, 0, 1)
         assert found(with_few) == [index * 8192 for index in range(64)]
         for index in range(100):
             with_few.free([index * 8192])
@@ -154,24 +155,24 @@ def test_records_at_odds_with_their_region_are_dropped(table: SlotTable) -> None
 
 def test_misuse_is_refused(table: SlotTable) -> None:
     with pytest.raises(ValueError, match="is not being written"):
-        table.mark_ready(0, 0, 1)
+        mark_ready(table, 0, 0, 1)
     store(table, 0)
-    table.mark_writing(2 * 65536, b"a" * 32, 0, b"k", 0, 1)
+    mark_writing(table, 2 * 65536, b"a" * 32, 0, b"k", 0, 1)
     with pytest.raises(ValueError, match="being written"):
-        table.mark_writing(2 * 65536, b"a" * 32, 0, b"k", 0, 1)
+        mark_writing(table, 2 * 65536, b"a" * 32, 0, b"k", 0, 1)
     for offset in (-8192, 1000, POOL, POOL - 4096):
         with pytest.raises(ValueError, match="No slot begins"):
             table.free([offset])
     with pytest.raises(ValueError, match="at most 64"):
-        table.mark_writing(65536, b"a" * 32, 0, b"k" * 65, 0, 1)
+        mark_writing(table, 65536, b"a" * 32, 0, b"k" * 65, 0, 1)
     with pytest.raises(ValueError, match="32 bytes"):
-        table.mark_writing(65536, b"short", 0, b"k", 0, 1)
+        mark_writing(table, 65536, b"short", 0, b"k", 0, 1)
     assert found(table) == [0]
 
 
 def test_a_batch_with_a_wrong_slot_in_it_changes_nothing(table: SlotTable) -> None:
     store(table, 0)
-    table.mark_writing(65536, b"a" * 32, 0, b"k", 0, 1)
+    mark_writing(table, 65536, b"a" * 32, 0, b"k", 0, 1)
     with pytest.raises(ValueError, match="65536 is being written"):
         table.mark_all_writing([0, 65536], b"a" * 32, 0, [b"x", b"y"], 0, 1)
     with pytest.raises(ValueError, match="offset 0 is not being written"):
@@ -181,10 +182,10 @@ def test_a_batch_with_a_wrong_slot_in_it_changes_nothing(table: SlotTable) -> No
 
 def test_a_ready_slot_that_is_written_again_is_not_ready_until_it_is_whole(table: SlotTable) -> None:
     store(table, 0)
-    table.mark_writing(0, b"b" * 32, 0, b"other", 0, 1)
+    mark_writing(table, 0, b"b" * 32, 0, b"other", 0, 1)
     assert found(table) == []
-    table.mark_ready(0, 0, 1)
-    assert [record.key for record in table.scan()] == [b"other"]
+    mark_ready(table, 0, 0, 1)
+    assert [record.key for record in scan_table(table.fd)] == [b"other"]
 
 
 @pytest.mark.parametrize(("position", "sentence"), [(0, "no slot table"), (8, "format"), (16, "boot"), (40, "damaged")])
@@ -192,7 +193,7 @@ def test_a_header_that_does_not_fit_is_refused(table: SlotTable, position: int, 
     (value,) = os.pread(table.fd, 1, position)
     os.pwrite(table.fd, bytes([value ^ 0xFF]), position)
     with pytest.raises(BadTable, match=sentence):
-        list(table.scan())
+        list(scan_table(table.fd))
 
 
 def test_an_empty_file_is_no_table() -> None:
@@ -208,7 +209,7 @@ def test_the_table_of_another_boot_is_refused() -> None:
     old = SlotTable(POOL, REGION, boot_id=bytes(16))
     try:
         with pytest.raises(BadTable, match="last boot"):
-            list(old.scan())
+            list(scan_table(old.fd))
     finally:
         old.close()
 
@@ -225,7 +226,7 @@ def test_the_table_is_sealed_and_scanning_fills_no_holes(table: SlotTable) -> No
 
 @pytest.mark.parametrize("pool_bytes", [4 * MIB, 64 * MIB, 1 << 30, 2 << 40])
 def test_the_table_is_at_most_two_percent_of_the_pool(pool_bytes: int) -> None:
-    assert table_bytes(pool_bytes, max(4 * MIB, pool_bytes // 64)) <= pool_bytes * 0.02
+    assert Geometry.of(pool_bytes, max(4 * MIB, pool_bytes // 64)).size_bytes <= pool_bytes * 0.02
 
 
 def test_the_state_is_the_first_aligned_word_of_a_record(table: SlotTable) -> None:

@@ -10,7 +10,6 @@ from zlib import crc32
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotOwner, SlotStore
 from kvoffd.server.disks import Disks
 from kvoffd.server.jobs import Job
 from kvoffd.server.session import Peer
@@ -28,6 +27,7 @@ from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.transfer_engine import SimTransferEngine
+from tests.support.slot_table import SlotOwner
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -100,7 +100,7 @@ class SimDaemon:
         self.service = make_service(
             self.config,
             self._pool,
-            cast(SlotStore, self.pool),
+            cast(Pool, self.pool),
             self.engine,
             pool_mapping.address,
             world.clock,

@@ -10,10 +10,10 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
-from kvoffd.pool.backing import MemfdHome
+from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotRecord, SlotStore
+from kvoffd.pool.records import SlotRecord
 from kvoffd.pool.scan import scan_table
 from kvoffd.server.jobs import Job
 from kvoffd.server.publisher import EventPublisher
@@ -65,11 +65,11 @@ KeptPool = tuple[int, int]
 
 def make_pool(pool_bytes: int, kept: KeptPool | None) -> Pool:
     """The real pool: sealed memory, allocator and slot table; an earlier daemon's where that was kept."""
-    home = MemfdHome(kept)
+    backing = MemfdBacking(kept)
     try:
-        return Pool(pool_bytes, region_bytes=min(REGION_BYTES, pool_bytes), limit=NO_LIMIT, home=home)
+        return Pool(pool_bytes, region_bytes=min(REGION_BYTES, pool_bytes), limit=NO_LIMIT, backing=backing)
     finally:
-        home.close()
+        backing.close()
 
 
 def keep(pool: Pool) -> KeptPool:
@@ -101,7 +101,7 @@ def ready_records(pool: Pool) -> list[SlotRecord]:
 def make_service(
     config: Config,
     pool: Pool,
-    slots: SlotStore,
+    slots: Pool,
     engine: TransferEngine,
     pool_address: int,
     clock: Callable[[], float],

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotOwner
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
+from tests.support.slot_table import SlotOwner, mark_ready, mark_writing
 
 PAGE = 4096
 
@@ -33,7 +33,7 @@ class Slot:
 
 
 class WatchedPool:
-    """A SlotStore that passes everything on and believes nothing."""
+    """A pool that passes everything on and believes nothing."""
 
     def __init__(self, inner: Pool, data: Bytes, contents: dict[bytes, Content]) -> None:
         self._inner = inner
@@ -44,7 +44,7 @@ class WatchedPool:
         self.commits = 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each change of the pool's records."""
-        for record in inner.inheritance.slots:
+        for record in inner.recovered.slots:
             self._enter(Slot(record.offset, record.slot_bytes, "ready", SlotOwner(*record[2:7]), record.first_block))
             self.verify(SlotOwner(*record[2:7]), record.offset, record.first_block, record.length)
 
@@ -104,7 +104,7 @@ class WatchedPool:
         if slot.transfers:
             raise Broken("a slot is written anew while a transfer uses it")
         self.before_write()
-        self._inner.mark_writing(offset, owner)
+        mark_writing(self._inner, offset, *owner)
         slot.state, slot.owner, slot.revoked = "writing", SlotOwner(*owner), False
 
     def _mark_ready(self, offset: int, first_block: int, length: int, checksum: int) -> None:
@@ -116,7 +116,7 @@ class WatchedPool:
         self.before_write()
         if length and [checksum] != self._inner.digests([(offset, length)]):
             raise Broken("a slot became ready with another checksum than its bytes have")
-        self._inner.mark_ready(offset, first_block, length, checksum)
+        mark_ready(self._inner, offset, first_block, length, checksum)
         slot.state, slot.first_block = "ready", first_block
         self.commits += 1
         self.verify(slot.owner, offset, first_block, length)

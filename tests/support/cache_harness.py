@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvoffd.cache import BlockCache, Namespace, SlotOwner, make_policy
+from support.slot_table import SlotOwner
+
+from kvoffd.cache import BlockCache, Namespace, make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.messages import GroupSpec
@@ -13,7 +15,7 @@ SLOT_UNIT = 4096
 
 
 class FakeSlots:
-    """A slot store made of lists: each region has slots of one size, and each slot in use has a record."""
+    """The slots of a pool, made of lists: each region has slots of one size, and each slot in use has a record."""
 
     def __init__(self, regions: int, region_bytes: int, last_region_bytes: int = 0) -> None:
         self.region_bytes = region_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 from tiers.memory_disk import MemoryDisk
 from tiers.rig import Maker, TierRig
 
-from kvoffd.pool.checksum import digest
+from kvoffd.pool.format import digest
 from kvoffd.tiers.disk import DiskCalls, DiskOptions, DiskTier, StepWorkers
 from kvoffd.tiers.tier import Tier
 

@@ -15,7 +15,7 @@ from tiers.rig import TierRig, block_of
 from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier, OpeningStopped
 from kvoffd.tiers.disk.file import default_region_bytes
 from kvoffd.tiers.disk.format import FILE_NAME, FORMAT_VERSION, SlotShape
-from kvoffd.tiers.disk.regions import Regions
+from kvoffd.tiers.disk.regions import DiskRegions
 from kvoffd.tiers.tier import TierResult
 
 NUMBERS = range(12)
@@ -301,7 +301,7 @@ def test_the_youngest_of_two_records_of_a_block_counts(tmp_path: Path) -> None:
 
 
 def test_a_region_is_not_cut_anew_while_its_records_are_being_written() -> None:
-    regions = Regions(64 << 10, 1)
+    regions = DiskRegions(64 << 10, 1)
     small, large = SlotShape(4096, 256), SlotShape(16384, 256)
     place = regions.take(small)
     assert place is not None
@@ -310,7 +310,7 @@ def test_a_region_is_not_cut_anew_while_its_records_are_being_written() -> None:
     regions.hold([region.number])
     regions.give_back(region, slot)
     assert regions.take(large) is None
-    regions.let_go()
+    regions.end_hold()
     assert regions.take(large) is not None
 
 

@@ -13,14 +13,15 @@ import time
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.pool.backing import MemfdHome
+from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord, SlotOwner
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.server.daemon import GC_THRESHOLDS
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.system.limits import MemoryLimit
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
+from tests.support.slot_table import SlotOwner, mark_ready, mark_writing
 
 NAME = b"n" * 32
 NO_LIMIT = MemoryLimit(2**62, "nothing")
@@ -32,23 +33,23 @@ def left_behind(pool_bytes: int, block_bytes: int) -> tuple[int, int]:
     pool = Pool(pool_bytes, limit=NO_LIMIT)
     pool.note_namespace(NamespaceRecord(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
     for number, offset in enumerate(pool.take(block_bytes, pool_bytes // block_bytes)):
-        pool.mark_writing(offset, SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
-        pool.mark_ready(offset, 0, block_bytes)
+        mark_writing(pool, offset, *SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
+        mark_ready(pool, offset, 0, block_bytes)
     kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
     pool.close()
     return kept
 
 
 def measure(gib: float, block_bytes: int) -> str:
-    home = MemfdHome(left_behind(int(gib * 2**30), block_bytes))
+    backing = MemfdBacking(left_behind(int(gib * 2**30), block_bytes))
     started = time.perf_counter()
-    pool = Pool(int(gib * 2**30), home=home, limit=NO_LIMIT)
-    home.close()
+    pool = Pool(int(gib * 2**30), backing=backing, limit=NO_LIMIT)
+    backing.close()
     scanned = time.perf_counter()
     publisher = EventPublisher(10_000)
     cache = BlockCache(pool, make_policy("lru"), publisher, time.monotonic)
-    inheritance = pool.take_inheritance()
-    adoption = cache.adopt(inheritance.namespaces, inheritance.slots)
+    recovered = pool.take_recovered()
+    adoption = cache.adopt(recovered.namespaces, recovered.slots)
     publisher.flush()
     seconds, scan_s = time.perf_counter() - started, scanned - started
     pool.close()
@@ -64,9 +65,9 @@ def mapping() -> str:
     pool.touch(0, lambda _: None)
     kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
     pool.close()
-    home = MemfdHome(kept)
-    pool = Pool(MAPPED_BYTES, home=home)
-    home.close()
+    backing = MemfdBacking(kept)
+    pool = Pool(MAPPED_BYTES, backing=backing)
+    backing.close()
     assert pool.resident
     started = time.perf_counter()
     pool.map_pages(lambda: False)

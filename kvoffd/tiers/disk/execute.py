@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.disk.calls import DiskCalls, ShortRead, read_all, write_all
-from kvoffd.tiers.disk.format import page_up
 from kvoffd.tiers.disk.queue import Batch, Job, Kind
 from kvoffd.tiers.tier import TierBlock, TierResult
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.disk.calls import ALLOCATE_BYTES, DiskCalls, aligned_buffer, read_all, write_all
 from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
-from kvoffd.tiers.disk.format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, page_up, read_head
+from kvoffd.tiers.disk.format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, read_head
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)

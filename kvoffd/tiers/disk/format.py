@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 
 FILE_NAME = "kvoffd.disk"
@@ -241,11 +241,6 @@ def record_bytes(world_size: int) -> int:
     if needed > PAGE_BYTES:
         return page_up(needed)
     return max(_LEAST_RECORD_BYTES, 1 << (needed - 1).bit_length())
-
-
-def page_up(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _is_record_bytes(nbytes: int) -> bool:

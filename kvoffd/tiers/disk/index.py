@@ -8,7 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvoffd.tiers.disk.format import SlotShape
-from kvoffd.tiers.disk.regions import Entry, Region, Regions
+from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.tier import TierBlock, TierKey
 
 AGE_STEP_S = 3600
@@ -51,7 +51,7 @@ class DiskIndex:
     or written stay.
     """
 
-    def __init__(self, regions: Regions) -> None:
+    def __init__(self, regions: DiskRegions) -> None:
         self.regions = regions
         self.blocks = 0
         self.ages: Counter[int] = Counter()
@@ -199,7 +199,7 @@ class DiskIndex:
         looked_at = islice(self._by_use.get(shape, ()), _MOST_PASSED_OVER)
         return next((entry for entry in looked_at if not entry.readers), None)
 
-    def _coldest_region(self, shape: SlotShape) -> Region | None:
+    def _coldest_region(self, shape: SlotShape) -> DiskRegion | None:
         heads = [next(iter(entries)) for other, entries in self._by_use.items() if other != shape]
         for entry in sorted(heads, key=lambda entry: entry.used):
             region = entry.region

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvoffd.pool.slots import PAGE_BYTES
 from kvoffd.tiers.disk.calls import aligned_buffer
 from kvoffd.tiers.disk.format import HEAD_PAGES, MAX_FLOORS, Head, Record, pack_record, region_seed
-from kvoffd.tiers.disk.regions import Region, Regions
+from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions
 
 # In one go: what waits meanwhile is written in the next.
 _MOST_REGIONS = 64
@@ -31,7 +31,7 @@ class Update(NamedTuple):
 class Records:
     """Keeps the file's head and records up to date, one update at a time."""
 
-    def __init__(self, head: Head, regions: Regions) -> None:
+    def __init__(self, head: Head, regions: DiskRegions) -> None:
         self.head = head
         self._regions = regions
         self._head_differs = False
@@ -98,7 +98,7 @@ class Records:
         update = self._running
         assert update is not None
         self._running = None
-        self._regions.let_go()
+        self._regions.end_hold()
         if not done:
             self._regions.dirty.give_back(update.regions)
             self._head_differs = True
@@ -120,7 +120,7 @@ class Records:
         head.generation = self._regions.generation
         return head.number % HEAD_PAGES * PAGE_BYTES, _aligned([head.pack()])
 
-    def _writes_of(self, region: Region, units: set[int] | None) -> list[tuple[int, memoryview]]:
+    def _writes_of(self, region: DiskRegion, units: set[int] | None) -> list[tuple[int, memoryview]]:
         if region.shape is None:
             return [(region.base, aligned_buffer(PAGE_BYTES))]
         unit_bytes = max(PAGE_BYTES, region.shape.record_bytes)
@@ -136,7 +136,7 @@ class Records:
             writes.append((records_at + run[0] * unit_bytes, pages))
         return writes
 
-    def _unit(self, region: Region, unit: int) -> bytes:
+    def _unit(self, region: DiskRegion, unit: int) -> bytes:
         assert region.shape is not None
         nbytes = region.shape.record_bytes
         seed = region_seed(self.head.file_id, region.head)

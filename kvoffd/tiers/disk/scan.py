@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from kvoffd.pool.slots import PAGE_BYTES
+from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.disk.errors import OpeningStopped
 from kvoffd.tiers.disk.file import DiskFile, OnProgress
-from kvoffd.tiers.disk.format import RegionHead, page_up, read_record, read_region, region_seed
+from kvoffd.tiers.disk.format import RegionHead, read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex
-from kvoffd.tiers.disk.regions import Entry, Region, Regions
+from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.tier import TierKey
 
 
@@ -20,7 +20,7 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
     Blocks count as used in the order of their writing. What does not count any more is dirty.
     """
     head = file.head
-    regions = Regions(head.region_bytes, head.regions)
+    regions = DiskRegions(head.region_bytes, head.regions)
     regions.generation = max([head.generation, *head.floors.values()])
     found: dict[TierKey, Entry] = {}
     size = head.regions * head.region_bytes
@@ -32,7 +32,7 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
         except OSError as error:
             _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
         on_progress("reading the index", (region.number + 1) * head.region_bytes, size)
-    regions.restored()
+    regions.restore()
     if file.was_open:
         head.doubtful = regions.generation
     book = DiskIndex(regions)
@@ -42,7 +42,7 @@ def rebuild(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], b
     return book
 
 
-def _read_region(file: DiskFile, regions: Regions, region: Region, found: dict[TierKey, Entry]) -> None:
+def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found: dict[TierKey, Entry]) -> None:
     page = file.read_pages(region.base, PAGE_BYTES)
     head = read_region(page, file.head.file_id, region.number, file.head.region_bytes)
     if head is None:
@@ -51,12 +51,12 @@ def _read_region(file: DiskFile, regions: Regions, region: Region, found: dict[T
         return
     nbytes = page_up(head.slots * head.shape.record_bytes)
     records = bytes(file.read_pages(region.base + PAGE_BYTES, nbytes))
-    region.cut(head.shape, head.slots, head.generation)
+    region.cut_at(head.shape, head.slots, head.generation)
     regions.generation = max(regions.generation, head.generation)
     _take_up(file, regions, region, head, records, found)
 
 
-def _note_loss(file: DiskFile, regions: Regions, region: Region, kind: str, what: str) -> None:
+def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
     # Written over rather than left: what is in them might be forgotten before they can be read again.
     regions.dirty.mark_head(region)
     sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
@@ -64,7 +64,12 @@ def _note_loss(file: DiskFile, regions: Regions, region: Region, kind: str, what
 
 
 def _take_up(
-    file: DiskFile, regions: Regions, region: Region, head: RegionHead, records: bytes, found: dict[TierKey, Entry]
+    file: DiskFile,
+    regions: DiskRegions,
+    region: DiskRegion,
+    head: RegionHead,
+    records: bytes,
+    found: dict[TierKey, Entry],
 ) -> None:
     floors = file.head.floors
     seed = region_seed(file.head.file_id, head)
