@@ -19,30 +19,9 @@ from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
+from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.messages import (
-    AnyReply,
-    AnyRequest,
-    AttachDisk,
-    Clear,
-    DetachDisk,
-    DrainDisk,
-    Error,
-    Health,
-    HealthReply,
-    Hello,
-    Namespaces,
-    NamespacesReply,
-    Role,
-    Scrub,
-    ScrubReply,
-    Sessions,
-    SessionsReply,
-    Stats,
-    StatsReply,
-    Welcome,
-)
 from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
 from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
 
@@ -53,9 +32,9 @@ EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
 Fields = ParamSpec("Fields")
-ReplyT = TypeVar("ReplyT", bound=AnyReply)
+ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 T = TypeVar("T")
-MakeRequest = Callable[[int, bytes], AnyRequest]
+MakeRequest = Callable[[int, bytes], m.AnyRequest]
 """Makes a request of its id and the session's token."""
 
 
@@ -89,45 +68,45 @@ class AdminRequests(ABC):
             cast("type[Request[ReplyT]]", kind), lambda request_id, token: kind(request_id, token, *fields, **named)
         )
 
-    def stats(self) -> StatsReply:
+    def stats(self) -> m.StatsReply:
         """All counters."""
-        return self.ask(Stats)
+        return self.ask(m.Stats)
 
-    def health(self) -> HealthReply:
+    def health(self) -> m.HealthReply:
         """Whether the daemon works: a round trip through the loop that serves engines."""
-        return self.ask(Health)
+        return self.ask(m.Health)
 
-    def sessions(self) -> SessionsReply:
+    def sessions(self) -> m.SessionsReply:
         """Open sessions, oldest first."""
-        return self.ask(Sessions)
+        return self.ask(m.Sessions)
 
-    def namespaces(self) -> NamespacesReply:
+    def namespaces(self) -> m.NamespacesReply:
         """Open namespaces, oldest first."""
-        return self.ask(Namespaces)
+        return self.ask(m.Namespaces)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
         """Drop every block of one namespace, or of all; returns how many."""
-        return self.ask(Clear, fingerprint).count
+        return self.ask(m.Clear, fingerprint).count
 
-    def scrub(self, start: bool = True) -> ScrubReply:
+    def scrub(self, start: bool = True) -> m.ScrubReply:
         """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
 
         Args:
             start: begin, unless it is being done already. False only asks.
         """
-        return self.ask(Scrub, start)
+        return self.ask(m.Scrub, start)
 
     def attach_disk(self, directory: str, size_bytes: int) -> None:
         """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
-        self.ask(AttachDisk, directory, size_bytes)
+        self.ask(m.AttachDisk, directory, size_bytes)
 
     def drain_disk(self, directory: str) -> None:
         """Have nothing more written to a directory."""
-        self.ask(DrainDisk, directory)
+        self.ask(m.DrainDisk, directory)
 
     def detach_disk(self, directory: str) -> None:
         """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
-        self.ask(DetachDisk, directory)
+        self.ask(m.DetachDisk, directory)
 
     @abstractmethod
     def close(self) -> None:
@@ -140,7 +119,7 @@ class AdminRequests(ABC):
         return reply
 
     @abstractmethod
-    def _round_trip(self, make: MakeRequest) -> AnyReply:
+    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
         """Send a request and wait for its reply, which is never Error."""
 
     def __enter__(self) -> Self:
@@ -160,14 +139,14 @@ class AdminSession(Session):
     attempts_failed = 0
 
     def ask(
-        self, message: AnyRequest, outcome: list[AnyReply | KvoffdClientError], now: float, timeout_s: float
+        self, message: m.AnyRequest, outcome: list[m.AnyReply | KvoffdClientError], now: float, timeout_s: float
     ) -> None:
         """Send a request; its reply, or why there is none, is appended to ``outcome``."""
         if not self.usable:
             outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
             return
 
-        def then(reply: AnyReply | KvoffdClientError, _: float) -> None:
+        def then(reply: m.AnyReply | KvoffdClientError, _: float) -> None:
             outcome.append(reply)
             self.on_change()
 
@@ -238,8 +217,8 @@ class AdminClient(AdminRequests):
         assert self._connection is not None
         return self._connection.session
 
-    def _round_trip(self, make: MakeRequest) -> AnyReply:
-        def start(outcome: list[AnyReply | KvoffdClientError], now: float, timeout_s: float) -> None:
+    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
+        def start(outcome: list[m.AnyReply | KvoffdClientError], now: float, timeout_s: float) -> None:
             session = self._session
             session.ask(make(session.next_request_id(), session.token), outcome, now, timeout_s)
 
@@ -271,7 +250,7 @@ class AdminClient(AdminRequests):
     def _connected(self, deadline: float) -> Connection[AdminSession]:
         """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
         if self._connection is None:
-            identity = Identity(self._directory, Role.ADMIN, "admin", "")
+            identity = Identity(self._directory, m.Role.ADMIN, "admin", "")
             self._connection = Connection(identity, self._options, self._SESSION)
             before = 0
         else:
@@ -323,7 +302,7 @@ class RemoteAdminClient(AdminRequests):
             self._disconnect()
             self._context.term()
 
-    def _round_trip(self, make: MakeRequest) -> AnyReply:
+    def _round_trip(self, make: MakeRequest) -> m.AnyReply:
         with self._one_call:
             if self._context.closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
@@ -347,10 +326,10 @@ class RemoteAdminClient(AdminRequests):
             self._connect(socket, deadline)
             hello = self._exchange(
                 socket,
-                lambda request_id, token: Hello(request_id, token, PROTOCOL_VERSION, Role.ADMIN, "admin", ""),
+                lambda request_id, token: m.Hello(request_id, token, PROTOCOL_VERSION, m.Role.ADMIN, "admin", ""),
                 deadline,
             )
-            if not isinstance(hello, Welcome):
+            if not isinstance(hello, m.Welcome):
                 raise DaemonUnavailable(f"The daemon at {self._address} answered Hello with a {type(hello).__name__}.")
         except BaseException:
             self._disconnect()
@@ -379,7 +358,7 @@ class RemoteAdminClient(AdminRequests):
             monitor.close(linger=0)
         raise DaemonUnavailable(f"The kvoffd daemon at {self._address} cannot be reached: {problem}.")
 
-    def _exchange(self, socket: zmq.Socket[bytes], make: MakeRequest, deadline: float) -> AnyReply:
+    def _exchange(self, socket: zmq.Socket[bytes], make: MakeRequest, deadline: float) -> m.AnyReply:
         self._last_id += 1
         frame = encode(make(self._last_id, NO_TOKEN))
         sent = False
@@ -389,13 +368,13 @@ class RemoteAdminClient(AdminRequests):
                 socket.send(frame, zmq.NOBLOCK)
                 sent = True
             elif ready & zmq.POLLIN and (reply := self._receive(socket)).request_id == self._last_id:
-                if isinstance(reply, Error):
+                if isinstance(reply, m.Error):
                     raise RequestRefused(reply.code, reply.message)
                 return reply
         self._disconnect()
         raise RequestTimeout(f"The kvoffd daemon at {self._address} did not answer in time; try again later.")
 
-    def _receive(self, socket: zmq.Socket[bytes]) -> AnyReply:
+    def _receive(self, socket: zmq.Socket[bytes]) -> m.AnyReply:
         frames = socket.recv_multipart(zmq.NOBLOCK)
         try:
             return decode_reply(frames[0] if len(frames) == 1 else b"")

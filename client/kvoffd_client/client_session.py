@@ -16,24 +16,11 @@ from typing import Protocol
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
 from kvoffd_client.pending_requests import NEVER, PendingRequests, Then
+from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, Refused
-from kvoffd_proto.messages import (
-    PROTOCOL_VERSION,
-    AnyReply,
-    AnyRequest,
-    Error,
-    Heartbeat,
-    HeartbeatReply,
-    Hello,
-    Limits,
-    NamespaceOpened,
-    OpenNamespace,
-    Role,
-    Welcome,
-)
 
 log = logging.getLogger("kvoffd_client")
 
@@ -97,7 +84,7 @@ class Session:
         self.epoch = 0
         self.session_id = 0
         self.token = b""
-        self.limits: Limits | None = None
+        self.limits: m.Limits | None = None
         self.credit_bytes = 0
         self.lease_ttl_s = 0.0
         self.responsive = True
@@ -165,7 +152,7 @@ class Session:
         self._next_request_id += 1
         return self._next_request_id
 
-    def send(self, message: AnyRequest) -> KvoffdClientError | None:
+    def send(self, message: m.AnyRequest) -> KvoffdClientError | None:
         """Send a message without waiting for its reply; the reason when it cannot go out."""
         frame = encode(message)
         if self.limits is not None and len(frame) > self.limits.max_frame_bytes:
@@ -176,7 +163,7 @@ class Session:
             return DaemonUnavailable(f"The daemon in {self.identity.directory} does not read its socket.")
         return None
 
-    def request(self, message: AnyRequest, then: Then, now: float, timeout_s: float | None = None) -> None:
+    def request(self, message: m.AnyRequest, then: Then, now: float, timeout_s: float | None = None) -> None:
         """Send a message; ``then`` is called once, maybe at once."""
         if len(self._pending) >= self.options.max_pending_requests:
             then(DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already."), now)
@@ -188,7 +175,7 @@ class Session:
         deadline = now + (self.options.request_timeout_s if timeout_s is None else timeout_s)
         self._pending.add(message.request_id, deadline, then, now)
 
-    def reply(self, reply: AnyReply, now: float) -> None:
+    def reply(self, reply: m.AnyReply, now: float) -> None:
         """A reply came from the jobs socket."""
         if self.phase in (Phase.WAITING, Phase.GREETING, Phase.CLOSED):
             return
@@ -201,7 +188,7 @@ class Session:
             self._warned = ""
             self.on_change()
         then = self._pending.answered(reply.request_id, now)
-        if isinstance(reply, Error):
+        if isinstance(reply, m.Error):
             refusal = RequestRefused(reply.code, reply.message)
             if then is not None:
                 then(refusal, now)
@@ -239,10 +226,10 @@ class Session:
             self.lose(f"The daemon sent {type(message).__name__} out of turn.", now)
 
     def _greeted(self, greeting: Greeting, now: float) -> None:
-        if greeting.protocol_version != PROTOCOL_VERSION:
+        if greeting.protocol_version != m.PROTOCOL_VERSION:
             sentence = (
                 f"The daemon in {self.identity.directory} speaks protocol {greeting.protocol_version} and this client "
-                f"{PROTOCOL_VERSION}; install the same kvoffd release on both."
+                f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
             )
             self._refuse(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
             return
@@ -251,18 +238,18 @@ class Session:
         self.phase = Phase.HELLO
         self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._extra_topics()])
         identity = self.identity
-        hello = Hello(
+        hello = m.Hello(
             self.next_request_id(),
             self.token,
-            PROTOCOL_VERSION,
+            m.PROTOCOL_VERSION,
             identity.role,
             identity.name[:128],
             identity.software[:128],
         )
         self.request(hello, self._welcomed, now, self.options.handshake_timeout_s)
 
-    def _welcomed(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
-        if not isinstance(reply, Welcome):
+    def _welcomed(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+        if not isinstance(reply, m.Welcome):
             self._fail_handshake("Hello", reply, now)
             return
         self.limits = reply.limits
@@ -274,7 +261,7 @@ class Session:
             self._become_ready(now)
             return
         self.phase = Phase.NAMESPACE
-        message = OpenNamespace(
+        message = m.OpenNamespace(
             self.next_request_id(),
             self.token,
             spec.fingerprint,
@@ -286,8 +273,8 @@ class Session:
         )
         self.request(message, self._opened, now, self.options.handshake_timeout_s)
 
-    def _opened(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
-        if isinstance(reply, NamespaceOpened):
+    def _opened(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+        if isinstance(reply, m.NamespaceOpened):
             self._namespace_open(now)
         else:
             self._fail_handshake("OpenNamespace", reply, now)
@@ -304,7 +291,7 @@ class Session:
         self._role_ready(now)
         self.on_change()
 
-    def _fail_handshake(self, step: str, reply: AnyReply | KvoffdClientError, now: float) -> None:
+    def _fail_handshake(self, step: str, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
         if self.phase is Phase.WAITING:
             return  # told by lose() itself
         if isinstance(reply, RequestRefused):
@@ -380,7 +367,7 @@ class Session:
         if sentence != self._warned:
             self._warned = sentence
             # An administrator's call raises the sentence; the log need not repeat it.
-            log.log(logging.DEBUG if self.identity.role is Role.ADMIN else logging.WARNING, "%s", sentence)
+            log.log(logging.DEBUG if self.identity.role is m.Role.ADMIN else logging.WARNING, "%s", sentence)
 
     # --- heartbeat -------------------------------------------------------------------------------
 
@@ -390,12 +377,12 @@ class Session:
             return
         self._heartbeat_pending = True
         renew = self._renewals(now)
-        message = Heartbeat(self.next_request_id(), self.token, self._acknowledged(), renew)
+        message = m.Heartbeat(self.next_request_id(), self.token, self._acknowledged(), renew)
         self.request(message, lambda reply, then_now: self._on_heartbeat_reply(reply, now, then_now), now)
 
-    def _on_heartbeat_reply(self, reply: AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
+    def _on_heartbeat_reply(self, reply: m.AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
         self._heartbeat_pending = False
-        if isinstance(reply, HeartbeatReply):
+        if isinstance(reply, m.HeartbeatReply):
             self.credit_bytes = reply.credit_bytes
             self._role_heartbeat(reply, sent_at, now)
         elif not isinstance(reply, KvoffdClientError):
@@ -429,7 +416,7 @@ class Session:
     def _role_wake_at(self) -> float:
         return NEVER
 
-    def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None: ...
+    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None: ...
 
     def _must_drain(self) -> bool:
         return False
@@ -440,5 +427,5 @@ class Session:
     def _renewals(self, now: float) -> list[int]:
         return []
 
-    def _stray_refusal(self, reply: Error, refusal: RequestRefused, now: float) -> None:
+    def _stray_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         self._warn(f"The kvoffd daemon refused a message: {refusal}")

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Session
-from kvoffd_client.errors import ForkedProcess
+from kvoffd_client.errors import ForkedProcess, RequestRefused
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.codec import CodecError, decode_reply
 from kvoffd_proto.lifeline import FrameBuffer, LifelineError, decode_from_daemon
@@ -235,3 +235,58 @@ class Connection(Generic[S]):
         except Exception:
             log.exception("The kvoffd client could not put its session in order.")
             self._link.close()
+
+
+class SessionClient(Generic[S]):
+    """What the scheduler's and the worker's client have in common. No call blocks unless it says wait. Thread-safe.
+
+    It connects in the background, and again whenever the daemon goes.
+    """
+
+    def __init__(self, identity: Identity, options: ClientOptions, make_session: MakeSession[S]) -> None:
+        self._connection: Connection[S] = Connection(identity, options, make_session)
+        self._session = self._connection.session
+
+    @property
+    def ready(self) -> bool:
+        """The session is open, with all that the client opens in it, and the daemon answers."""
+        return self._session.usable
+
+    @property
+    def epoch(self) -> int:
+        """The daemon's life this client is (or was last) connected to; 0 before the first."""
+        return self._session.epoch
+
+    @property
+    def credit_bytes(self) -> int:
+        """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
+        return self._session.credit_bytes if self.ready else 0
+
+    @property
+    def problem(self) -> str | None:
+        """A sentence that says why the client is not ready; None while it is."""
+        return self._session.problem
+
+    @property
+    def refusal(self) -> RequestRefused | None:
+        """The daemon's refusal, where that is why the client is not ready."""
+        return self._session.refusal
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait until ready; False when it is not after ``timeout_s`` seconds."""
+        return self._connection.wait(lambda: self.ready, timeout_s)
+
+    def wait_settled(self, timeout_s: float) -> bool:
+        """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
+        self._connection.wait(lambda: self.ready or self._session.refusal is not None, timeout_s)
+        return self.ready
+
+    def close(self) -> None:
+        """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

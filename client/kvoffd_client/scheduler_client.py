@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 
 from kvoffd_client.client_options import ClientOptions, Identity
-from kvoffd_client.connection import Connection
-from kvoffd_client.errors import RequestRefused
+from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_session import LookupTicket, SchedulerSession
 from kvoffd_proto.events import KvEvent
@@ -18,10 +17,8 @@ from kvoffd_proto.messages import GroupKeys, Role
 DEFAULT_OPTIONS = ClientOptions()
 
 
-class SchedulerClient:
-    """Asks one daemon which blocks of one namespace are ready. No call blocks unless it says wait. Thread-safe.
-
-    It connects in the background, and again whenever the daemon goes; until then every lookup is a miss.
+class SchedulerClient(SessionClient[SchedulerSession]):
+    """Asks one daemon which blocks of one namespace are ready; while it is not ready every lookup is a miss.
 
     Args:
         directory: where the daemon's sockets are.
@@ -42,32 +39,9 @@ class SchedulerClient:
         subscribe_events: bool = False,
         options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self._directory = os.fspath(directory)
         self._key_bytes = namespace.key_bytes
-        identity = Identity(self._directory, Role.SCHEDULER, name, software, namespace)
-        make = functools.partial(SchedulerSession, events=subscribe_events)
-        self._connection: Connection[SchedulerSession] = Connection(identity, options, make)
-        self._session = self._connection.session
-
-    @property
-    def connected(self) -> bool:
-        """The namespace is open and the daemon answers."""
-        return self._session.usable
-
-    @property
-    def epoch(self) -> int:
-        """The daemon's life this client is (or was last) connected to; 0 before the first."""
-        return self._session.epoch
-
-    @property
-    def credit_bytes(self) -> int:
-        """Bytes of stores the daemon lets a session have outstanding; 0 when not connected."""
-        return self._session.credit_bytes if self._session.usable else 0
-
-    @property
-    def problem(self) -> str | None:
-        """A sentence that says why the client is not connected; None while it is."""
-        return self._session.problem
+        identity = Identity(os.fspath(directory), Role.SCHEDULER, name, software, namespace)
+        super().__init__(identity, options, functools.partial(SchedulerSession, events=subscribe_events))
 
     @property
     def events_lost(self) -> int:
@@ -127,11 +101,6 @@ class SchedulerClient:
         self._connection.wait(lambda: bool(outcome), timeout_s)
         return outcome == [True]
 
-    @property
-    def refusal(self) -> RequestRefused | None:
-        """The daemon's refusal, where that is why the client is not connected."""
-        return self._session.refusal
-
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order, from the start of the daemon's life.
 
@@ -143,27 +112,8 @@ class SchedulerClient:
         with self._connection.lock:
             return self._session.events.take()
 
-    def wait_connected(self, timeout_s: float) -> bool:
-        """Wait until connected; False when it is not after ``timeout_s`` seconds."""
-        return self._connection.wait(lambda: self._session.usable, timeout_s)
-
-    def wait_settled(self, timeout_s: float) -> bool:
-        """As wait_connected(), but return at once when the daemon refuses this client; see ``refusal``."""
-        self._connection.wait(lambda: self._session.usable or self._session.refusal is not None, timeout_s)
-        return self._session.usable
-
-    def close(self) -> None:
-        """End the session and the thread, in less than a second. Unanswered tickets fail. Repeatable."""
-        self._connection.close()
-
     def _count(self, keys: bytes) -> int:
         count, rest = divmod(len(keys), self._key_bytes)
         if rest:
             raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self._key_bytes} bytes each.")
         return count
-
-    def __enter__(self) -> SchedulerClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -11,6 +11,7 @@ import msgspec
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_proto import messages as m
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     KV_TOPIC_PREFIX,
@@ -20,22 +21,9 @@ from kvoffd_proto.events import (
     decode_event_batch,
     kv_topic,
 )
-from kvoffd_proto.messages import (
-    PENDING,
-    READY,
-    AnyReply,
-    Done,
-    GroupKeys,
-    HeartbeatReply,
-    Invalidate,
-    Lookup,
-    LookupReply,
-    Release,
-    Reset,
-)
 
-_READY_BYTE = bytes([READY])
-_PENDING_BYTE = bytes([PENDING])
+_READY_BYTE = bytes([m.READY])
+_PENDING_BYTE = bytes([m.PENDING])
 
 Waiter = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument says True, for at most its second, in seconds; returns what the first says."""
@@ -227,7 +215,7 @@ class SchedulerSession(Session):
     # --- requests --------------------------------------------------------------------------------
 
     def lookup(
-        self, groups: Sequence[GroupKeys], key_counts: Sequence[int], now: float, again: bool = False
+        self, groups: Sequence[m.GroupKeys], key_counts: Sequence[int], now: float, again: bool = False
     ) -> LookupTicket:
         """Send a lookup; ``key_counts`` is the number of keys per group. ``again``: something of it was pending."""
         if not self.usable:
@@ -238,7 +226,7 @@ class SchedulerSession(Session):
         self._next_lease += 1
         ticket = LookupTicket(lease_id)
         self._unanswered.add(lease_id)
-        message = Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
+        message = m.Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
         self.request(message, lambda reply, then_now: self._looked_up(ticket, key_counts, now, reply, then_now), now)
         return ticket
 
@@ -250,12 +238,12 @@ class SchedulerSession(Session):
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
         if self.usable and lease_id >> 32 == self.session_id:
-            self.send(Release(self.next_request_id(), self.token, [lease_id]))
+            self.send(m.Release(self.next_request_id(), self.token, [lease_id]))
 
-    def invalidate(self, groups: Sequence[GroupKeys]) -> None:
+    def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have blocks forgotten."""
         if self.usable:
-            self.send(Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
+            self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
     def reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Drop the namespace's blocks; whether that was confirmed is appended to ``outcome``."""
@@ -263,24 +251,24 @@ class SchedulerSession(Session):
             outcome.append(False)
             return
 
-        def then(reply: AnyReply | KvoffdClientError, _: float) -> None:
-            outcome.append(isinstance(reply, Done))
+        def then(reply: m.AnyReply | KvoffdClientError, _: float) -> None:
+            outcome.append(isinstance(reply, m.Done))
             self.on_change()
 
-        self.request(Reset(self.next_request_id(), self.token, self._fingerprint), then, now, timeout_s)
+        self.request(m.Reset(self.next_request_id(), self.token, self._fingerprint), then, now, timeout_s)
 
     def _looked_up(
         self,
         ticket: LookupTicket,
         key_counts: Sequence[int],
         sent_at: float,
-        reply: AnyReply | KvoffdClientError,
+        reply: m.AnyReply | KvoffdClientError,
         now: float,
     ) -> None:
         unwanted = ticket.lease_id in self._unwanted
         self._unanswered.discard(ticket.lease_id)
         self._unwanted.discard(ticket.lease_id)
-        if isinstance(reply, LookupReply) and [len(states) for states in reply.states] == key_counts:
+        if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == key_counts:
             if unwanted:
                 # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
                 self.release(ticket.lease_id)
@@ -323,7 +311,7 @@ class SchedulerSession(Session):
                 del self._leases[lease_id]
         return list(self._leases)[:MAX_RENEWALS]
 
-    def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None:
+    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
         ended = set(reply.ended)
         ends_at = sent_at + self.lease_ttl_s
         for lease_id, (ticket, before) in list(self._leases.items()):

@@ -221,7 +221,7 @@ class FakeEngine:
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""
         deadline = time.monotonic() + timeout_s
-        ready = self.scheduler.wait_connected(timeout_s)
+        ready = self.scheduler.wait_ready(timeout_s)
         return ready and all(worker.wait_ready(max(0.0, deadline - time.monotonic())) for worker in self.workers)
 
     def close(self) -> None:

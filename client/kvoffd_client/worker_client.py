@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvoffd_client.client_options import ClientOptions, Identity
-from kvoffd_client.connection import Connection
-from kvoffd_client.errors import RequestRefused
+from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.shared_memory import Registration
 from kvoffd_client.worker_session import WorkerSession
@@ -21,14 +20,11 @@ LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 DEFAULT_OPTIONS = ClientOptions()
 
-__all__ = ["Registration", "WorkerClient"]
 
+class WorkerClient(SessionClient[WorkerSession]):
+    """Moves one worker's blocks to and from one daemon, which it registers the worker's KV memory with.
 
-class WorkerClient:
-    """Moves one worker's blocks to and from one daemon. No call blocks unless it says wait. Thread-safe.
-
-    It connects and registers in the background, and again whenever the daemon goes. Every job gets exactly one
-    result, from the daemon or, when that is gone, from the client itself.
+    Every job gets exactly one result, from the daemon or, when that is gone, from the client itself.
 
     Args:
         directory: where the daemon's sockets are.
@@ -64,33 +60,12 @@ class WorkerClient:
         self._key_bytes = namespace.key_bytes
         self._group_count = len(namespace.groups)
         identity = Identity(os.fspath(directory), Role.WORKER, name, software, namespace, registration)
-        self._connection: Connection[WorkerSession] = Connection(identity, options, WorkerSession)
-        self._session = self._connection.session
+        super().__init__(identity, options, WorkerSession)
 
     @property
     def ready(self) -> bool:
         """The memory is registered and the daemon answers: jobs are sent."""
         return self._session.usable and self._session.registration_wanted
-
-    @property
-    def credit_bytes(self) -> int:
-        """Bytes of stores the session may have outstanding, running ones included; 0 when not ready."""
-        return self._session.credit_bytes if self.ready else 0
-
-    @property
-    def epoch(self) -> int:
-        """The daemon's life this client is (or was last) connected to; 0 before the first."""
-        return self._session.epoch
-
-    @property
-    def problem(self) -> str | None:
-        """A sentence that says why the client is not ready; None while it is."""
-        return self._session.problem
-
-    @property
-    def refusal(self) -> RequestRefused | None:
-        """The daemon's refusal, where that is why the client is not ready."""
-        return self._session.refusal
 
     @property
     def shard_bytes(self) -> list[int]:
@@ -162,10 +137,6 @@ class WorkerClient:
         while not connection.wait(lambda: not session.has_any(wanted), LOAD_WAIT_S):
             log.warning("Still waiting for loads: the daemon neither finishes them nor dies.")
 
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until ready; False when it is not after ``timeout_s`` seconds."""
-        return self._connection.wait(lambda: self.ready, timeout_s)
-
     def unregister(self, timeout_s: float) -> bool:
         """Give the registration up for good and wait until the daemon touches the memory no more.
 
@@ -180,14 +151,9 @@ class WorkerClient:
         self._connection.wait(lambda: bool(outcome), timeout_s)
         return outcome == [True]
 
-    def wait_settled(self, timeout_s: float) -> bool:
-        """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
-        self._connection.wait(lambda: self.ready or self._session.refusal is not None, timeout_s)
-        return self.ready
-
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
-        self._connection.close()
+        super().close()
         self._registration.close_exports()
 
     def _check(self, groups: Sequence[GroupTransfer]) -> None:
@@ -204,9 +170,3 @@ class WorkerClient:
     def _check_new(self, job_id: int) -> None:
         if job_id in self._session.jobs:
             raise ValueError(f"Job {job_id} is unfinished; use another id.")
-
-    def __enter__(self) -> WorkerClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -10,29 +10,12 @@ from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Phase, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.pending_requests import NEVER
+from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
 from kvoffd_proto.handles import Handle
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
-from kvoffd_proto.messages import (
-    AnyReply,
-    Cancel,
-    Completions,
-    Done,
-    Error,
-    GroupKeys,
-    GroupTransfer,
-    HeartbeatReply,
-    JobResult,
-    Load,
-    Register,
-    Registered,
-    Replay,
-    ReplayReply,
-    Store,
-    Unregister,
-)
 
 ACKNOWLEDGE_RESULTS = 4096
 """After this many results a heartbeat goes out early, so that the daemon need not keep more."""
@@ -45,7 +28,7 @@ class Job:
     job_id: int
     request_id: int
     is_load: bool
-    groups: Sequence[GroupTransfer]
+    groups: Sequence[m.GroupTransfer]
     sent_at: float
     generation: int
 
@@ -70,7 +53,7 @@ class WorkerSession(Session):
         self.jobs: dict[int, Job] = {}
         self._by_request: dict[int, int] = {}
         self._draining: set[int] = set()
-        self.results: list[JobResult] = []
+        self.results: list[m.JobResult] = []
         self.shard_bytes: list[int] = []
         self.registration_wanted = True
         self._sequence = 0
@@ -81,19 +64,19 @@ class WorkerSession(Session):
 
     # --- jobs ------------------------------------------------------------------------------------
 
-    def store(self, job_id: int, groups: Sequence[GroupTransfer], now: float) -> None:
+    def store(self, job_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a store; its result comes in ``results``, at once when it cannot be sent."""
         request_id = self._accept(job_id, False, groups, now)
         if request_id:
-            self._submit(Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
+            self._submit(m.Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
 
-    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], now: float) -> None:
+    def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a load; its result comes in ``results``, at once when it cannot be sent."""
         request_id = self._accept(job_id, True, groups, now)
         if request_id:
-            self._submit(Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
+            self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
 
-    def _accept(self, job_id: int, is_load: bool, groups: Sequence[GroupTransfer], now: float) -> int:
+    def _accept(self, job_id: int, is_load: bool, groups: Sequence[m.GroupTransfer], now: float) -> int:
         """Enter a job in the books; its request id, or 0 when it has failed already."""
         job = Job(job_id, self.next_request_id(), is_load, groups, now, self.generation)
         full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
@@ -104,7 +87,7 @@ class WorkerSession(Session):
         self._fail(job, ErrorCode.TOO_MANY if self.usable and full else ErrorCode.SESSION_ENDED, now)
         return 0
 
-    def _submit(self, message: Store | Load, now: float) -> None:
+    def _submit(self, message: m.Store | m.Load, now: float) -> None:
         refused = self.send(message)
         if refused is not None:
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
@@ -113,10 +96,10 @@ class WorkerSession(Session):
             self._patience_at = min(self._patience_at, now + self.options.job_patience_s)
 
     def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
-        failed = [GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
-        self._finish(JobResult(job.job_id, False, 0, max(0.0, now - job.sent_at), code, failed))
+        failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
+        self._finish(m.JobResult(job.job_id, False, 0, max(0.0, now - job.sent_at), code, failed))
 
-    def _finish(self, result: JobResult) -> None:
+    def _finish(self, result: m.JobResult) -> None:
         job = self.jobs.pop(result.job_id, None)
         if job is not None:
             del self._by_request[job.request_id]
@@ -127,7 +110,7 @@ class WorkerSession(Session):
         """Have the daemon fail those of the jobs that have not started."""
         known = [job_id for job_id in job_ids if job_id in self.jobs]
         if known and self.phase is Phase.READY:
-            self.send(Cancel(self.next_request_id(), self.token, known))
+            self.send(m.Cancel(self.next_request_id(), self.token, known))
 
     def has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs (of the stores among them without ``loads``) has no result."""
@@ -147,13 +130,13 @@ class WorkerSession(Session):
             outcome.append(not self.jobs and not self._draining)
             return
 
-        def then(reply: AnyReply | KvoffdClientError, then_now: float) -> None:
-            outcome.append(isinstance(reply, Done) and not self._draining)
-            if not isinstance(reply, Done):
+        def then(reply: m.AnyReply | KvoffdClientError, then_now: float) -> None:
+            outcome.append(isinstance(reply, m.Done) and not self._draining)
+            if not isinstance(reply, m.Done):
                 self.lose("The daemon did not confirm that it let go of the worker's memory.", then_now)
             self.on_change()
 
-        self.request(Unregister(self.next_request_id(), self.token, self._registration_id), then, now, timeout_s)
+        self.request(m.Unregister(self.next_request_id(), self.token, self._registration_id), then, now, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
 
@@ -193,7 +176,7 @@ class WorkerSession(Session):
         self.phase = Phase.REGISTERING
         registration = self._registration
         self._registration_id = self._dice.randbytes(16)
-        message = Register(
+        message = m.Register(
             self.next_request_id(),
             self.token,
             self.identity.namespace.fingerprint,
@@ -210,8 +193,8 @@ class WorkerSession(Session):
             self._handshake_deadline = now + timeout_s
         self.request(message, self._registered, now, timeout_s)
 
-    def _registered(self, reply: AnyReply | KvoffdClientError, now: float) -> None:
-        if isinstance(reply, Registered):
+    def _registered(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+        if isinstance(reply, m.Registered):
             self.shard_bytes = reply.shard_bytes
             self._become_ready(now)
         else:
@@ -232,7 +215,7 @@ class WorkerSession(Session):
         if self._unacknowledged >= ACKNOWLEDGE_RESULTS:
             self._heartbeat_at = now
 
-    def _complete(self, batch: Completions) -> None:
+    def _complete(self, batch: m.Completions) -> None:
         if (batch.epoch, batch.session_id) != (self.epoch, self.session_id):
             return
         # Each batch counts once: a job id may be in use again when an old batch is replayed.
@@ -251,14 +234,14 @@ class WorkerSession(Session):
         if self._replaying or self.phase is not Phase.READY:
             return
         self._replaying = True
-        message = Replay(self.next_request_id(), self.token, self._sequence)
+        message = m.Replay(self.next_request_id(), self.token, self._sequence)
         last = message.request_id
         self.request(message, lambda reply, then_now: self._replayed(last, reply, then_now), now)
 
-    def _replayed(self, asked: int, reply: AnyReply | KvoffdClientError, now: float) -> None:
+    def _replayed(self, asked: int, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
         self._replaying = False
         self._patience_at = now + self.options.job_patience_s if self.jobs else NEVER
-        if isinstance(reply, ReplayReply):
+        if isinstance(reply, m.ReplayReply):
             for batch in reply.batches:
                 self._complete(batch)
             self._fail_unknown(asked, set(reply.unfinished), now)
@@ -271,7 +254,7 @@ class WorkerSession(Session):
             if job.generation == self.generation and job.request_id < asked and job.job_id not in unfinished:
                 self._fail(job, ErrorCode.INTERNAL, now)
 
-    def _stray_refusal(self, reply: Error, refusal: RequestRefused, now: float) -> None:
+    def _stray_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         job_id = self._by_request.get(reply.request_id)
         if job_id is None:
             super()._stray_refusal(reply, refusal, now)
@@ -325,6 +308,6 @@ class WorkerSession(Session):
         self._unacknowledged = 0
         return self._sequence
 
-    def _role_heartbeat(self, reply: HeartbeatReply, sent_at: float, now: float) -> None:
+    def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
         if reply.sequence > self._sequence:
             self._replay(now)

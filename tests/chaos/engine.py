@@ -175,7 +175,7 @@ class ChaosEngine:
             emit("did", dict(self.counts))
             self.counts.clear()
         engine = self.engine
-        connected = engine.scheduler.connected and all(worker.ready for worker in engine.workers)
+        connected = engine.scheduler.ready and all(worker.ready for worker in engine.workers)
         if not self._quiet_reported and not self._active and connected:
             self._quiet_reported = True
             emit("did", dict(self.counts))

@@ -34,7 +34,7 @@ def registration() -> Iterator[Registration]:
 def scheduler(fake: FakeDaemon) -> Iterator[SchedulerClient]:
     """A connected scheduler that listens to events."""
     with SchedulerClient(fake.directory, SPEC, subscribe_events=True, options=QUICK) as client:
-        assert client.wait_connected(5)
+        assert client.wait_ready(5)
         yield client
 
 

@@ -63,7 +63,7 @@ def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
     assert results == Counter(range(1, job_id + 1))
     wait_until(lambda: all(ticket.done for ticket in tickets))
     assert job_id > 500
-    wait_until(lambda: scheduler.connected and worker.ready)
+    wait_until(lambda: scheduler.ready and worker.ready)
     last = scheduler.lookup(KEYS)
     assert last.wait(5)
     assert not last.failed

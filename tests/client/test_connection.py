@@ -38,14 +38,14 @@ def test_without_a_daemon_everything_is_a_miss_and_it_connects_when_one_comes(re
         SchedulerClient(fake.directory, SPEC, options=QUICK) as scheduler,
         WorkerClient(fake.directory, SPEC, registration, options=QUICK) as worker,
     ):
-        assert not scheduler.wait_connected(0.05)
+        assert not scheduler.wait_ready(0.05)
         assert str(fake.directory) in (scheduler.problem or "")
         assert scheduler.lookup(KEYS).failed
         worker.store(1, TRANSFER)
         assert [result.error for result in worker.take_results()] == [ErrorCode.SESSION_ENDED]
         assert scheduler.credit_bytes == 0
         with fake:
-            assert scheduler.wait_connected(5)
+            assert scheduler.wait_ready(5)
             assert worker.wait_ready(5)
             assert scheduler.problem is None
             assert scheduler.lookup(KEYS).wait(5)
@@ -61,7 +61,7 @@ def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
 ) -> None:
     for epoch in (2, 3):
         fake.restart()
-        wait_until(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.connected and worker.ready)
+        wait_until(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.ready and worker.ready)
         assert fake.epoch == epoch
         ticket = scheduler.lookup(KEYS)
         assert ticket.wait(5)
@@ -100,7 +100,7 @@ def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon
     ticket = scheduler.lookup(KEYS)
     assert ticket.wait(5)
     assert ticket.failed
-    assert scheduler.wait_connected(5)
+    assert scheduler.wait_ready(5)
     again = scheduler.lookup(KEYS)
     assert again.wait(5)
     assert not again.failed
@@ -111,7 +111,7 @@ def test_garbage_on_the_lifeline_ends_the_connection_and_a_new_one_works(
     fake: FakeDaemon, scheduler: SchedulerClient, data: bytes
 ) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, data)
-    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.ready)
 
 
 def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
@@ -127,7 +127,7 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
 
 def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     fake.send_lifeline(m.Role.SCHEDULER, encode_frame(Refused(ErrorCode.TOO_MANY, "Too many sessions.")))
-    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.connected)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2 and scheduler.ready)
 
 
 def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
@@ -143,10 +143,10 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
         slowest = max(slowest, time.monotonic() - began)
     assert slowest < 1.0, "a call that waited for the daemon would take its timeout or for ever"
     assert all(ticket.wait(5) and ticket.failed for ticket in tickets)
-    wait_until(lambda: not scheduler.connected and not worker.ready)
+    wait_until(lambda: not scheduler.ready and not worker.ready)
     assert scheduler.lookup(KEYS).failed
     fake.frozen.clear()
-    assert scheduler.wait_connected(5)
+    assert scheduler.wait_ready(5)
     assert worker.wait_ready(5)
 
 
@@ -160,7 +160,7 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
         warnings.simplefilter("error", ResourceWarning)
         scheduler = SchedulerClient(fake.directory, SPEC, options=QUICK)
         worker = WorkerClient(fake.directory, SPEC, registration, options=QUICK)
-        assert scheduler.wait_connected(5)
+        assert scheduler.wait_ready(5)
         assert worker.wait_ready(5)
         if state == "hanging":
             fake.freeze()
@@ -208,7 +208,7 @@ def test_an_error_inside_is_logged_once_and_survived(
             raise RuntimeError("a bug")
 
     monkeypatch.setattr(scheduler._session, "_role_tick", explode)
-    wait_until(lambda: calls > 3 and scheduler.connected)
+    wait_until(lambda: calls > 3 and scheduler.ready)
     told = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
     assert len(told) == 1
     assert told[0].exc_info is not None
@@ -256,7 +256,7 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
         ticket = scheduler.lookup(KEYS)
         wait_until(lambda: (scheduler.poll(), ticket.done)[1])
         assert ticket.failed
-    assert scheduler.wait_connected(5)
+    assert scheduler.wait_ready(5)
     assert scheduler.lookup(KEYS).wait(5)
 
 
@@ -281,7 +281,7 @@ def test_a_thread_that_waits_long_does_not_keep_the_heartbeat_from_going_out(
         return sum(isinstance(request, m.Heartbeat) for request in fake.requests)
 
     fake.answers[m.Lookup] = lambda *_: None
-    assert scheduler.wait_connected(5)
+    assert scheduler.wait_ready(5)
     wait_until(lambda: heartbeats() > 0)
     before = heartbeats()
     ticket = scheduler.lookup(KEYS)

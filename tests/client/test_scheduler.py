@@ -54,7 +54,7 @@ def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, sc
     ticket = scheduler.lookup(KEYS)
     assert ticket.wait(5)
     assert ticket.failed
-    assert scheduler.connected
+    assert scheduler.ready
 
 
 def test_keys_of_a_wrong_length_are_an_error_of_the_caller(scheduler: SchedulerClient) -> None:
@@ -70,7 +70,7 @@ def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: Sche
     assert [request.groups for request in fake.seen(m.Invalidate)] == [KEYS]
     assert len(fake.seen(m.Reset)) == 1
     fake.stop()
-    wait_until(lambda: not scheduler.connected)
+    wait_until(lambda: not scheduler.ready)
     assert not scheduler.reset(0.1)
 
 
@@ -105,7 +105,7 @@ def test_after_a_restart_the_index_begins_empty(fake: FakeDaemon, scheduler: Sch
     wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= 1)[1])
     fake.kv_messages.clear()
     fake.restart()
-    wait_until(lambda: scheduler.epoch == 2 and scheduler.connected)
+    wait_until(lambda: scheduler.epoch == 2 and scheduler.ready)
     fake.kv_event(SPEC.fingerprint, [removed(7)])
     wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= 3)[1])
     assert got == [removed(0), AllBlocksCleared(), removed(7)]

@@ -384,7 +384,7 @@ def first_hit_s(daemon: DaemonProcess, keys: list[bytes]) -> float:
         started = time.monotonic()
         daemon.start(wait=False)
         wait_until(
-            lambda: engine.scheduler.connected and engine.lookup(keys, 0.5) == len(keys),
+            lambda: engine.scheduler.ready and engine.lookup(keys, 0.5) == len(keys),
             explain=lambda: daemon.log,
             interval_s=0.002,
         )

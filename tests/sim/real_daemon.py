@@ -110,7 +110,7 @@ def _use(directory: Path, ended: threading.Event) -> None:
         try:
             memory.view[: 4 * PAGE] = content = [block // PAGE + 1 for block in range(4 * PAGE)]
             until = time.monotonic() + PATIENCE_S
-            while not (worker.wait_ready(0.02) and scheduler.wait_connected(0.02)):
+            while not (worker.wait_ready(0.02) and scheduler.wait_ready(0.02)):
                 if ended.is_set() or time.monotonic() > until:
                     return
             worker.store(1, [GroupTransfer(0, KEYS, ids(range(4)))])

@@ -43,7 +43,7 @@ class Machine:
     def scheduler(self) -> SchedulerClient:
         """A scheduler of the same namespace."""
         client = SchedulerClient(self.daemon.directory, NamespaceSpec.named("gpu"))
-        assert client.wait_connected(10)
+        assert client.wait_ready(10)
         return client
 
     def driver_log(self) -> list[str]:

@@ -39,6 +39,10 @@ class FakeSchedulerClient:
     reset_works: bool = True
     closed: bool = False
 
+    @property
+    def ready(self) -> bool:
+        return self.connected
+
     def join(self, namespace: NamespaceSpec) -> None:
         """Joined from the start."""
 

@@ -84,7 +84,7 @@ class BenchEngine:
     def _wait_ready(self, timeout_s: float) -> None:
         if not self.worker.wait_ready(timeout_s):
             raise DaemonUnavailable(self.worker.problem or "The daemon did not register the bench's memory in time.")
-        if not self.scheduler.wait_connected(timeout_s):
+        if not self.scheduler.wait_ready(timeout_s):
             raise DaemonUnavailable(self.scheduler.problem or "The daemon did not open the bench's namespace in time.")
 
     def lookup(self, keys: bytes) -> tuple[LookupTicket, float]:
@@ -163,7 +163,7 @@ class BenchEngine:
 
     def close(self) -> None:
         """End the sessions and free the memory; drop the blocks where the daemon still answers."""
-        if self.scheduler.connected:
+        if self.scheduler.ready:
             self.scheduler.reset()
         # Memory of a GPU must not be freed while the daemon has it mapped; what stays goes with this process.
         let_go = self.worker.unregister(WAIT_S)

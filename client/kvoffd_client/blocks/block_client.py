@@ -17,20 +17,7 @@ from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import BlockUnavailable, DaemonUnavailable, KvoffdClientError
 from kvoffd_client.namespace_spec import Geometry
 from kvoffd_client.shared_memory import SharedMemory
-from kvoffd_proto.blocks import (
-    CHECKSUM_BYTES,
-    PUT_NO_ROOM,
-    PUT_STORED,
-    BlockInfo,
-    DescribeNamespace,
-    GetBlocks,
-    HeldShard,
-    ListBlocks,
-    PinBlocks,
-    PutBlocks,
-    PutShard,
-    RestoreNamespace,
-)
+from kvoffd_proto import blocks as b
 from kvoffd_proto.messages import Release
 
 OPTIONS = ClientOptions(request_timeout_s=60.0)
@@ -91,14 +78,14 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         known = self._geometries.get(fingerprint)
         if known is None:
-            reply = self.ask(DescribeNamespace, fingerprint)
+            reply = self.ask(b.DescribeNamespace, fingerprint)
             known = self._geometries[fingerprint] = Geometry.of_reply(fingerprint, reply)
         return known
 
     def restore_namespace(self, geometry: Geometry) -> bool:
         """Open a namespace without an engine, as before an import; True where it was not open."""
         return self.ask(
-            RestoreNamespace,
+            b.RestoreNamespace,
             geometry.fingerprint,
             geometry.label,
             geometry.world_size,
@@ -112,7 +99,7 @@ class BlockClient(AdminClient):
 
     def list_blocks(
         self, namespace: str | bytes, group: int = 0, prefix: str = "", *, pinned: bool = False
-    ) -> Iterator[BlockInfo]:
+    ) -> Iterator[b.BlockInfo]:
         """Yield the blocks of a group, in the order in which they came.
 
         Args:
@@ -122,7 +109,7 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         position = 0
         while True:
-            page = self.ask(ListBlocks, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
+            page = self.ask(b.ListBlocks, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
             yield from page.blocks
             position = page.next_position
             if not position:
@@ -158,17 +145,17 @@ class BlockClient(AdminClient):
         generation, pool = self._mapped_pool()
         made: list[Lease] = []
 
-        def request(request_id: int, token: bytes) -> GetBlocks:
+        def request(request_id: int, token: bytes) -> b.GetBlocks:
             # Made with the lock held: no heartbeat may come between the id and its renewal.
             session = self._session
             if session.generation != generation:  # the offsets would be of another pool
                 raise DaemonUnavailable(_INTERRUPTED)
             made.append(session.new_lease())
             session.leases[made[0].id] = made[0]
-            return GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
+            return b.GetBlocks(request_id, token, geometry.fingerprint, made[0].id, group, b"".join(keys))
 
         try:
-            reply = self._ask(GetBlocks, request)
+            reply = self._ask(b.GetBlocks, request)
         except KvoffdClientError:
             for lease in made:
                 self._release(lease)
@@ -183,11 +170,11 @@ class BlockClient(AdminClient):
         ]
 
     def _block(
-        self, geometry: Geometry, group: int, key: bytes, held: Sequence[HeldShard], pool: Bytes, lease: Lease
+        self, geometry: Geometry, group: int, key: bytes, held: Sequence[b.HeldShard], pool: Bytes, lease: Lease
     ) -> Block:
         block: Block
 
-        def reader(shard: HeldShard) -> Callable[[], Bytes]:
+        def reader(shard: b.HeldShard) -> Callable[[], Bytes]:
             def read() -> Bytes:
                 if block.closed or not lease.alive:
                     raise gone(key)
@@ -261,16 +248,16 @@ class BlockClient(AdminClient):
             raise ValueError(f"The shards of the namespace have {lengths} bytes by rank, the block's have {sizes}.")
         memory = self.staging(sum(lengths))
         at = 0
-        shards: list[PutShard] = []
+        shards: list[b.PutShard] = []
         for shard in block.shards:
             end = at + shard.data.nbytes
             memory.view[at:end] = shard.data
             shards.append(put_shard(at, checksum_of(memory.view[at:end].data)))
             at = end
         (state,) = self.put_staged(geometry, block.group, [key], [shards], block.first_block)
-        if state == PUT_NO_ROOM:
+        if state == b.PUT_NO_ROOM:
             raise BlockUnavailable("The pool has no room for the block: everything in it is pinned or being written.")
-        return state == PUT_STORED
+        return state == b.PUT_STORED
 
     def staging(self, nbytes: int) -> SharedMemory:
         """Memory of at least so many bytes that blocks are put from; the daemon has it attached."""
@@ -291,7 +278,7 @@ class BlockClient(AdminClient):
         geometry: Geometry,
         group: int,
         keys: Sequence[bytes],
-        shards: Sequence[Sequence[PutShard]],
+        shards: Sequence[Sequence[b.PutShard]],
         first_block: int = 0,
     ) -> bytes:
         """Put blocks whose bytes are in ``staging()`` already; returns a state for each key, see BlocksPut."""
@@ -299,7 +286,7 @@ class BlockClient(AdminClient):
             raise DaemonUnavailable(_INTERRUPTED)
         _, segment, memory = self._staging
         return self.ask(
-            PutBlocks,
+            b.PutBlocks,
             geometry.fingerprint,
             segment,
             memory.size_bytes,
@@ -311,11 +298,11 @@ class BlockClient(AdminClient):
 
     def pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
         """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new."""
-        return self.ask(PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
+        return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
 
     def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
         """Take pins back; returns how many there were."""
-        return self.ask(PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
+        return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -339,6 +326,6 @@ class BlockClient(AdminClient):
             self._staging = None
 
 
-def put_shard(offset_bytes: int, checksum: int) -> PutShard:
+def put_shard(offset_bytes: int, checksum: int) -> b.PutShard:
     """Where a shard lies in the staging memory, as the wire has it."""
-    return PutShard(offset_bytes, checksum.to_bytes(CHECKSUM_BYTES, "big"))
+    return b.PutShard(offset_bytes, checksum.to_bytes(b.CHECKSUM_BYTES, "big"))

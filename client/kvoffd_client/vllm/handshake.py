@@ -71,7 +71,7 @@ class LateClient:
     @property
     def connected(self) -> bool:
         """The namespace is known and open, and the daemon answers."""
-        return self._client is not None and self._client.connected
+        return self._client is not None and self._client.ready
 
     @property
     def credit_bytes(self) -> int:

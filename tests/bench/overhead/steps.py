@@ -114,7 +114,7 @@ class StepsBench:
         namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
         client = self._rigs[KVOFFD].connector.connector_scheduler.manager
         client.join(namespace)
-        assert client._client._client.wait_connected(10.0), "the connector did not reach the daemon"
+        assert client._client._client.wait_ready(10.0), "the connector did not reach the daemon"
 
     def measure(self, rounds: int, say: Say) -> Steps:
         """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""
