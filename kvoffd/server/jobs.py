@@ -14,7 +14,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.ticket import LoadTicket, StoreTicket
 from kvoffd.errors import BadBlockIds, BadKeys, NotReady
-from kvoffd.observe.rates import RateMeter
+from kvoffd.observe.meters import RateMeter
 from kvoffd.server.registration import Registration
 from kvoffd.server.session import Session
 from kvoffd.transfer.checksums import SlotChecksums

@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.server.session import Session
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
-from kvoffd_proto.blocks import BlockAccessStats
+from kvoffd_proto.messages import BlockAccessStats
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service

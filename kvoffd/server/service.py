@@ -15,8 +15,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, UnknownNamespace
-from kvoffd.observe.latency import LatencyRecorder
-from kvoffd.observe.rates import RateMeter
+from kvoffd.observe.meters import LatencyRecorder, RateMeter
 from kvoffd.server.block_access import BlockWrite, PutRunner
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import GpuMapper, MemoryMapper

@@ -231,13 +231,3 @@ class PinBlocks(Request[Done], frozen=True):
     group: GroupIndex
     keys: Keys
     pin: Annotated[bool, Meta(description="False unpins. Blocks that are in that state already are not counted.")]
-
-
-class BlockAccessStats(Wire, frozen=True):
-    """What operators did with single blocks since the daemon's start."""
-
-    pinned_blocks: Annotated[Count, Meta(description="Blocks that operators have pinned.")]
-    pinned_bytes: Annotated[ByteCount, Meta(description="Pool bytes of these blocks.")]
-    got_blocks: Annotated[Count, Meta(description="Blocks that were opened for reading.")]
-    put_blocks: Annotated[Count, Meta(description="Blocks that were written.")]
-    put_bytes: Annotated[ByteCount, Meta(description="Bytes copied for them.")]

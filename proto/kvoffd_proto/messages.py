@@ -1,4 +1,4 @@
-# ruff: noqa: F403, F405 - what is of one subject is in a module of its own, and found here under the name everybody imports
+# ruff: noqa: F401, F403, F405 - what is of one subject is in a module of its own, and found here under the name everybody imports
 """Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
 
 Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
@@ -12,9 +12,10 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, field
 
-from kvoffd_proto.administration import *
+import kvoffd_proto.blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
+from kvoffd_proto.stats import *
 from kvoffd_proto.wire import *
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -294,6 +295,130 @@ class Cancel(Request[CancelReply], frozen=True):
     job_ids: Annotated[list[JobId], Meta(max_length=65536, description="Jobs of this session.")]
 
 
+# --- administration ------------------------------------------------------------------------------
+
+
+class HealthReply(Reply, frozen=True):
+    """Answer to Health."""
+
+    healthy: Annotated[bool, Meta(description="False when something in ``problems`` needs an operator.")]
+    ready: Annotated[bool, Meta(description="True when the daemon takes sessions and jobs.")]
+    problems: Annotated[list[str], Meta(description="A sentence each.")]
+
+
+@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
+class Health(Request[HealthReply], frozen=True):
+    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
+
+
+class SessionInfo(Wire, frozen=True):
+    """One open session."""
+
+    session_id: SessionId
+    role: Annotated[str, Meta(description="Role, or ``new`` before Hello.")]
+    name: Annotated[str, Meta(description="Name given in Hello.")]
+    software: Annotated[str, Meta(description="Versions given in Hello.")]
+    pid: Annotated[
+        int, Meta(ge=0, description="Peer's pid as the kernel tells the daemon; 0 from another pid namespace.")
+    ]
+    uid: Annotated[int, Meta(ge=0, description="Peer's uid.")]
+    age_seconds: Annotated[Seconds, Meta(description="Since the lifeline was opened, in seconds.")]
+    idle_seconds: Annotated[Seconds, Meta(description="Since the last request, in seconds.")]
+    leases: Annotated[Count, Meta(description="Live leases.")]
+    jobs: Annotated[Count, Meta(description="Unfinished jobs.")]
+    registrations: Annotated[Count, Meta(description="Registrations.")]
+    registered_bytes: Annotated[ByteCount, Meta(description="Bytes of memory that the daemon has mapped for it.")]
+    unacknowledged: Annotated[Count, Meta(description="Completions kept for it.")]
+
+
+class SessionsReply(Reply, frozen=True):
+    """Answer to Sessions."""
+
+    sessions: Annotated[list[SessionInfo], Meta(description="Oldest first.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Sessions(Request[SessionsReply], frozen=True):
+    """Asks for the open sessions."""
+
+
+class NamespaceInfo(Wire, frozen=True):
+    """One open namespace."""
+
+    namespace: Fingerprint
+    label: Annotated[str, Meta(description="Name for operators.")]
+    world_size: Annotated[int, Meta(ge=1, description="Shards that make a block.")]
+    key_bytes: Annotated[int, Meta(ge=1, description="Length of a block hash in bytes.")]
+    groups: Annotated[list[GroupSpec], Meta(description="KV cache groups.")]
+    shard_bytes: Annotated[
+        list[list[ByteCount]], Meta(description="Per group and rank, bytes of a shard; 0 where no worker registered.")
+    ]
+    ready_blocks: Annotated[Count, Meta(description="Blocks that can be read.")]
+    ready_bytes: Annotated[ByteCount, Meta(description="Pool bytes of those blocks.")]
+    writing_blocks: Annotated[Count, Meta(description="Blocks that lack a shard.")]
+    sessions: Annotated[Count, Meta(description="Sessions that opened it.")]
+    description: Annotated[str, Meta(description="What the fingerprint was made of, as JSON.")]
+
+
+class NamespacesReply(Reply, frozen=True):
+    """Answer to Namespaces."""
+
+    namespaces: Annotated[list[NamespaceInfo], Meta(description="In the order in which they were opened.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Namespaces(Request[NamespacesReply], frozen=True):
+    """Asks for the open namespaces."""
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Clear(Request[Done], frozen=True):
+    """Drops every block of one namespace, or of all. Admin only."""
+
+    namespace: Annotated[Fingerprint | None, Meta(description="The namespace; nil for all.")] = None
+
+
+class ScrubReply(Reply, frozen=True):
+    """Answer to Scrub: the scrub that runs, or the last one. All counts are 0 where there was none."""
+
+    running: Annotated[bool, Meta(description="False once it is done.")]
+    slots: Annotated[Count, Meta(description="Slots in use when it began.")]
+    done_slots: Annotated[Count, Meta(description="Of these, those that are done with.")]
+    checked_slots: Annotated[Count, Meta(description="Of these, those that were compared; the others had been freed.")]
+    checked_bytes: Annotated[ByteCount, Meta(description="Bytes that were compared.")]
+    mismatches: Annotated[Count, Meta(description="Slots whose bytes were not those that were stored.")]
+    seconds: Annotated[Seconds, Meta(description="How long it has been running, or ran, in seconds.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class Scrub(Request[ScrubReply], frozen=True):
+    """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
+
+    start: Annotated[bool, Meta(description="Begin, unless it is being done already. False only asks.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class AttachDisk(Request[Done], frozen=True):
+    """Begins to use a directory as a disk tier; ``Stats`` tells how that goes. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="An absolute path.")]
+    size_bytes: Annotated[ByteCount, Meta(description="The most that may be taken of its device.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class DrainDisk(Request[Done], frozen=True):
+    """Writes nothing to a directory any more; what is there is still read. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
+
+
+@exchange(Section.ADMINISTRATION, ADMIN)
+class DetachDisk(Request[Done], frozen=True):
+    """Gives a directory up; its blocks stay in its file. Root and the daemon's own user only."""
+
+    directory: Annotated[str, Meta(min_length=1, max_length=4096, description="As it was attached.")]
+
+
 AnyRequest: TypeAlias = Request[Message]
 AnyReply: TypeAlias = Reply
 
@@ -301,4 +426,4 @@ REPLIES: tuple[type[Reply], ...] = (
     *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
     Error,
 )
-"""Every reply of the protocol."""
+"""Every reply of the protocol, those of ``blocks`` included."""

@@ -19,6 +19,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.sockets import SYSTEM_DIRECTORY, SocketPaths
+from kvoffd_proto.wire import fields_of, metas_of
 
 COMMON_REPLIES = (m.Done, m.Error)
 PARTS = (
@@ -37,7 +38,7 @@ PARTS = (
     m.Limits,
     m.PoolStats,
     m.IntegrityStats,
-    blocks.BlockAccessStats,
+    m.BlockAccessStats,
     m.DirectionStats,
     m.BelowStats,
     m.DiskStats,
@@ -95,17 +96,6 @@ def _exchanges_of(section: m.Section) -> list[tuple[type[Struct], m.Exchange]]:
 # --- structs -------------------------------------------------------------------------------------
 
 
-def fields_of(struct: type[Struct]) -> list[tuple[msgspec.structs.FieldInfo, object, str]]:
-    """The fields of ``struct`` in wire order: field, type with its Metas, description (empty where there is none)."""
-    hints = typing.get_type_hints(struct, include_extras=True)
-    found = []
-    for item in msgspec.structs.fields(struct):
-        hint = hints[item.name]
-        descriptions = [meta.description for meta in _metas(hint) if meta.description]
-        found.append((item, hint, descriptions[-1] if descriptions else ""))
-    return found
-
-
 def _struct(struct: type[Struct]) -> str:
     tag = struct.__struct_config__.tag
     if not struct.__struct_config__.array_like:
@@ -144,14 +134,10 @@ def _markdown(plain: str) -> str:
 # --- types ---------------------------------------------------------------------------------------
 
 
-def _metas(hint: object) -> list[Meta]:
-    return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
-
-
 def _type(hint: object, metas: list[Meta] | None = None) -> str:
     """``hint`` in words, with its range."""
     if typing.get_origin(hint) is typing.Annotated:
-        return _type(typing.get_args(hint)[0], [*(metas or []), *_metas(hint)])
+        return _type(typing.get_args(hint)[0], [*(metas or []), *metas_of(hint)])
     metas = metas or []
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -371,7 +357,8 @@ writable. It copies without asking again, so:
 * After the reply to `Unregister` the daemon touches the memory no more.
 """
 
-_BLOCKS_PROSE = """Administrators may look into blocks and write them where the daemon's setting `block_access` allows it
+_BLOCKS_PROSE = """\
+Administrators may look into blocks and write them where the daemon's setting `block_access` allows it
 (`read` or `write`), and to the users that `block_uids` names. To read: send `OpenPool` on the lifeline; `PoolOpened`
 brings a descriptor of the pool that can be mapped for reading only, whole, all namespaces in it. `GetBlocks` pins
 blocks under a lease and tells where they lie in that mapping: from the lease's end on, something else may be there. A
@@ -388,7 +375,8 @@ message that holds the first byte of its `Attach` frame; one descriptor per fram
 the session. `PoolOpened` comes with a descriptor in the same way.
 """
 
-_REQUESTS_PROSE = """Any request may be answered by [Error](#error) instead. `Store` and `Load` have no reply of their own:
+_REQUESTS_PROSE = """\
+Any request may be answered by [Error](#error) instead. `Store` and `Load` have no reply of their own:
 when they are accepted, their answer is a completion, exactly one per job; when they are refused whole, it is `Error`
 with their `request_id`, and no completion comes. Number requests from 1: an `Error` has `request_id` 0 when the frame
 held none.

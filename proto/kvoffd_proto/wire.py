@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Generic, NamedTuple, TypeVar, cast
+from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, cast, get_type_hints
 
 from msgspec import Meta, Struct
+from msgspec.structs import FieldInfo, fields
 
 from kvoffd_proto.errors import ErrorCode
 
@@ -51,6 +53,7 @@ GroupIndex = Annotated[int, Meta(ge=0, lt=65536, description="KV cache group.")]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(ge=0)]
+PerSecond = Annotated[float, Meta(ge=0)]
 
 
 class Role(StrEnum):
@@ -148,6 +151,107 @@ def exchange(
 def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
     """What answers requests of this kind."""
     return cast("type[AnswerT_co]", EXCHANGES[kind].answer)
+
+
+# --- fields and their annotations ----------------------------------------------------------------
+
+METRIC = "metric"
+"""Key of ``Meta.extra`` under which a field has its Metric, MetricPart or MetricLabel."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What /metrics shows of a field.
+
+    Its name is ``kvoffd_``, the prefix of the part that the Struct is, the name, and ``_total`` for a counter. Fields
+    with the same name are one metric, told apart by ``label``; the help is that of the first.
+
+    Attributes:
+        kind: what Prometheus takes it for.
+        name: the field's own where empty.
+        help: the field's description where empty.
+        label: name and value of a label.
+        key_label: for a map of numbers, the name of the label that holds the key.
+        nil: the value while the field is nil; there is no sample where this is None.
+        true_for: for a string, the values for which the metric is 1; for others it is 0.
+    """
+
+    kind: Literal["counter", "gauge"]
+    name: str = ""
+    help: str = ""
+    label: tuple[str, str] | None = None
+    key_label: str = ""
+    nil: float | None = None
+    true_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MetricPart:
+    """What the metrics of a Struct, or of a list of Structs, inside a StatsReply have in common."""
+
+    prefix: str = ""
+    label: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class MetricLabel:
+    """The field's value tells the Structs of a list apart: it is a label of that name."""
+
+    name: str
+
+
+def counter(
+    description: str, name: str = "", help: str = "", label: tuple[str, str] | None = None, key_label: str = ""
+) -> Meta:
+    """Describe a field that is a counter on /metrics: see Metric."""
+    return Meta(description=description, extra={METRIC: Metric("counter", name, help, label, key_label)})
+
+
+def gauge(
+    description: str,
+    name: str = "",
+    help: str = "",
+    label: tuple[str, str] | None = None,
+    *,
+    nil: float | None = None,
+    true_for: tuple[str, ...] = (),
+) -> Meta:
+    """Describe a field that is a gauge on /metrics: see Metric."""
+    return Meta(description=description, extra={METRIC: Metric("gauge", name, help, label, "", nil, true_for)})
+
+
+def metrics_of_part(description: str, prefix: str = "", label: tuple[str, str] | None = None) -> Meta:
+    """Describe a field whose Structs hold metrics: see MetricPart."""
+    return Meta(description=description, extra={METRIC: MetricPart(prefix, label)})
+
+
+def metric_label(description: str, name: str) -> Meta:
+    """Describe a field that tells the Structs of a list apart: it is a label of their metrics."""
+    return Meta(description=description, extra={METRIC: MetricLabel(name)})
+
+
+def metas_of(hint: object) -> list[Meta]:
+    """What annotates a type."""
+    return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
+
+
+def mark_of(hint: object) -> Metric | MetricPart | MetricLabel | None:
+    """What a field is on /metrics, if anything."""
+    return next((meta.extra[METRIC] for meta in metas_of(hint) if meta.extra and METRIC in meta.extra), None)
+
+
+def fields_of(struct: type[Struct]) -> list[tuple[FieldInfo, object, str]]:
+    """The fields of ``struct`` in wire order: field, type with its Metas, description (empty where there is none)."""
+    hints = get_type_hints(struct, include_extras=True)
+    found = []
+    for item in fields(struct):
+        hint = hints[item.name]
+        descriptions = [meta.description for meta in metas_of(hint) if meta.description]
+        found.append((item, hint, descriptions[-1] if descriptions else ""))
+    return found
+
+
+# --- parts of several messages -------------------------------------------------------------------
 
 
 class GroupSpec(Wire, frozen=True):

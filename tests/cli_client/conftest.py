@@ -8,9 +8,9 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.messages import (
     BelowStats,
+    BlockAccessStats,
     DirectionStats,
     DiskStats,
     IntegrityStats,

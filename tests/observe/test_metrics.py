@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvoffd.observe
 from kvoffd.observe.metrics import METRICS, MetricSpec, metrics_reference, render_metrics
-from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.messages import (
     BelowStats,
+    BlockAccessStats,
     DirectionStats,
     DiskStats,
     IntegrityStats,

@@ -11,9 +11,8 @@ from rich.text import Text
 from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
 from kvoffd_client.cli.disk_commands import disk_section
 from kvoffd_client.cli.rates import Rates, rates_between, totals_of
-from kvoffd_proto.blocks import BlockAccessStats
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import DirectionStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
