@@ -1,0 +1,185 @@
+"""Who imports whom: packages import downwards only, type-only imports included, and no file grows too long to read."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TREES = {
+    "kvoffd": ROOT / "kvoffd",
+    "kvoffd_client": ROOT / "client/kvoffd_client",
+    "kvoffd_proto": ROOT / "proto/kvoffd_proto",
+}
+MOST_LINES = 450
+
+DISTRIBUTION = {
+    "kvoffd_proto": set[str](),
+    "kvoffd_client": {"kvoffd_proto"},
+    "kvoffd": {"kvoffd_proto"},
+}
+"""What each top-level package may import of the others."""
+
+ROOMS = {
+    "errors": "",
+    "settings": "errors",
+    "config": "settings errors",
+    "observe": "",
+    "system": "errors",
+    "pool": "system errors",
+    "cache": "pool system errors",
+    "tiers": "pool system errors",
+    "tiering": "cache tiers pool errors",
+    "transfer": "pool system errors",
+    "server": "tiering tiers cache transfer pool system observe config settings errors",
+    "cli": "server observe config settings errors",
+    "__main__": "cli",
+}
+"""The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""
+
+KNOWN_EXCEPTIONS = {("cache", "tiering")}
+"""Edges against the order that are still to be removed."""
+
+Edge = tuple[str, str]
+
+
+def imports_of(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """The absolute names of all modules that a module's source imports, wherever in it the imports are."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".") + ["__init__"] * is_package
+            parents = parts[: len(parts) - node.level] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def modules(name: str) -> Iterator[tuple[str, Path]]:
+    """The modules of a top-level package: dotted name and file."""
+    for path in sorted(TREES[name].rglob("*.py")):
+        parts = path.relative_to(TREES[name]).with_suffix("").parts
+        yield ".".join([name, *(part for part in parts if part != "__init__")]), path
+
+
+def imported(name: str, under: str = "") -> dict[str, set[str]]:
+    """What each module of a package imports; only modules whose name begins with ``under``."""
+    return {
+        module: set(imports_of(path.read_text(), module, path.name == "__init__.py"))
+        for module, path in modules(name)
+        if module.startswith(under)
+    }
+
+
+def room_edges(imports: Mapping[str, Iterable[str]]) -> dict[Edge, list[str]]:
+    """Modules of ``kvoffd`` that import from another room, by the importing and the imported room."""
+    edges: defaultdict[Edge, list[str]] = defaultdict(list)
+    for module, names in imports.items():
+        own = _room(module)
+        for other in {_room(name) for name in names if name.startswith("kvoffd.")}:
+            if own and other in ROOMS and own != other:
+                edges[own, other].append(module)
+    return dict(edges)
+
+
+def _room(module: str) -> str:
+    return module.partition(".")[2].partition(".")[0]
+
+
+def circle(edges: Iterable[Edge]) -> list[str]:
+    """The rooms of one circle, in the order of the imports; empty where there is none."""
+    following: defaultdict[str, set[str]] = defaultdict(set)
+    for importer, other in edges:
+        following[importer].add(other)
+    done: set[str] = set()
+
+    def visit(room: str, path: list[str]) -> list[str]:
+        if room in path:
+            return path[path.index(room) :]
+        if room in done:
+            return []
+        for other in sorted(following[room]):
+            if found := visit(other, [*path, room]):
+                return found
+        done.add(room)
+        return []
+
+    return next((found for room in sorted(following) if (found := visit(room, []))), [])
+
+
+def test_rooms_are_listed_from_the_lowest_up() -> None:
+    names = list(ROOMS)
+    for name, allowed in ROOMS.items():
+        assert all(names.index(other) < names.index(name) for other in allowed.split()), name
+    there = {path.stem for path in (ROOT / "kvoffd").glob("*.py")} | {
+        path.parent.name for path in (ROOT / "kvoffd").glob("*/__init__.py")
+    }
+    assert there - {"__init__"} == set(names)
+
+
+def test_rooms_import_only_what_they_may() -> None:
+    edges = room_edges(imported("kvoffd"))
+    wrong = {edge: importers for edge, importers in edges.items() if edge[1] not in ROOMS[edge[0]].split()}
+    assert set(wrong) == KNOWN_EXCEPTIONS, wrong
+    assert circle(set(edges) - KNOWN_EXCEPTIONS) == []
+
+
+def test_a_planted_circle_is_found() -> None:
+    imports = imported("kvoffd")
+    typed_only = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvoffd.tiering import manager\n"
+    imports["kvoffd.pool.planted"] = set(imports_of(typed_only, "kvoffd.pool.planted", is_package=False))
+    edges = room_edges(imports)
+    assert edges["pool", "tiering"] == ["kvoffd.pool.planted"]
+    assert {"pool", "tiering"} <= set(circle(set(edges) - KNOWN_EXCEPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_package", "found"),
+    [
+        ("import kvoffd.pool.pool", False, "kvoffd.pool.pool"),
+        ("def late():\n    from kvoffd.pool import pool", False, "kvoffd.pool.pool"),
+        ("from .. import pool", False, "kvoffd.pool"),
+        ("from ..pool.slots import page_up", False, "kvoffd.pool.slots"),
+        ("from . import blocks", True, "kvoffd.cache.blocks"),
+    ],
+)
+def test_every_kind_of_import_is_seen(statement: str, is_package: bool, found: str) -> None:
+    assert found in set(imports_of(statement, "kvoffd.cache" if is_package else "kvoffd.cache.blocks", is_package))
+
+
+@pytest.mark.parametrize("name", list(TREES))
+def test_the_daemon_and_the_client_share_only_the_wire(name: str) -> None:
+    for module, names in imported(name).items():
+        others = {other.partition(".")[0] for other in names} & set(TREES) - {name}
+        assert others <= DISTRIBUTION[name], module
+
+
+@pytest.mark.parametrize(
+    ("name", "under", "never"),
+    [
+        ("kvoffd_proto", "", {"torch", "vllm"}),
+        ("kvoffd", "", {"torch", "vllm"}),
+        ("kvoffd", "kvoffd.cache", {"asyncio", "socket", "threading", "torch", "vllm", "zmq"}),
+    ],
+)
+def test_what_a_room_never_imports(name: str, under: str, never: set[str]) -> None:
+    for module, names in imported(name, under).items():
+        assert not {other.partition(".")[0] for other in names} & never, module
+
+
+def test_only_the_connector_imports_vllm() -> None:
+    """And the bench that starts an engine of its own, to measure its time to the first token."""
+    for module, names in imported("kvoffd_client").items():
+        if not module.startswith(("kvoffd_client.vllm", "kvoffd_client.bench.ttft")):
+            assert "vllm" not in {other.partition(".")[0] for other in names}, module
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {module: len(path.read_text().splitlines()) for name in TREES for module, path in modules(name)}
+    too_long = {module: length for module, length in lengths.items() if length > MOST_LINES}
+    assert set(too_long) == {"kvoffd.tiers.disk.tier"}, too_long
