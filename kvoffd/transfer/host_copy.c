@@ -1,6 +1,6 @@
 /* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes.
  *
- * Called by host_copy.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
+ * Called by host_engine.py without the interpreter's lock. Plain C for any little-endian machine; where the compiler can,
  * it makes wider versions of the loop, and the loader picks one.
  */
 #include <stdint.h>
@@ -51,7 +51,7 @@ typedef uint64_t stripe __attribute__((vector_size(STRIPE), aligned(1), may_alia
 #define SWAP_PAIRS(v) __builtin_shuffle(v, (stripe){1, 0, 3, 2, 5, 4, 7, 6})
 #endif
 
-/* One plan on its way. host_copy.py has the same structure. */
+/* One plan on its way. host_engine.py has the same structure. */
 struct copying {
     const uint64_t *destination, *source, *size; /* [pieces] */
     uint64_t pieces;
