@@ -14,7 +14,7 @@ import pytest
 
 from kvoffd.config import SETTINGS, Config
 from kvoffd_client import ClientOptions
-from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.units import parse_duration
 
 ROOT = Path(__file__).parents[1]

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffd_client import ClientOptions
 from kvoffd_client.testing import FakeEngine
-from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192

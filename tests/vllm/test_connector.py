@@ -21,10 +21,9 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.handshake import KvoffdHandshake
-from kvoffd_client.vllm.log import RefusalFilter
-from kvoffd_client.vllm.specs import FailedJob, KeyedSpec, KvoffdWorkerMetadata
-from kvoffd_client.vllm.worker import KvoffdWorker
+from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdHandshake, KvoffdWorkerMetadata
+from kvoffd_client.vllm.log import StoreRefusalFilter
+from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
 
@@ -216,10 +215,10 @@ def test_a_reset_waits_for_the_reports_of_all_workers_about_running_jobs(schedul
 
 
 def test_vllms_warning_about_stores_put_off_is_dropped_and_others_are_not(scheduler: KvoffdConnector) -> None:
-    kept = RefusalFilter()
+    kept = StoreRefusalFilter()
     record = logging.LogRecord("x", logging.WARNING, "f", 1, "Request %s: cannot store chunks", ("r",), None)
     other = logging.LogRecord("x", logging.WARNING, "f", 1, "Request %s: something else", ("r",), None)
     assert not kept.filter(record)
     assert kept.filter(other)
     target = logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
-    assert sum(isinstance(item, RefusalFilter) for item in target.filters) == 1
+    assert sum(isinstance(item, StoreRefusalFilter) for item in target.filters) == 1

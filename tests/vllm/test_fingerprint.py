@@ -6,12 +6,12 @@ from dataclasses import fields, replace
 
 import pytest
 
-from kvoffd_client.vllm.fingerprint import EngineFacts, GroupFacts, namespace_of
+from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, namespace_of
 
-GROUP = GroupFacts(
+GROUP = GroupFactors(
     group_id=0, kind="full_attention", tokens_per_block=32, window_tokens=0, page_bytes=16384, layers=4, layout="aa"
 )
-FACTS = EngineFacts(
+FACTS = EngineFactors(
     vllm_release="0.32",
     model="org/model",
     revision="main",
@@ -54,16 +54,16 @@ def other(value: object) -> object:
     return "11" * 32 if len(value) == 64 else value + "x"
 
 
-def fingerprint(facts: EngineFacts) -> bytes:
-    return namespace_of(facts, "label").fingerprint
+def fingerprint(factors: EngineFactors) -> bytes:
+    return namespace_of(factors, "label").fingerprint
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(EngineFacts) if item.name != "groups"])
+@pytest.mark.parametrize("name", [item.name for item in fields(EngineFactors) if item.name != "groups"])
 def test_every_engine_fact_changes_the_namespace(name: str) -> None:
     assert fingerprint(replace(FACTS, **{name: other(getattr(FACTS, name))})) != fingerprint(FACTS)
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(GroupFacts)])
+@pytest.mark.parametrize("name", [item.name for item in fields(GroupFactors)])
 def test_every_group_fact_changes_the_namespace(name: str) -> None:
     changed = replace(GROUP, **{name: other(getattr(GROUP, name))})
     assert fingerprint(replace(FACTS, groups=(changed,))) != fingerprint(FACTS)
@@ -76,11 +76,11 @@ def test_another_group_changes_the_namespace_and_so_does_their_order() -> None:
     assert both != fingerprint(replace(FACTS, groups=(window, GROUP)))
 
 
-def test_equal_facts_give_one_namespace_whatever_it_is_called() -> None:
+def test_equal_factors_give_one_namespace_whatever_it_is_called() -> None:
     assert namespace_of(FACTS, "one").fingerprint == namespace_of(replace(FACTS), "other").fingerprint
 
 
-def test_no_two_facts_run_into_each_other() -> None:
+def test_no_two_factors_run_into_each_other() -> None:
     assert fingerprint(replace(FACTS, model="a", revision="b")) != fingerprint(replace(FACTS, model="ab", revision=""))
 
 

@@ -15,9 +15,9 @@ from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, Cano
 
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.vllm.gpu import NotShareable, export_tensors
-from kvoffd_client.vllm.specs import KeyedSpec
-from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker, registration_of
+from kvoffd_client.vllm.connector_metadata import KeyedSpec
+from kvoffd_client.vllm.kv_memory import NotShareable, export_tensors, registration_of
+from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
 from kvoffd_proto.messages import JobResult

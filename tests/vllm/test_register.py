@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 import kvoffd_client.vllm
-from kvoffd_client.vllm.version import require_supported
+from kvoffd_client.vllm import require_supported
 
 
 def test_vllm_finds_the_hook_by_its_entry_point() -> None:

@@ -1,4 +1,7 @@
-"""The vLLM connector: the only place that imports vLLM. This module itself does not, until vLLM calls register()."""
+"""The vLLM connector: the only place that imports vLLM. This module itself does not, until vLLM calls register().
+
+The supported releases of vLLM are named here, so that another one is refused before anything of it is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import logging
 
 CONNECTOR_NAME = "KvoffdConnector"
 CONNECTOR_MODULE = "kvoffd_client.vllm.connector"
+
+SUPPORTED = ((0, 32), (0, 33))
+"""The vLLM releases that this connector was tested with: major and minor number."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,3 +29,22 @@ def register() -> None:
             KVConnectorFactory.register_connector(CONNECTOR_NAME, CONNECTOR_MODULE, CONNECTOR_NAME)
     except Exception as error:
         _log.debug("This vLLM takes no %s: %r", CONNECTOR_NAME, error)
+
+
+def release_of(version: str) -> tuple[int, int] | None:
+    """Return major and minor number of a version string, None when it has none."""
+    parts = version.split(".")
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
+        return None
+    return int(parts[0]), int(parts[1])
+
+
+def require_supported(version: str) -> None:
+    """Raise ImportError with a sentence when this vLLM is none of the supported releases."""
+    if release_of(version) in SUPPORTED:
+        return
+    works = " and ".join(f"{major}.{minor}.x" for major, minor in SUPPORTED)
+    raise ImportError(
+        f"kvoffd's vLLM connector works with vLLM {works}, and this is vLLM {version}: "
+        "install one of those, or a kvoffd release that names this one."
+    )

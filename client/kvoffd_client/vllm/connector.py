@@ -9,7 +9,7 @@ from typing import Any
 
 import vllm
 
-from kvoffd_client.vllm.version import require_supported
+from kvoffd_client.vllm import require_supported
 
 require_supported(vllm.__version__)
 
@@ -20,16 +20,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvoffd_client.vllm.facts import gather_facts, label_of, shard_bytes_of
+from kvoffd_client.vllm.connector_metadata import (
+    FailedJob,
+    KvoffdHandshake,
+    KvoffdWorkerMetadata,
+    NamespacesDiffer,
+    common_namespace,
+)
+from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
+from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
-from kvoffd_client.vllm.handshake import KvoffdHandshake, NamespacesDiffer, common_namespace
-from kvoffd_client.vllm.layers import describe_layers
-from kvoffd_client.vllm.log import RefusalFilter, logger
-from kvoffd_client.vllm.manager import KvoffdManager
-from kvoffd_client.vllm.options import ConnectorOptions, parse_options
-from kvoffd_client.vllm.spec import SETUP, EngineSetup, KvoffdSpec
-from kvoffd_client.vllm.specs import FailedJob, KvoffdWorkerMetadata
-from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.kv_memory import describe_layers
+from kvoffd_client.vllm.log import StoreRefusalFilter, logger
+from kvoffd_client.vllm.offloading_manager import KvoffdManager
+from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
+from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 
 SPEC_NAME = "KvoffdSpec"
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
@@ -37,7 +42,7 @@ STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.schedule
 
 
 class KvoffdConnectorWorker(OffloadingConnectorWorker):
-    """vLLM's worker half, for which a failed transfer is a fact and not an assertion error.
+    """vLLM's worker half, where a failed transfer is reported and is no assertion error.
 
     Attributes:
         failed_recving: requests whose load failed since the last report.
@@ -48,17 +53,17 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         self._kvoffd_spec = spec
         self._connector_worker_meta = KvoffdWorkerMetadata()
         self.failed_recving: set[str] = set()
-        self._told: tuple[int | None, bool] = (None, True)
+        self._last_report: tuple[int | None, bool] = (None, True)
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """As vLLM's; the daemon is told what the layers' pages are, too."""
+        """As vLLM's; the registration also describes the layers' pages."""
         setup = self._kvoffd_spec.setup
         groups = [self.kv_cache_config.kv_cache_groups[group_id].layer_names for group_id in setup.group_ids]
         setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
         super().register_kv_caches(kv_caches)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """Requests whose stores (never) and loads ended, the failed ones among them."""
+        """Return requests whose stores (always none) and loads ended, the failed ones among them."""
         received: set[str] = set()
         for result in self._kvoffd_worker.get_finished():
             assert isinstance(result, KvoffdTransferResult)
@@ -78,13 +83,13 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         return set(), received
 
     def build_connector_worker_meta(self) -> KvoffdWorkerMetadata | None:
-        """What the scheduler half must hear, None when there is nothing."""
+        """Return this worker's report to the scheduler half; None when there is nothing new."""
         worker = self._kvoffd_worker
-        news = (worker.credit_bytes, worker.usable)
-        if not self._connector_worker_meta.completed_jobs and news == self._told:
+        report = (worker.credit_bytes, worker.usable)
+        if not self._connector_worker_meta.completed_jobs and report == self._last_report:
             return None
         meta, self._connector_worker_meta = self._connector_worker_meta, KvoffdWorkerMetadata()
-        meta.credit_bytes, meta.usable = self._told = news
+        meta.credit_bytes, meta.usable = self._last_report = report
         return meta
 
     def shutdown(self) -> None:
@@ -133,14 +138,14 @@ class KvoffdConnector(OffloadingConnector):
         if role == KVConnectorRole.WORKER:
             self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
         else:
-            _settle_load_failures(transfer_config, options)
-            RefusalFilter.install(STORE_LOGGER)
+            _choose_load_failure_policy(transfer_config, options)
+            StoreRefusalFilter.install(STORE_LOGGER)
         self._reset_jobs: dict[int, int] = {}
 
     # --- worker ---
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
-        """On CPU: has the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
+        """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
         return self._setup.memory if current_platform.is_cpu() else None
 
     def unregister_kv_caches(self) -> None:
@@ -154,7 +159,7 @@ class KvoffdConnector(OffloadingConnector):
             self._worker_half.worker.restore()
 
     def get_handshake_metadata(self) -> KvoffdHandshake | None:
-        """What vLLM hands to the scheduler's half once the KV caches are registered."""
+        """Return what vLLM hands to the scheduler half once the KV caches are registered."""
         namespace = self._setup.namespace
         return KvoffdHandshake(namespace) if namespace is not None else None
 
@@ -188,11 +193,11 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """Look all keys of the request up now, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
-        self._begin(request)
+        self._begin_lookup(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
-        self._begin(request)
+        self._begin_lookup(request)
         matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return matched
 
@@ -200,10 +205,10 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
-            self._manager.runs_without_load(request.request_id)
+            self._manager.scheduled_without_load(request.request_id)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take the workers' reports in: failures first, so that nothing that failed is believed again."""
+        """Take the workers' reports: failures first, so that nothing that failed is used again."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvoffdWorkerMetadata):
             self._manager.workers_report(meta.credit_bytes, meta.usable)
@@ -236,13 +241,13 @@ class KvoffdConnector(OffloadingConnector):
         _name_spec(vllm_config.kv_transfer_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
-    def _begin(self, request: Any) -> None:
+    def _begin_lookup(self, request: Any) -> None:
         status = self.connector_scheduler._req_status.get(request.request_id)
         if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
             return
         status.update_offload_keys()
         groups: Sequence[Sequence[bytes]] = [state.offload_keys for state in status.group_states]
-        self._manager.begin(request.request_id, groups)
+        self._manager.begin_lookup(request.request_id, groups)
 
     def _job_failed(self, job_id: int, failed: FailedJob) -> None:
         job = self.connector_scheduler._jobs.get(job_id)
@@ -274,7 +279,7 @@ class KvoffdConnector(OffloadingConnector):
 def _name_spec(kv_transfer_config: Any) -> None:
     """Have vLLM find our spec, so that users need not name it."""
     if SPEC_NAME not in OffloadingSpecFactory._registry:
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvoffd_client.vllm.spec", SPEC_NAME)
+        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvoffd_client.vllm.offloading_spec", SPEC_NAME)
     kv_transfer_config.kv_connector_extra_config["spec_name"] = SPEC_NAME
 
 
@@ -283,7 +288,7 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
     group_ids = tuple(group.group_id for group in offloading.groups)
     namespace = None
     if role == KVConnectorRole.WORKER:
-        namespace = namespace_of(gather_facts(vllm_config, kv_cache_config, options), label_of(vllm_config))
+        namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
     return EngineSetup(
         options=options,
         namespace=namespace,
@@ -292,7 +297,7 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
     )
 
 
-def _settle_load_failures(kv_transfer_config: Any, options: ConnectorOptions) -> None:
+def _choose_load_failure_policy(kv_transfer_config: Any, options: ConnectorOptions) -> None:
     """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this."""
     policy = kv_transfer_config.kv_load_failure_policy
     if policy == "recompute":

@@ -16,11 +16,11 @@ MAX_DESCRIPTION_BYTES = 65_536
 
 
 @dataclass(frozen=True)
-class GroupFacts:
+class GroupFactors:
     """One offloaded KV cache group.
 
     Attributes:
-        group_id: its index among all groups of the engine; the position in EngineFacts.groups is the index on the wire.
+        group_id: its index among all groups of the engine; its position in EngineFactors.groups is that on the wire.
         kind: attention kind as vLLM names it.
         tokens_per_block: tokens of one engine block over all workers.
         window_tokens: sliding window, 0 for none.
@@ -39,14 +39,14 @@ class GroupFacts:
 
 
 @dataclass(frozen=True)
-class EngineFacts:
+class EngineFactors:
     """Everything that decides which bytes an engine puts into a block of a given hash. All fields are fingerprinted.
 
     Attributes:
         vllm_release: major and minor version of vLLM.
         model: name of a hub's model; empty for a local one, which ``weights`` identifies.
         revision: the revision asked for.
-        weights: digest of a local model's files, or the hub's commit (see weights.py).
+        weights: digest of a local model's files, or the hub's commit (see ``factors.weights_identity``).
         model_config: digest of the model's configuration after overrides (rope scaling among it).
         weights_dtype: dtype the weights are held in.
         quantization: weight quantization method, empty for none.
@@ -67,7 +67,7 @@ class EngineFacts:
         attention_backend: the backends in use.
         model_runner: v1 or v2.
         speculative: digest of what speculative decoding adds (draft layers have KV), empty for none.
-        salt: the operator's word.
+        salt: the option of that name.
         groups: KV cache groups, by index on the wire.
     """
 
@@ -99,7 +99,7 @@ class EngineFacts:
     model_runner: str
     speculative: str
     salt: str
-    groups: tuple[GroupFacts, ...]
+    groups: tuple[GroupFactors, ...]
 
     @property
     def key_bytes(self) -> int:
@@ -117,22 +117,22 @@ def digest(value: object) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def namespace_of(facts: EngineFacts, label: str) -> NamespaceSpec:
-    """Return the namespace of these facts; ``label`` is for display and part of nothing."""
-    canonical = canonical_json({"format": FORMAT, **asdict(facts)})
+def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
+    """Return the namespace of an engine. ``label`` is for display only and goes into no fingerprint."""
+    canonical = canonical_json({"format": FORMAT, **asdict(factors)})
     fingerprint = hashlib.sha256(canonical.encode()).digest()
     return NamespaceSpec(
         fingerprint=fingerprint,
         label=label[:256],
-        world_size=facts.world_size,
-        key_bytes=facts.key_bytes,
+        world_size=factors.world_size,
+        key_bytes=factors.key_bytes,
         groups=tuple(
             GroupSpec(
                 kind=group.kind[:64],
-                tokens_per_block=group.tokens_per_block * facts.blocks_per_chunk,
+                tokens_per_block=group.tokens_per_block * factors.blocks_per_chunk,
                 window_tokens=group.window_tokens,
             )
-            for group in facts.groups
+            for group in factors.groups
         ),
         description=canonical
         if len(canonical) <= MAX_DESCRIPTION_BYTES

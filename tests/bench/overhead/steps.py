@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.bench.engine import BenchEngine
-from kvoffd_client.vllm.specs import KvoffdWorkerMetadata
+from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
 from tests.bench.overhead.rig import BLOCK_TOKENS, Ride, SchedulerRig
 
 PAGE_BYTES = 8192

@@ -9,7 +9,13 @@ import pytest
 from support.vllm_fakes import KEY_BYTES, block_hash, key
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from kvoffd_client.vllm.specs import FailedJob, KeyedSpec, KvoffdWorkerMetadata, TransferMismatch, group_transfers
+from kvoffd_client.vllm.connector_metadata import (
+    FailedJob,
+    KeyedSpec,
+    KvoffdWorkerMetadata,
+    TransferMismatch,
+    group_transfers,
+)
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 

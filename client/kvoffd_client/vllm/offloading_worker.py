@@ -1,120 +1,28 @@
-"""A worker process's half: registers its KV memory, turns vLLM's jobs into the daemon's."""
+"""A worker process's half: turns vLLM's transfer jobs into jobs of the daemon."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
-from kvoffd_client.cuda.export import GpuSegment
 from kvoffd_client.cuda.order import OrderedSender
-from kvoffd_client.shared_memory import Registration, SharedMemory
-from kvoffd_client.vllm.gpu import NotShareable, export_tensors
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.specs import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, JobResult
-
-
-class Client(Protocol):
-    """The part of WorkerClient that the worker uses."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def credit_bytes(self) -> int: ...
-
-    def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None: ...
-
-    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None: ...
-
-    def take_results(self) -> list[JobResult]: ...
-
-    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None: ...
-
-    def unregister(self, timeout_s: float) -> bool: ...
-
-    def close(self) -> None: ...
-
 
 UNREGISTER_TIMEOUT_S = 10.0
 
 
 @dataclass
 class KvoffdTransferResult(TransferResult):
-    """How a job ended, with the reason where it failed."""
+    """vLLM's TransferResult, with the reason where the job failed."""
 
     failed: FailedJob | None = None
-
-
-def registration_of(
-    kv_caches: CanonicalKVCaches,
-    memories: Sequence[SharedMemory],
-    rank: int,
-    blocks_per_chunk: int,
-    layers: Sequence[Sequence[LayerSpec]] = (),
-) -> Registration:
-    """Describe a worker's KV tensors to the daemon, by their places in the shared memory they lie in.
-
-    ``layers`` says by group what the pages are; where it does not fit the tensors, nothing is said of them.
-
-    Raises:
-        NotShareable: a tensor lies in no memory that can be shared.
-    """
-    kinds = {cache.tensor.device.type for cache in kv_caches.tensors}
-    found: tuple[Sequence[SharedMemory | GpuSegment], list[TensorLayout]]
-    if kinds == {"cuda"}:
-        found = export_tensors(kv_caches)
-    elif kinds == {"cpu"}:
-        found = _shared_tensors(kv_caches, memories)
-    else:
-        raise NotShareable(
-            f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
-        )
-    groups = []
-    for index, refs in enumerate(kv_caches.group_data_refs):
-        told = layers[index] if index < len(layers) and len(layers[index]) == len(refs) else [None] * len(refs)
-        pages = zip(refs, told, strict=True)
-        groups.append(tuple(PageRef(ref.tensor_idx, ref.page_size_bytes, layer) for ref, layer in pages))
-    return Registration(
-        rank=rank,
-        blocks_per_key=blocks_per_chunk,
-        memories=tuple(found[0]),
-        tensors=tuple(found[1]),
-        groups=tuple(groups),
-    )
-
-
-def _shared_tensors(
-    kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
-) -> tuple[list[SharedMemory], list[TensorLayout]]:
-    tensors = []
-    used: list[SharedMemory] = []
-    for cache in kv_caches.tensors:
-        tensor = cache.tensor
-        address = int(tensor.data_ptr())
-        memory = next((item for item in memories if 0 <= address - _address(item) < item.size_bytes), None)
-        if memory is None:
-            raise NotShareable(
-                "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
-                "called, or another connector's was)."
-            )
-        if memory not in used:
-            used.append(memory)
-        tensors.append(
-            TensorLayout(
-                segment=used.index(memory),
-                offset_bytes=address - _address(memory),
-                stride_bytes=int(tensor.stride(0)) * int(tensor.element_size()),
-                num_blocks=int(tensor.shape[0]),
-            )
-        )
-    return used, tensors
 
 
 class KvoffdWorker(OffloadingWorker):
@@ -131,13 +39,13 @@ class KvoffdWorker(OffloadingWorker):
 
     def __init__(
         self,
-        client: Client | None,
+        client: WorkerClient | None,
         *,
         blocks_per_chunk: int,
         key_bytes: int,
         fence_timeout_s: float,
         sender: OrderedSender | None = None,
-        reconnect: Callable[[], Client | None] = lambda: None,
+        reconnect: Callable[[], WorkerClient | None] = lambda: None,
     ) -> None:
         self._client = client
         self._blocks_per_chunk = blocks_per_chunk
@@ -146,17 +54,17 @@ class KvoffdWorker(OffloadingWorker):
         self._sender = sender
         self._reconnect = reconnect
         self._asleep = False
-        # Filled by the sender's thread too.
-        self._local: deque[KvoffdTransferResult] = deque()
+        # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
+        self._local_results: deque[KvoffdTransferResult] = deque()
 
     @property
     def usable(self) -> bool:
-        """This worker's memory can be shared with the daemon, now or after the engine's sleep."""
+        """Whether this worker's memory can be shared with the daemon, now or after the engine's sleep."""
         return self._client is not None or self._asleep
 
     @property
     def credit_bytes(self) -> int | None:
-        """Bytes of stores that may be outstanding; None while there is no telling."""
+        """Bytes of stores that may be outstanding; None while that is not known."""
         return self._client.credit_bytes if self._client is not None and self._client.ready else None
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
@@ -184,16 +92,16 @@ class KvoffdWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         finished: list[TransferResult] = []
-        while self._local:
-            finished.append(self._local.popleft())
+        while self._local_results:
+            finished.append(self._local_results.popleft())
         if self._client is not None:
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when the daemon touches the blocks of these jobs no more. What was not sent yet fails at once."""
+        """Wait until the daemon touches the blocks of these jobs no more. What was not sent yet fails at once."""
         if self._sender is not None:
             self._sender.withdraw(sorted(job_ids))
         if self._client is not None:
@@ -214,10 +122,10 @@ class KvoffdWorker(OffloadingWorker):
                 UNREGISTER_TIMEOUT_S,
             )
         client.close()
-        self._local.extend(_transfer_result(result) for result in client.take_results())
+        self._local_results.extend(_transfer_result(result) for result in client.take_results())
 
     def restore(self) -> None:
-        """Register the KV memory again, which may be another one at the same addresses."""
+        """Register the KV memory again after the engine's sleep: other memory at the same addresses."""
         if self._asleep:
             self._asleep = False
             self._client = self._reconnect()
@@ -236,7 +144,7 @@ class KvoffdWorker(OffloadingWorker):
         keyed: KeyedSpec,
         *,
         is_store: bool,
-        send: Callable[[Client, Sequence[GroupTransfer]], None],
+        send: Callable[[WorkerClient, Sequence[GroupTransfer]], None],
     ) -> None:
         if self._client is None:
             self._fail(job_id, keyed, ErrorCode.UNSUPPORTED)
@@ -259,11 +167,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def _fail(self, job_id: int, keyed: KeyedSpec, error: ErrorCode) -> None:
         keys = tuple((index, hashes) for index, hashes in enumerate(keyed.groups) if hashes)
-        self._local.append(KvoffdTransferResult(job_id, False, failed=FailedJob(error, keys)))
-
-
-def _address(memory: SharedMemory) -> int:
-    return int(memory.view.ctypes.data)
+        self._local_results.append(KvoffdTransferResult(job_id, False, failed=FailedJob(error, keys)))
 
 
 def _transfer_result(result: JobResult) -> KvoffdTransferResult:
@@ -271,19 +175,3 @@ def _transfer_result(result: JobResult) -> KvoffdTransferResult:
     if not result.ok:
         failed = FailedJob(result.error, tuple((group.group, group.keys) for group in result.failed))
     return KvoffdTransferResult(result.job_id, result.ok, result.bytes, result.seconds, failed)
-
-
-def connect_worker(
-    kv_caches: CanonicalKVCaches,
-    memories: Sequence[SharedMemory],
-    rank: int,
-    blocks_per_chunk: int,
-    make_client: Callable[[Registration], Any],
-    layers: Sequence[Sequence[LayerSpec]] = (),
-) -> Any:
-    """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
-    try:
-        return make_client(registration_of(kv_caches, memories, rank, blocks_per_chunk, layers))
-    except NotShareable as reason:
-        logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
-        return None

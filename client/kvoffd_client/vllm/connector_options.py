@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from kvoffd_client.client_options import ClientOptions
-from kvoffd_client.vllm.disk_wait import LIMIT, MODES, WaitRule
 from kvoffd_proto.sockets import default_directory
 
 # Keys of vLLM's own that reach the offloading connector (0.32 and 0.33); they pass through.
@@ -24,13 +23,33 @@ VLLM_KEYS = frozenset(
 )
 
 
+BEST_EFFORT = "best_effort"
+WAIT = "wait"
+LIMIT = "limit"
+DISK_WAIT_MODES = (BEST_EFFORT, WAIT, LIMIT)
+
+
+@dataclass(frozen=True)
+class DiskWaitRule:
+    """How long requests wait for blocks that the daemon reads from disk.
+
+    Attributes:
+        mode: ``best_effort`` takes what is ready and does not wait; ``wait`` waits until the daemon gives up what does
+            not come; ``limit`` waits for ``limit_s`` seconds, and not at all where the daemon expects to take longer.
+        limit_s: for ``limit``, counted from the first answer in which something was pending.
+    """
+
+    mode: str = LIMIT
+    limit_s: float = 1.0
+
+
 @dataclass(frozen=True)
 class ConnectorOptions:
     """The connector's own options, checked.
 
     Attributes:
         directory: where the daemon's sockets are; empty means $KVOFFD_DIRECTORY, else /run/kvoffd.
-        salt: operator's word in the namespace's fingerprint; engines with different salts share nothing.
+        salt: goes into the namespace's fingerprint; engines with different salts share nothing.
         lookup_deadline_ms: a lookup that has no answer by then is a miss. 200 ms are some hundred round trips, so only
             a stalled daemon reaches it (even where engine and daemon share two cores), and they are all that a request
             loses to a daemon that hangs.
@@ -57,13 +76,12 @@ class ConnectorOptions:
     respect_load_failure_policy: bool = False
 
     @property
-    def wait_rule(self) -> WaitRule:
-        """How long to wait for blocks that come up from disk."""
-        return WaitRule(self.disk_wait, self.disk_wait_ms / 1000)
+    def disk_wait_rule(self) -> DiskWaitRule:
+        return DiskWaitRule(self.disk_wait, self.disk_wait_ms / 1000)
 
     @property
     def client_options(self) -> ClientOptions:
-        """The scheduler's client. It must not give up a lookup before its deadline."""
+        """Options of the scheduler's client, which must not give up a lookup before the lookup's deadline."""
         deadline_s = self.lookup_deadline_ms / 1000
         return ClientOptions(
             request_timeout_s=max(deadline_s, ClientOptions.request_timeout_s),
@@ -72,7 +90,7 @@ class ConnectorOptions:
 
     @property
     def socket_directory(self) -> str:
-        """The directory in force."""
+        """Where the daemon's sockets are."""
         return self.directory or str(default_directory())
 
 
@@ -112,8 +130,10 @@ def _checked(key: str, value: object) -> str | float | bool:
             raise ValueError(f"kv_connector_extra_config: {key!r} must be a string; it is {value!r}.")
         return value
     if key == "disk_wait":
-        if value not in MODES:
-            raise ValueError(f"kv_connector_extra_config: {key!r} must be {' or '.join(MODES)}; it is {value!r}.")
+        if value not in DISK_WAIT_MODES:
+            raise ValueError(
+                f"kv_connector_extra_config: {key!r} must be {' or '.join(DISK_WAIT_MODES)}; it is {value!r}."
+            )
         return str(value)
     if key == "respect_load_failure_policy":
         if not isinstance(value, bool):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffd_client.vllm.options import OWN_KEYS, ConnectorOptions, parse_options
+from kvoffd_client.vllm.connector_options import OWN_KEYS, ConnectorOptions, parse_options
 
 
 def test_nothing_given_is_the_defaults() -> None:

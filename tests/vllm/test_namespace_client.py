@@ -9,18 +9,19 @@ import pytest
 from support.vllm_fakes import Clock, FakeSchedulerClient
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.handshake import LateClient, NamespacesDiffer, common_namespace
+from kvoffd_client.vllm.connector_metadata import NamespacesDiffer, common_namespace
+from kvoffd_client.vllm.namespace_client import NamespaceClient
 
 ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")
 
 
 class Rig:
-    """A late client and the fakes it made."""
+    """A namespace client and the fakes it made."""
 
     def __init__(self) -> None:
         self.made: list[tuple[NamespaceSpec, FakeSchedulerClient]] = []
-        self.client = LateClient(self._make)
+        self.client = NamespaceClient(self._make)
 
     def _make(self, namespace: NamespaceSpec) -> SchedulerClient:
         fake: Any = FakeSchedulerClient(Clock())
@@ -32,7 +33,7 @@ def test_workers_that_agree_have_one_namespace() -> None:
     assert common_namespace([ONE, replace(ONE)]) is ONE
 
 
-def test_workers_that_disagree_are_told_apart_by_their_facts() -> None:
+def test_workers_that_disagree_are_told_apart_by_their_factors() -> None:
     with pytest.raises(NamespacesDiffer, match="name"):
         common_namespace([ONE, OTHER])
 

@@ -33,18 +33,18 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 
 
 class Counters:
-    """Counts since the last call of take()."""
+    """The manager's counters since the last call of take()."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
         self._connected: bool | None = None
 
     def count(self, name: str) -> None:
-        """One more of a counter in DEFINITIONS."""
+        """Add one to a counter of DEFINITIONS."""
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def take(self, connected: bool) -> OffloadingConnectorStats | None:
-        """What happened since the last call; None when nothing did."""
+        """Return what was counted since the last call; None when nothing was."""
         if not self._counts and connected == self._connected:
             return None
         stats = OffloadingConnectorStats()

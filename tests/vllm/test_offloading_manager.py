@@ -7,11 +7,8 @@ from support.waiting import wait_until
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.vllm.events import EventFold
-from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
-from kvoffd_client.vllm.request_lookups import Setting
-from kvoffd_client.vllm.specs import NO_LEASE, FailedJob
-from kvoffd_client.vllm.stats import (
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
+from kvoffd_client.vllm.connector_stats import (
     CONNECTED,
     DEFERRED_STORES,
     DEFINITIONS,
@@ -20,7 +17,8 @@ from kvoffd_client.vllm.stats import (
     LATE_LOOKUPS,
     LOOKUPS,
 )
-from kvoffd_client.vllm.stores import StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, ManagerParts, StoreWindow
+from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
 
@@ -39,9 +37,9 @@ class Rig:
         self.manager = KvoffdManager(
             ManagerParts(
                 client=self.client,
-                setting=Setting(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
-                window=StoreWindow({suffix: SHARD_BYTES}),
-                fold=EventFold((0,)),
+                lookup_settings=LookupSettings(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
+                store_window=StoreWindow({suffix: SHARD_BYTES}),
+                event_translator=KvEventTranslator((0,)),
             )
         )
 
@@ -49,10 +47,10 @@ class Rig:
         """A new request, its lookup answered when ``ready`` is given."""
         context = ReqContext(name)
         self.manager.on_new_request(context)
-        self.manager.begin(name, [KEYS])
+        self.manager.begin_lookup(name, [KEYS])
         if ready is not None:
             self.client.answer(ready)
-            self.manager.begin(name, [KEYS])
+            self.manager.begin_lookup(name, [KEYS])
         return context
 
     def results(self, context: ReqContext) -> list[LookupResult]:
@@ -70,13 +68,13 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
     rig = Rig()
     context = rig.request()
     rig.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
-    rig.manager.begin("r", [KEYS])
+    rig.manager.begin_lookup("r", [KEYS])
     assert rig.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
     assert rig.manager.has_pending_work()
     rig.clock.now += 0.1
-    rig.manager.begin("r", [KEYS])
+    rig.manager.begin_lookup("r", [KEYS])
     rig.client.answer(HASHES)
-    rig.manager.begin("r", [KEYS])
+    rig.manager.begin_lookup("r", [KEYS])
     assert rig.results(context) == [LookupResult.HIT] * 3
     assert not rig.manager.has_pending_work()
     sources = [rig.manager.get_load_source(item, context) for item in KEYS]
@@ -88,7 +86,7 @@ def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
     context = rig.request()
     rig.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
     for _ in range(3):
-        rig.manager.begin("r", [KEYS])
+        rig.manager.begin_lookup("r", [KEYS])
         assert rig.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
     found = rig.manager.get_stats()
     assert found is not None
@@ -101,7 +99,7 @@ def test_the_engine_keeps_stepping_while_an_answer_is_awaited_and_no_longer() ->
     assert rig.results(context) == [LookupResult.RETRY] * 3
     assert rig.manager.has_pending_work()
     rig.client.answer(HASHES)
-    rig.manager.begin("r", [KEYS])
+    rig.manager.begin_lookup("r", [KEYS])
     assert rig.results(context) == [LookupResult.HIT] * 3
     assert not rig.manager.has_pending_work()
 
@@ -137,7 +135,7 @@ def test_a_load_nobody_looked_up_has_no_lease() -> None:
 def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
     rig = Rig()
     rig.request("runs", ready=HASHES)
-    rig.manager.runs_without_load("runs")
+    rig.manager.scheduled_without_load("runs")
     ends = rig.request("ends", ready=HASHES)
     rig.manager.on_request_finished(ends)
     assert rig.client.released == [ticket.lease_id for ticket, _ in rig.client.asked]
@@ -148,7 +146,7 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
     context = rig.request(ready=HASHES)
     rig.manager.prepare_load(KEYS, context)
     rig.manager.load_failed("r", KEYS, FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),)))
-    rig.manager.begin("r", [KEYS])
+    rig.manager.begin_lookup("r", [KEYS])
     assert rig.results(context) == [LookupResult.MISS] * 3
     assert [(item.group, item.keys) for item in rig.client.invalidated] == [(0, block_hash(2))]
     assert rig.manager.get_stats().reduce()[FAILED_LOADS] == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.vllm_fakes import block_hash, key
 from vllm.v1.kv_offload.base import Medium
 
-from kvoffd_client.vllm.events import EventFold
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
@@ -18,24 +18,24 @@ def removed(*numbers: int, group: int = 0, medium: str = "CPU") -> BlockRemoved:
 
 
 def test_groups_get_vllms_ids_back() -> None:
-    fold = EventFold((0, 3))
-    [event] = fold.translate([stored(1, 2, group=1)])
+    translator = KvEventTranslator((0, 3))
+    [event] = translator.translate([stored(1, 2, group=1)])
     assert event.keys == [key(1, 3), key(2, 3)]
     assert event.medium is Medium.CPU
     assert not event.removed
 
 
 def test_when_all_is_cleared_each_announced_block_is_removed_by_name() -> None:
-    fold = EventFold((0,))
-    fold.translate([stored(1, 2), removed(1)])
-    [event] = fold.translate([AllBlocksCleared()])
+    translator = KvEventTranslator((0,))
+    translator.translate([stored(1, 2), removed(1)])
+    [event] = translator.translate([AllBlocksCleared()])
     assert (event.keys, event.removed) == ([key(2)], True)
-    assert fold.translate([AllBlocksCleared()]) == []
+    assert translator.translate([AllBlocksCleared()]) == []
 
 
 def test_what_is_known_already_is_not_said_again() -> None:
-    fold = EventFold((0,))
-    events = fold.translate([stored(1), stored(1, 2), removed(9), removed(1)])
+    translator = KvEventTranslator((0,))
+    events = translator.translate([stored(1), stored(1, 2), removed(9), removed(1)])
     assert [(event.keys, event.removed) for event in events] == [
         ([key(1)], False),
         ([key(2)], False),
@@ -44,8 +44,8 @@ def test_what_is_known_already_is_not_said_again() -> None:
 
 
 def test_the_pool_and_the_disks_are_told_apart() -> None:
-    fold = EventFold((0,))
-    events = fold.translate([stored(1), stored(1, medium="STORAGE"), removed(1), stored(2), AllBlocksCleared()])
+    translator = KvEventTranslator((0,))
+    events = translator.translate([stored(1), stored(1, medium="STORAGE"), removed(1), stored(2), AllBlocksCleared()])
     assert [(event.keys, event.medium, event.removed) for event in events] == [
         ([key(1)], Medium.CPU, False),
         ([key(1)], Medium.STORAGE, False),

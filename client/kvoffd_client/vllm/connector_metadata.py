@@ -1,26 +1,30 @@
-"""What travels from the connector's scheduler half to its workers and back, and how block lists become wire jobs."""
+"""What the connector's scheduler half and its workers send each other, and how block lists become jobs of the wire."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Key
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
 
 NO_LEASE = 0
+GROUP_ID_BYTES = 4
+"""The end of an OffloadKey: the group's id, behind the block hash."""
 
 
 class KeyedSpec(LoadStoreSpec):
-    """The daemon's end of a transfer: blocks by key, not by place.
+    """The daemon's end of a transfer: blocks named by key.
 
     Attributes:
-        groups: per group on the wire its block hashes, end to end.
+        groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
     """
 
@@ -29,8 +33,8 @@ class KeyedSpec(LoadStoreSpec):
         self.lease_id = lease_id
 
     @classmethod
-    def of(cls, keys: Collection[Key], positions: Mapping[bytes, int], lease_id: int = NO_LEASE) -> KeyedSpec:
-        """Sort vLLM's keys into groups, keeping their order."""
+    def of(cls, keys: Collection[OffloadKey], positions: Mapping[bytes, int], lease_id: int = NO_LEASE) -> KeyedSpec:
+        """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire."""
         groups: list[list[bytes]] = [[] for _ in positions]
         for key in keys:
             groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
@@ -47,7 +51,7 @@ class TransferMismatch(Exception):
 def group_transfers(
     blocks: GPULoadStoreSpec, keyed: KeyedSpec, blocks_per_chunk: int, key_bytes: int, *, is_store: bool
 ) -> list[GroupTransfer]:
-    """Turn vLLM's block list and our keys into the groups of a job.
+    """Return vLLM's block list and our keys as the groups of a job.
 
     vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
     before that one are left out.
@@ -81,11 +85,11 @@ def group_transfers(
 
 @dataclass(frozen=True)
 class FailedJob:
-    """A job that did not do all it should.
+    """A job that failed, in whole or in part.
 
     Attributes:
-        error: why, None when the daemon did not say.
-        keys: per group on the wire, hashes (end to end) that failed; empty where the daemon named none.
+        error: why; None when the daemon gave no reason.
+        keys: (group on the wire, its block hashes that failed, concatenated); empty where the daemon named none.
     """
 
     error: ErrorCode | None
@@ -119,3 +123,33 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
             credit_bytes=min(credits) if credits else None,
             usable=self.usable and other.usable,
         )
+
+
+@dataclass(frozen=True)
+class KvoffdHandshake(KVConnectorHandshakeMetadata):
+    """One worker's message to the scheduler: the namespace that it derived from its configuration.
+
+    Only the workers derive it. They hold the model, and loading it changes the configuration they see (vLLM turns
+    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
+    as it was. vLLM carries this message after the KV caches were registered and before the first request, so both
+    halves speak of the same namespace by construction.
+    """
+
+    namespace: NamespaceSpec
+
+
+class NamespacesDiffer(Exception):
+    """The workers of one engine derived different namespaces; the sentence names the factors they disagree on."""
+
+
+def common_namespace(namespaces: Collection[NamespaceSpec]) -> NamespaceSpec:
+    """Return the one namespace of all workers. Raises NamespacesDiffer."""
+    first, *others = namespaces
+    for other in others:
+        if other.fingerprint != first.fingerprint:
+            factors, different = json.loads(first.description), json.loads(other.description)
+            names = [name for name in factors if factors[name] != different.get(name)]
+            raise NamespacesDiffer(
+                f"The workers of this engine disagree on {', '.join(names) or 'their configuration'}."
+            )
+    return first

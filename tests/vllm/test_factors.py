@@ -1,4 +1,4 @@
-"""Facts read from vLLM's own configuration objects. No engine runs; the configuration is the real one."""
+"""Factors read from vLLM's own configuration objects. No engine runs; the configuration is the real one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from support.models import make_tiny_gemma3, make_tiny_llama
 from support.vllm_config import HEADS, cache_config, full_attention, make_config
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
-from kvoffd_client.vllm.facts import gather_facts, hash_probe, label_of, shard_bytes_of
-from kvoffd_client.vllm.fingerprint import EngineFacts
-from kvoffd_client.vllm.options import ConnectorOptions
+from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm.factors import collect_factors, hash_probe, label_of, shard_bytes_of
+from kvoffd_client.vllm.fingerprint import EngineFactors
 
 OPTIONS = ConnectorOptions()
 
@@ -32,46 +32,46 @@ def engine_config(model: Path) -> Any:
     return make_config(model)
 
 
-def facts_of(config: Any, cache: KVCacheConfig | None = None, options: ConnectorOptions = OPTIONS) -> EngineFacts:
-    return gather_facts(config, cache or cache_config(), options)
+def factors_of(config: Any, cache: KVCacheConfig | None = None, options: ConnectorOptions = OPTIONS) -> EngineFactors:
+    return collect_factors(config, cache or cache_config(), options)
 
 
-def test_reading_twice_gives_the_same_facts(engine_config: Any) -> None:
-    assert facts_of(engine_config) == facts_of(copy.deepcopy(engine_config))
+def test_reading_twice_gives_the_same_factors(engine_config: Any) -> None:
+    assert factors_of(engine_config) == factors_of(copy.deepcopy(engine_config))
 
 
-def test_a_worker_of_another_rank_comes_to_the_same_facts(engine_config: Any) -> None:
+def test_a_worker_of_another_rank_comes_to_the_same_factors(engine_config: Any) -> None:
     worker = copy.deepcopy(engine_config)
     worker.parallel_config.rank = 1
     layers = KVCacheGroupSpec(layer_names=["other.7", "other.8"], kv_cache_spec=full_attention())
-    assert facts_of(worker, cache_config(layers)) == facts_of(engine_config)
+    assert factors_of(worker, cache_config(layers)) == factors_of(engine_config)
 
 
 def test_of_a_mixed_group_every_layers_spec_counts(engine_config: Any) -> None:
-    def facts(head_size: int) -> EngineFacts:
+    def factors(head_size: int) -> EngineFactors:
         per_layer = {"a": full_attention(), "b": full_attention(head_size=head_size)}
         specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=per_layer)
-        return facts_of(engine_config, cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs)))
+        return factors_of(engine_config, cache_config(KVCacheGroupSpec(layer_names=["a", "b"], kv_cache_spec=specs)))
 
-    assert facts(32) == facts(32)
-    assert facts(32).groups[0].layout != facts(64).groups[0].layout
+    assert factors(32) == factors(32)
+    assert factors(32).groups[0].layout != factors(64).groups[0].layout
 
 
-def test_what_a_model_says_about_where_it_came_from_is_no_fact(engine_config: Any) -> None:
+def test_what_a_model_says_about_where_it_came_from_is_no_factor(engine_config: Any) -> None:
     config = copy.deepcopy(engine_config)
     config.model_config.hf_config._name_or_path = "/somewhere/else"
-    assert facts_of(config) == facts_of(engine_config)
+    assert factors_of(config) == factors_of(engine_config)
 
 
 def test_the_longest_context_counts_only_where_rope_depends_on_it(engine_config: Any) -> None:
-    def facts(length: int, rope: str) -> EngineFacts:
+    def factors(length: int, rope: str) -> EngineFactors:
         config = copy.deepcopy(engine_config)
         config.model_config.max_model_len = length
         config.model_config.hf_config.rope_parameters = {"rope_type": rope}
-        return facts_of(config)
+        return factors_of(config)
 
-    assert facts(1024, "default") == facts(2048, "default")
-    assert facts(1024, "longrope") != facts(2048, "longrope")
+    assert factors(1024, "default") == factors(2048, "default")
+    assert factors(1024, "longrope") != factors(2048, "longrope")
 
 
 def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) -> None:
@@ -79,7 +79,7 @@ def test_pipeline_stages_agree_though_their_layers_differ(engine_config: Any) ->
     config.parallel_config.pipeline_parallel_size = 2
     first = KVCacheGroupSpec(layer_names=["0", "1"], kv_cache_spec=full_attention())
     last = KVCacheGroupSpec(layer_names=["2"], kv_cache_spec=full_attention())
-    assert facts_of(config, cache_config(first)) == facts_of(config, cache_config(last))
+    assert factors_of(config, cache_config(first)) == factors_of(config, cache_config(last))
 
 
 def set_path(path: str, value: object) -> Callable[[Any], None]:
@@ -114,19 +114,19 @@ CHANGES: dict[str, tuple[str, object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> None:
-    before = facts_of(engine_config)
+    before = factors_of(engine_config)
     config = copy.deepcopy(engine_config)
     set_path(*CHANGES[name])(config)
-    assert getattr(facts_of(config), name) != getattr(before, name)
+    assert getattr(factors_of(config), name) != getattr(before, name)
 
 
-def test_group_facts_follow_the_spec_of_the_group(engine_config: Any) -> None:
+def test_group_factors_follow_the_spec_of_the_group(engine_config: Any) -> None:
     window = SlidingWindowSpec(block_size=32, sliding_window=256, **HEADS)
     groups = [
         KVCacheGroupSpec(layer_names=["0"], kv_cache_spec=window),
         KVCacheGroupSpec(layer_names=["1", "2"], kv_cache_spec=full_attention(dtype=torch.bfloat16)),
     ]
-    sliding, dense = facts_of(engine_config, cache_config(*groups)).groups
+    sliding, dense = factors_of(engine_config, cache_config(*groups)).groups
     assert (sliding.kind, sliding.window_tokens, sliding.layers) == ("sliding_window", 256, 1)
     assert (dense.kind, dense.window_tokens, dense.layers) == ("full_attention", 0, 2)
     assert sliding.page_bytes == 2 * dense.page_bytes
@@ -134,28 +134,28 @@ def test_group_facts_follow_the_spec_of_the_group(engine_config: Any) -> None:
 
 
 def test_the_salt_is_a_fact(engine_config: Any) -> None:
-    assert facts_of(engine_config, options=ConnectorOptions(salt="blue")).salt == "blue"
+    assert factors_of(engine_config, options=ConnectorOptions(salt="blue")).salt == "blue"
 
 
-def test_a_copy_of_a_model_elsewhere_has_the_same_facts_and_another_models_have_not(
+def test_a_copy_of_a_model_elsewhere_has_the_same_factors_and_another_models_have_not(
     model: Path, tmp_path: Path
 ) -> None:
     copied = tmp_path / "elsewhere"
     shutil.copytree(model, copied)
-    assert facts_of(make_config(copied)) == facts_of(make_config(model))
+    assert factors_of(make_config(copied)) == factors_of(make_config(model))
     gemma = make_tiny_gemma3(tmp_path / "gemma")
-    assert facts_of(make_config(gemma)).model_config != facts_of(make_config(model)).model_config
+    assert factors_of(make_config(gemma)).model_config != factors_of(make_config(model)).model_config
 
 
 def test_a_random_hash_seed_makes_the_namespace_private(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(engine_config)
     config.cache_config.prefix_caching_hash_algo = "xxhash"
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    assert facts_of(config).private == config.kv_transfer_config.engine_id
+    assert factors_of(config).private == config.kv_transfer_config.engine_id
     # The workers cannot know the scheduler's seed, and must agree all the same.
     assert hash_probe("xxhash") == hash_probe("xxhash")
     monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert facts_of(config).private == ""
+    assert factors_of(config).private == ""
 
 
 def test_the_hash_seed_is_in_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:

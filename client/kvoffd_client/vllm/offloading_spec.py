@@ -1,8 +1,9 @@
-"""Builds the manager and the worker from one engine's facts."""
+"""Builds the manager and the worker of one engine, as vLLM's OffloadingSpec."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -21,17 +22,16 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration
-from kvoffd_client.vllm.events import EventFold
-from kvoffd_client.vllm.gpu import record_event
-from kvoffd_client.vllm.handshake import LateClient
-from kvoffd_client.vllm.manager import KvoffdManager, ManagerParts
-from kvoffd_client.vllm.memory import SharedKvMemory
-from kvoffd_client.vllm.options import ConnectorOptions
-from kvoffd_client.vllm.request_lookups import GROUP_ID_BYTES, Setting
-from kvoffd_client.vllm.stats import DEFINITIONS
-from kvoffd_client.vllm.stores import StoreWindow
-from kvoffd_client.vllm.worker import Client, KvoffdWorker, connect_worker
+from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
+from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm.connector_stats import DEFINITIONS
+from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
+from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, ManagerParts, StoreWindow
+from kvoffd_client.vllm.offloading_worker import KvoffdWorker
+from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
 
@@ -41,7 +41,7 @@ class EngineSetup:
     """What the connector knows and vLLM's spec interface has no place for.
 
     Attributes:
-        options: the user's.
+        options: from kv_connector_extra_config.
         namespace: what a worker derived; None in the scheduler, which is told by the workers.
         group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
@@ -93,11 +93,15 @@ class KvoffdSpec(OffloadingSpec):
         if self._worker is None:
             setup, namespace = self.setup, self.setup.namespace
             assert namespace is not None, "a worker has one"
-            rank = self.config.parallel.rank
 
-            def connect() -> Client | None:
+            def connect() -> WorkerClient | None:
                 return connect_worker(
-                    kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, self._worker_client, setup.layers
+                    kv_caches,
+                    setup.memory.memories,
+                    self.config.parallel.rank,
+                    self.blocks_per_chunk,
+                    self._worker_client,
+                    setup.layers,
                 )
 
             on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
@@ -127,19 +131,19 @@ class KvoffdSpec(OffloadingSpec):
                 options=options.client_options,
             )
 
-        client = LateClient(connect)
+        client = NamespaceClient(connect)
         return ManagerParts(
             client=client,
-            setting=Setting(
-                asker=client,
+            lookup_settings=LookupSettings(
+                client=client,
                 positions={suffix: index for index, suffix in enumerate(suffixes)},
                 deadline_s=options.lookup_deadline_ms / 1000,
                 refresh_s=options.lookup_refresh_ms / 1000,
                 clock=time.monotonic,
-                wait_rule=options.wait_rule,
+                disk_wait_rule=options.disk_wait_rule,
             ),
-            window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
-            fold=EventFold(setup.group_ids) if publishes else None,
+            store_window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
+            event_translator=KvEventTranslator(setup.group_ids) if publishes else None,
         )
 
     def _worker_client(self, registration: Registration) -> WorkerClient:
@@ -165,3 +169,19 @@ def _software() -> str:
     except PackageNotFoundError:
         own = "unknown"
     return f"kvoffd {own}, vllm {vllm.__version__}"[:128]
+
+
+def connect_worker(
+    kv_caches: CanonicalKVCaches,
+    memories: Sequence[SharedMemory],
+    rank: int,
+    blocks_per_chunk: int,
+    make_client: Callable[[Registration], WorkerClient],
+    layers: Sequence[Sequence[LayerSpec]] = (),
+) -> WorkerClient | None:
+    """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
+    try:
+        return make_client(registration_of(kv_caches, memories, rank, blocks_per_chunk, layers))
+    except NotShareable as reason:
+        logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
+        return None

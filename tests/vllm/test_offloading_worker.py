@@ -8,9 +8,10 @@ import torch
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
-from kvoffd_client.vllm.memory import SharedKvMemory
-from kvoffd_client.vllm.specs import NO_LEASE, KeyedSpec
-from kvoffd_client.vllm.worker import KvoffdTransferResult, KvoffdWorker, NotShareable, connect_worker, registration_of
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, KeyedSpec
+from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
+from kvoffd_client.vllm.offloading_spec import connect_worker
+from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, JobResult

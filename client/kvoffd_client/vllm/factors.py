@@ -1,12 +1,15 @@
-"""Reads from vLLM's configuration what the fingerprint is made of.
+"""Collects from vLLM's configuration, and from the model's files, the factors that the fingerprint is made of.
 
-Every worker does this on its own after it loaded the model, and all of one engine must come to the same result (see
-handshake.py), as must an engine that starts again.
+Every worker does this on its own after it loaded the model. All workers of one engine must come to the same result (see
+``KvoffdHandshake``), as must an engine that starts again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,24 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 
-from kvoffd_client.vllm.fingerprint import EngineFacts, GroupFacts, canonical_json, digest
+from kvoffd_client.vllm import release_of
+from kvoffd_client.vllm.connector_options import ConnectorOptions
+from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, canonical_json, digest
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.options import ConnectorOptions
-from kvoffd_client.vllm.version import release_of
-from kvoffd_client.vllm.weights import weights_identity
 
 PROBE_TOKENS = tuple(range(1, 17))
 
-# Where a configuration came from, not what it says.
+# These say where a configuration came from, not what is in it.
 VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 256
+MAX_HEADER_BYTES = 100 << 20
 
-def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineFacts:
-    """Return the facts of one engine, equal in all its workers.
+
+def collect_factors(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineFactors:
+    """Return the factors of one engine, equal in all its workers.
 
     ``vllm_config`` is a worker's vllm.config.VllmConfig and ``kv_cache_config`` its KVCacheConfig.
     """
@@ -44,7 +51,7 @@ def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptio
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     local_weights = weights_identity(model.model)
     commit = getattr(model.hf_config, "_commit_hash", None)
-    return EngineFacts(
+    return EngineFactors(
         vllm_release=".".join(map(str, release_of(vllm.__version__) or ())),
         model="" if local_weights else f"{model.model} {getattr(model, 'model_weights', '')}".strip(),
         revision=" ".join(filter(None, (model.revision, model.code_revision))),
@@ -74,21 +81,21 @@ def gather_facts(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptio
         speculative=_speculative(vllm_config),
         salt=options.salt,
         groups=tuple(
-            _group_facts(kv_cache_config.kv_cache_groups[group.group_id], group, parallel.pipeline_parallel_size)
+            _group_factors(kv_cache_config.kv_cache_groups[group.group_id], group, parallel.pipeline_parallel_size)
             for group in offloading.groups
         ),
     )
 
 
 def label_of(vllm_config: Any) -> str:
-    """Name for operators: the served name, else the model's, shortened to the directory's name where it is a path."""
+    """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
     served = vllm_config.model_config.served_model_name
     name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
     return Path(name).name if Path(name).is_dir() else name
 
 
 def shard_bytes_of(kv_cache_config: Any, group_ids: tuple[int, ...], blocks_per_chunk: int) -> tuple[int, ...]:
-    """Per offloaded group, about the bytes of one worker's shard of one block; for credits, so near is enough."""
+    """Return about the bytes of one worker's shard of one block, per offloaded group. Credits need no exact figure."""
     sizes = []
     for group_id in group_ids:
         group = kv_cache_config.kv_cache_groups[group_id]
@@ -99,7 +106,7 @@ def shard_bytes_of(kv_cache_config: Any, group_ids: tuple[int, ...], blocks_per_
 
 
 def hash_probe(algorithm: str) -> bytes:
-    """Block hash of a fixed token list with the engine's hash and seed; a random seed is left out (see private)."""
+    """Return the block hash of a fixed token list by the engine's hash and seed. A random seed is left out."""
     function = get_hash_fn_by_name(algorithm)
     seed = "random" if _seed_is_random(algorithm) else resolve_none_hash_seed(function)
     return bytes(hash_block_tokens(function, function(seed), PROBE_TOKENS, None))
@@ -144,15 +151,15 @@ def _speculative(vllm_config: Any) -> str:
     if speculative is None:
         return ""
     draft = speculative.draft_model_config
-    facts: dict[str, object] = {"method": str(speculative.method), "tokens": speculative.num_speculative_tokens}
+    factors: dict[str, object] = {"method": str(speculative.method), "tokens": speculative.num_speculative_tokens}
     if draft is not None:
-        facts["model"] = weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}"
-        facts["config"] = _config_digest(draft)
-    return digest(facts)
+        factors["model"] = weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}"
+        factors["config"] = _config_digest(draft)
+    return digest(factors)
 
 
 def _attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The backends of the offloaded layers, by name; the one asked for where layers differ from worker to worker."""
+    """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
     layers = vllm_config.compilation_config.static_forward_context
     names = {
         _name(layers[name].get_attn_backend().get_name())
@@ -179,13 +186,13 @@ def _device_name() -> str:
         return ""
 
 
-def _group_facts(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupFacts:
+def _group_factors(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupFactors:
     spec = group.kv_cache_spec
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
     # With pipeline stages each worker has other layers, and of a mixed group perhaps other specs.
     staged = pipeline_parallel > 1
-    return GroupFacts(
+    return GroupFactors(
         group_id=offloaded.group_id,
         kind=str(get_kv_cache_spec_kind(layers[0]).value),
         tokens_per_block=offloaded.tokens_per_block,
@@ -201,7 +208,7 @@ def _spec_fields(spec: Any) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """JSON values of anything found in configurations, the same in every process."""
+    """Return anything found in configurations as JSON values, the same in every process."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items() if key not in VOLATILE_CONFIG_KEYS}
     if isinstance(value, list | tuple):
@@ -213,3 +220,63 @@ def _plain(value: object) -> object:
     # An object without a text of its own would print its address.
     text = str(value)
     return type(value).__name__ if " at 0x" in text else text
+
+
+def weights_identity(model: str) -> str | None:
+    """Return a cheap digest of a local model's files, None when ``model`` is no local path.
+
+    A model from a hub is its name, its revision and the commit its configuration came from. A local directory is
+    identified by content, not by path or time, so that a copy, or another mount point in another container, shares
+    blocks, and two checkpoints that follow each other at one path do not: names, sizes and safetensors headers of all
+    weight files, and a few hundred bytes from the middle of up to 64 tensors of each file. Training moves practically
+    all of them; whoever edits single numbers of a checkpoint in place should change the ``salt``.
+    """
+    path = Path(model)
+    if path.is_file():
+        return _digest_of([path])
+    if not path.is_dir():
+        return None
+    files = sorted(item for item in path.iterdir() if item.suffix in WEIGHT_SUFFIXES and item.is_file())
+    if not any(item.suffix != ".py" for item in files):
+        # Weights in a form not known here: the path is all there is to tell them apart.
+        return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+    return _digest_of(files)
+
+
+def _digest_of(files: list[Path]) -> str:
+    total = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        total.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            header = _safetensors_header(file.read(8), size) if path.suffix == ".safetensors" else 0
+            if header:
+                content = file.read(header)
+                total.update(content)
+                offsets = _tensor_offsets(content, 8 + header, size)
+            else:
+                step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
+                offsets = list(range(0, size, step))
+            for offset in offsets:
+                file.seek(offset)
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()
+
+
+def _safetensors_header(prefix: bytes, size: int) -> int:
+    """Return the length of the JSON header, 0 when the file is not what its name says."""
+    length = int.from_bytes(prefix, "little") if len(prefix) == 8 else 0
+    return length if 0 < length <= min(MAX_HEADER_BYTES, size - 8) else 0
+
+
+def _tensor_offsets(header: bytes, base: int, size: int) -> list[int]:
+    """Return where to sample: the middles of up to SAMPLES_PER_FILE tensors, spread over the file."""
+    try:
+        entries = json.loads(header)
+        spans = sorted(tuple(entry["data_offsets"]) for name, entry in entries.items() if name != "__metadata__")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        spans = []
+    if not spans:
+        return list(range(base, size, max(SAMPLE_BYTES, (size - base) // SAMPLES_PER_FILE)))
+    step = max(1, -(-len(spans) // SAMPLES_PER_FILE))
+    return [base + (int(begin) + int(end)) // 2 for begin, end in spans[::step]]

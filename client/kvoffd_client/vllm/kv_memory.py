@@ -1,0 +1,213 @@
+"""A worker's KV memory: allocated so that it can be shared on a CPU, exported on a GPU, described to the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+
+from kvoffd_client.cuda.export import GpuSegment, export_segments
+from kvoffd_client.cuda.order import Event
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.shared_memory import Registration, SharedMemory
+from kvoffd_proto.handles import LayerSpec, PageRef, TensorLayout
+
+# vLLM's logical order of a layer's cache, blocks first (v1/kv_cache_interface.py, create_kv_cache_views). With kernels
+# that want smaller blocks than the manager's, a page is several kernel blocks.
+DIMENSIONS = ("heads", "tokens", "content")
+
+
+class NotShareable(Exception):
+    """The worker's KV memory cannot be handed to the daemon; the sentence says why."""
+
+
+class SharedKvMemory(TorchFunctionMode):
+    """While active, ``torch.zeros(n, dtype=torch.int8)`` on the CPU comes from a sealed memfd.
+
+    That is the one call with which vLLM allocates the backing of all its KV tensors (v1/worker/utils.py,
+    allocate_kv_cache). Everything else passes through. Memory from a memfd is zero already.
+
+    Attributes:
+        memories: what was allocated; kept for the life of the process, since vLLM's tensors live in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: list[SharedMemory] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Replace that one call."""
+        kwargs = kwargs or {}
+        if func is torch.zeros and _is_kv_backing(args, kwargs):
+            memory = SharedMemory(args[0], name="kvoffd-kv")
+            self.memories.append(memory)
+            return torch.frombuffer(memory.view, dtype=torch.int8)
+        return func(*args, **kwargs)
+
+
+def _is_kv_backing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return (
+        len(args) == 1
+        and isinstance(args[0], int)
+        and args[0] > 0
+        and kwargs.get("dtype") is torch.int8
+        and (device is None or torch.device(device).type == "cpu")
+    )
+
+
+def registration_of(
+    kv_caches: CanonicalKVCaches,
+    memories: Sequence[SharedMemory],
+    rank: int,
+    blocks_per_chunk: int,
+    layers: Sequence[Sequence[LayerSpec]] = (),
+) -> Registration:
+    """Return what the daemon must know of a worker's KV tensors: where in shared memory they lie.
+
+    ``layers`` describes the pages of each group (see ``describe_layers``); it is left out where it does not fit the
+    tensors.
+
+    Raises:
+        NotShareable: a tensor lies in no memory that can be shared.
+    """
+    kinds = {cache.tensor.device.type for cache in kv_caches.tensors}
+    found: tuple[Sequence[SharedMemory | GpuSegment], list[TensorLayout]]
+    if kinds == {"cuda"}:
+        found = export_tensors(kv_caches)
+    elif kinds == {"cpu"}:
+        found = _shared_tensors(kv_caches, memories)
+    else:
+        raise NotShareable(
+            f"The KV cache is in {' and '.join(sorted(kinds))} memory; kvoffd serves NVIDIA GPUs and CPUs."
+        )
+    groups = []
+    for index, refs in enumerate(kv_caches.group_data_refs):
+        specs = layers[index] if index < len(layers) and len(layers[index]) == len(refs) else [None] * len(refs)
+        pages = zip(refs, specs, strict=True)
+        groups.append(tuple(PageRef(ref.tensor_idx, ref.page_size_bytes, layer) for ref, layer in pages))
+    return Registration(
+        rank=rank,
+        blocks_per_key=blocks_per_chunk,
+        memories=tuple(found[0]),
+        tensors=tuple(found[1]),
+        groups=tuple(groups),
+    )
+
+
+def _shared_tensors(
+    kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
+) -> tuple[list[SharedMemory], list[TensorLayout]]:
+    tensors = []
+    used: list[SharedMemory] = []
+    for cache in kv_caches.tensors:
+        tensor = cache.tensor
+        address = int(tensor.data_ptr())
+        memory = next((item for item in memories if 0 <= address - _address(item) < item.size_bytes), None)
+        if memory is None:
+            raise NotShareable(
+                "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
+                "called, or another connector's was)."
+            )
+        if memory not in used:
+            used.append(memory)
+        tensors.append(
+            TensorLayout(
+                segment=used.index(memory),
+                offset_bytes=address - _address(memory),
+                stride_bytes=int(tensor.stride(0)) * int(tensor.element_size()),
+                num_blocks=int(tensor.shape[0]),
+            )
+        )
+    return used, tensors
+
+
+def _address(memory: SharedMemory) -> int:
+    return int(memory.view.ctypes.data)
+
+
+def record_event() -> Event:
+    """Record an event behind everything launched so far on this thread's current stream; its waiter sleeps."""
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
+
+
+def export_tensors(
+    kv_caches: CanonicalKVCaches, export: Callable[[list[tuple[int, int]]], list[GpuSegment]] = export_segments
+) -> tuple[list[GpuSegment], list[TensorLayout]]:
+    """Export the GPU memory that a worker's KV tensors lie in; return it and where in it each tensor lies.
+
+    Raises:
+        NotShareable: the driver cannot export it.
+    """
+    spans = [_span(cache.tensor) for cache in kv_caches.tensors]
+    try:
+        segments = export(spans)
+    except KvoffdClientError as reason:
+        raise NotShareable(str(reason)) from reason
+    layouts = []
+    for cache, (address, size) in zip(kv_caches.tensors, spans, strict=True):
+        index = next(
+            (
+                number
+                for number, segment in enumerate(segments)
+                if segment.address <= address and address + size <= segment.address + segment.size_bytes
+            ),
+            None,
+        )
+        if index is None:
+            for segment in segments:
+                segment.close()
+            raise NotShareable(f"The KV tensor at {address:#x} lies in several allocations.")
+        tensor = cache.tensor
+        stride_bytes = int(tensor.stride(0)) * int(tensor.element_size())
+        layouts.append(TensorLayout(index, address - segments[index].address, stride_bytes, int(tensor.shape[0])))
+    return segments, layouts
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """(address, size in bytes) of a tensor of pages, [blocks, page], from its first byte to its last."""
+    blocks, page = int(tensor.shape[0]), int(tensor.shape[1])
+    return int(tensor.data_ptr()), ((blocks - 1) * int(tensor.stride(0)) + page) * int(tensor.element_size())
+
+
+def describe_layers(
+    kv_caches: Mapping[str, Any], groups: Sequence[Sequence[str]], num_blocks: int
+) -> tuple[tuple[LayerSpec, ...], ...]:
+    """Return for each layer of each group what a page of it holds, for whoever opens a block outside an engine.
+
+    Nothing is decided by it.
+
+    Args:
+        kv_caches: vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in whatever order of memory.
+        groups: layer names of the offloaded groups.
+        num_blocks: blocks of vLLM's manager.
+    """
+    return tuple(tuple(_describe(name, kv_caches.get(name), num_blocks) for name in names) for names in groups)
+
+
+def _describe(name: str, tensor: Any, num_blocks: int) -> LayerSpec:
+    name = name[:256]
+    shape: tuple[int, ...] = tuple(getattr(tensor, "shape", ()))
+    if len(shape) != 1 + len(DIMENSIONS) or shape[0] % num_blocks:
+        return LayerSpec(name)  # states of another kind
+    dimensions = [
+        ("kernel_blocks", int(shape[0]) // num_blocks, int(tensor.stride(0))),
+        *zip(DIMENSIONS, map(int, shape[1:]), map(int, tensor.stride()[1:]), strict=True),
+    ]
+    kept = [dimension for dimension in dimensions if dimension[0] != "kernel_blocks" or dimension[1] > 1]
+    # A dimension of one element may have any stride; it keeps its place before what it would hold.
+    kept.sort(key=lambda dimension: dimension[2], reverse=True)
+    expected = 1
+    for _, size, stride in reversed(kept):
+        if size > 1 and stride != expected:
+            return LayerSpec(name)  # the page has gaps, or other layers between
+        expected *= size
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return LayerSpec(name, dtype, [size for _, size, _ in kept], " ".join(of for of, _, _ in kept))

@@ -1,0 +1,314 @@
+"""The scheduler's half: answers vLLM's questions about blocks from what the daemon has answered. Never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    make_offload_key,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvoffd_client.namespace_spec import NamespaceSpec
+from kvoffd_client.vllm import connector_stats as stats
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, NO_LEASE, FailedJob, KeyedSpec
+from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.namespace_client import NamespaceClient, NamespaceReset
+from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
+from kvoffd_proto.messages import GroupKeys
+
+# Errors that say something about the blocks. After any other one they are as good as before.
+BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
+
+
+class StoreWindow:
+    """Counts the bytes of stores that were offered to vLLM and that no worker has reported as ended.
+
+    The credit is soft: one offer may pass it. An offer is all the new blocks of a request's step, and a part of it
+    would be worth little (vLLM does not offer the rest again, and a prefix without its sliding windows is no hit); an
+    offer larger than the whole credit would otherwise never be made.
+
+    Args:
+        shard_bytes: bytes of one worker's shard of a block, by a key's last four bytes.
+    """
+
+    def __init__(self, shard_bytes: Mapping[bytes, int]) -> None:
+        self._shard_bytes = shard_bytes
+        self._in_flight: set[OffloadKey] = set()
+        self.outstanding_bytes = 0
+        self.credit_bytes = 0
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._in_flight
+
+    @property
+    def open(self) -> bool:
+        """Whether another store may be offered now."""
+        return self.outstanding_bytes == 0 or self.outstanding_bytes < self.credit_bytes
+
+    def begin(self, keys: Collection[OffloadKey]) -> None:
+        """Count keys, none of them in flight, that are offered now."""
+        self._in_flight.update(keys)
+        self.outstanding_bytes += self._bytes_of(keys)
+
+    def end(self, keys: Collection[OffloadKey]) -> None:
+        """Forget the keys of a store that ended, well or not. Keys that are not in flight (any more) are ignored."""
+        ended = self._in_flight.intersection(keys)
+        self._in_flight -= ended
+        self.outstanding_bytes -= self._bytes_of(ended)
+
+    def clear(self) -> None:
+        """Forget all stores: vLLM does not tell how they end after a reset."""
+        self._in_flight.clear()
+        self.outstanding_bytes = 0
+
+    def _bytes_of(self, keys: Collection[OffloadKey]) -> int:
+        return sum(self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in keys)
+
+
+class KvEventTranslator:
+    """Translates the daemon's KV events to vLLM's, and remembers which blocks were announced.
+
+    vLLM's stream also speaks of the engine's own cache, and its ``AllBlocksCleared`` means both. So when the daemon's
+    blocks are gone at once, each block that was announced is removed by name instead.
+
+    Args:
+        group_ids: vLLM's group id by index on the wire.
+    """
+
+    def __init__(self, group_ids: Sequence[int]) -> None:
+        self._group_ids = group_ids
+        self._announced: dict[Medium, dict[OffloadKey, None]] = {Medium.CPU: {}, Medium.STORAGE: {}}
+
+    def translate(self, events: Iterable[KvEvent]) -> list[OffloadingEvent]:
+        """Return vLLM's events for the daemon's, in order, without blocks stored twice or removed but never stored."""
+        translated: list[OffloadingEvent] = []
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                for medium, announced in self._announced.items():
+                    translated += _removal(list(announced), medium)
+                    announced.clear()
+                continue
+            medium = Medium.STORAGE if event.medium == MEDIUM_STORAGE else Medium.CPU
+            announced = self._announced[medium]
+            named = [self._key(block_hash, event.group_idx) for block_hash in event.block_hashes]
+            removed = not isinstance(event, BlockStored)
+            keys = [key for key in named if (key in announced) == removed]
+            if removed:
+                for key in keys:
+                    del announced[key]
+                translated += _removal(keys, medium)
+            elif keys:
+                announced.update(dict.fromkeys(keys))
+                translated.append(OffloadingEvent(keys=keys, medium=medium, removed=False))
+        return translated
+
+    def _key(self, block_hash: bytes, index: int | None) -> OffloadKey:
+        return make_offload_key(block_hash, self._group_ids[index or 0])
+
+
+def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
+    return [OffloadingEvent(keys=keys, medium=medium, removed=True)] if keys else []
+
+
+@dataclass(frozen=True)
+class ManagerParts:
+    """What a manager is made of.
+
+    Attributes:
+        client: connection to the daemon.
+        lookup_settings: what the lookups of all requests share; they use the same client.
+        store_window: stores under way.
+        event_translator: translates KV events; None when the engine publishes none.
+    """
+
+    client: NamespaceClient
+    lookup_settings: LookupSettings
+    store_window: StoreWindow
+    event_translator: KvEventTranslator | None
+
+
+class KvoffdManager(OffloadingManager):
+    """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss."""
+
+    def __init__(self, parts: ManagerParts) -> None:
+        self._client = parts.client
+        self._lookup_settings = parts.lookup_settings
+        self._positions = parts.lookup_settings.positions
+        self._store_window = parts.store_window
+        self._event_translator = parts.event_translator
+        self._lookups: dict[str, RequestLookups] = {}
+        self._loading: dict[str, PendingLookup] = {}
+        self._deferred: set[str] = set()
+        self._counters = stats.Counters()
+        self._reset = NamespaceReset(parts.client.reset)
+        self._usable = True
+        self._credit_reported = False
+
+    # --- what the connector calls beyond vLLM's interface ---
+
+    def join(self, namespace: NamespaceSpec) -> None:
+        """Connect to the namespace that the workers told."""
+        self._client.join(namespace)
+
+    def begin_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
+        """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""
+        self._deferred.discard(request_id)
+        lookups = self._lookups.get(request_id)
+        if lookups is None:
+            return
+        if self._may_use_daemon and lookups.refresh(groups):
+            self._counters.count(stats.LOOKUPS)
+        if lookups.count_disk_wait():
+            self._counters.count(stats.DISK_WAITS_ENDED)
+
+    def scheduled_without_load(self, request_id: str) -> None:
+        """Unpin the blocks of a request that was scheduled and needs none of them."""
+        self._deferred.discard(request_id)
+        if lookups := self._lookups.get(request_id):
+            lookups.release()
+
+    def load_failed(self, request_id: str, keys: Collection[OffloadKey], failed: FailedJob) -> None:
+        """Take note that a load of ``keys`` failed: its request is recomputed, unusable blocks leave the daemon."""
+        self._counters.count(stats.FAILED_LOADS)
+        if lookups := self._lookups.get(request_id):
+            lookups.mark_load_failed()
+        if failed.error in BLOCKS_UNUSABLE:
+            failed_keys = failed.keys or enumerate(KeyedSpec.of(keys, self._positions).groups)
+            self._client.invalidate([GroupKeys(group, hashes) for group, hashes in failed_keys if hashes])
+        logger.warning(
+            "kvoffd: a load of %d blocks failed; request %s is recomputed. %s", len(keys), request_id, _reason(failed)
+        )
+
+    def store_failed(self, failed: FailedJob) -> None:
+        """Take note that a store left blocks out. Nothing is known of those here, so there is nothing to forget."""
+        self._counters.count(stats.FAILED_STORES)
+        logger.debug("kvoffd: a store failed. %s", _reason(failed))
+
+    def workers_report(self, credit_bytes: int | None, usable: bool) -> None:
+        """Take the workers' report: how much each may have outstanding, and whether their memory can be shared."""
+        if credit_bytes is not None:
+            self._store_window.credit_bytes = credit_bytes
+            self._credit_reported = True
+        if not usable and self._usable:
+            self._usable = False
+            logger.warning(
+                "kvoffd: the workers' KV memory cannot be shared with the daemon; the engine runs without it."
+            )
+
+    def begin_reset(self, reports_due: int) -> None:
+        """Prepare for reset_cache(): ``reports_due`` worker reports of running jobs are still to come."""
+        self._reset.begin(reports_due)
+
+    def reset_report(self, count: int) -> None:
+        """Take note that ``count`` reports came of jobs that ran at the last reset."""
+        self._reset.report(count)
+
+    # --- vLLM's interface ---
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._lookups[req_context.req_id] = RequestLookups(self._lookup_settings)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        lookups = self._lookups.get(req_context.req_id)
+        if lookups is None or not self._may_use_daemon:
+            return LookupResult.MISS
+        status = lookups.status(key)
+        if status is KeyStatus.HIT:
+            return LookupResult.HIT
+        if status is KeyStatus.PENDING:
+            self._deferred.add(req_context.req_id)
+            # Not RETRY, after which vLLM would look for an earlier window although this one will be there.
+            return LookupResult.HIT_PENDING
+        if status is KeyStatus.RETRY:
+            self._deferred.add(req_context.req_id)
+            return LookupResult.RETRY
+        if status is KeyStatus.TIMED_OUT and lookups.count_timeout():
+            self._counters.count(stats.LATE_LOOKUPS)
+        return LookupResult.MISS
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        lookups = self._lookups.get(req_context.req_id)
+        from_disk = lookups is not None and key in lookups.from_disk
+        return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
+        lookups = self._lookups.get(req_context.req_id)
+        answer = lookups.take() if lookups is not None else None
+        if answer is not None:
+            self._loading[req_context.req_id] = answer
+        lease_id = answer.ticket.lease_id if answer is not None else NO_LEASE
+        return KeyedSpec.of(keys, self._positions, lease_id)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._lookup_settings.release(self._loading.pop(req_context.req_id, None))
+
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        lookups = self._lookups.get(req_context.req_id)
+        wanted: list[OffloadKey] = []
+        if self._may_use_daemon and self._client.connected:
+            window = self._store_window
+            wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
+        if wanted:
+            if not self._credit_reported:
+                self._store_window.credit_bytes = self._client.credit_bytes
+            if not self._store_window.open:
+                self._counters.count(stats.DEFERRED_STORES)
+                return None
+            self._store_window.begin(wanted)
+        return PrepareStoreOutput(
+            keys_to_store=wanted, store_spec=KeyedSpec.of(wanted, self._positions), evicted_keys=[]
+        )
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._store_window.end(keys)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._deferred.discard(req_context.req_id)
+        if lookups := self._lookups.pop(req_context.req_id, None):
+            lookups.release()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._deferred) or self._reset.flushing
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        translator = self._event_translator
+        return translator.translate(self._client.take_events()) if translator is not None else ()
+
+    def reset_cache(self) -> None:
+        for lookups in self._lookups.values():
+            lookups.forget()
+        for lookup in self._loading.values():
+            self._lookup_settings.release(lookup)
+        self._loading.clear()
+        self._deferred.clear()
+        self._store_window.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._counters.take(self._client.connected)
+
+    def shutdown(self) -> None:
+        self._reset.close()
+        self._client.close()
+
+    @property
+    def _may_use_daemon(self) -> bool:
+        """Whether the workers can share their memory, and no reset makes the daemon's blocks stale."""
+        return self._usable and not self._reset.due
+
+
+def _reason(failed: FailedJob) -> str:
+    return failed.error.sentence if failed.error is not None else "The daemon gave no reason."
