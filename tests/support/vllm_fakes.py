@@ -27,7 +27,7 @@ class FakeSchedulerClient:
     """Holds lookups until the test answers them."""
 
     clock: Clock
-    connected: bool = True
+    ready: bool = True
     credit_bytes: int = 1 << 20
     problem: str | None = None
     asked: list[tuple[LookupTicket, list[GroupKeys]]] = field(default_factory=list)
@@ -39,10 +39,6 @@ class FakeSchedulerClient:
     reset_works: bool = True
     closed: bool = False
 
-    @property
-    def ready(self) -> bool:
-        return self.connected
-
     def join(self, namespace: NamespaceSpec) -> None:
         """Joined from the start."""
 
@@ -50,7 +46,7 @@ class FakeSchedulerClient:
         self.again.append(again)
         ticket = LookupTicket((1 << 32) + len(self.asked) + 1)
         self.asked.append((ticket, list(groups)))
-        if not self.connected:
+        if not self.ready:
             ticket.failed = ticket.done = True
         return ticket
 

@@ -40,7 +40,7 @@ def test_workers_that_disagree_are_told_apart_by_their_factors() -> None:
 
 def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> None:
     client = Rig().client
-    assert not client.connected
+    assert not client.ready
     assert client.credit_bytes == 0
     assert client.take_events() == []
     assert client.reset()
@@ -53,7 +53,7 @@ def test_joining_makes_the_client_once_for_each_namespace() -> None:
     rig = Rig()
     rig.client.join(ONE)
     rig.client.join(replace(ONE))
-    assert rig.client.connected
+    assert rig.client.ready
     assert [namespace for namespace, _ in rig.made] == [ONE]
     rig.client.join(OTHER)
     (_, first), (namespace, second) = rig.made

@@ -198,7 +198,7 @@ def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstandi
 
 def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
     rig = Rig()
-    rig.client.connected = False
+    rig.client.ready = False
     context = rig.request()
     assert rig.manager.prepare_store(KEYS, context).keys_to_store == []
     assert rig.results(context) == [LookupResult.MISS] * 3
@@ -250,7 +250,7 @@ def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None
     assert first == {LOOKUPS: 1, CONNECTED: 1}
     assert set(first) <= set(DEFINITIONS)
     assert rig.manager.get_stats() is None
-    rig.client.connected = False
+    rig.client.ready = False
     assert rig.manager.get_stats().reduce() == {CONNECTED: 0}
 
 

@@ -59,7 +59,7 @@ def test_without_an_answer_by_the_deadline_it_is_a_miss_and_a_later_answer_still
 
 def test_a_daemon_that_is_down_is_a_miss_at_once() -> None:
     rig = Rig()
-    rig.client.connected = False
+    rig.client.ready = False
     assert not rig.lookups.refresh(GROUPS)
     assert rig.statuses(1, 4) == [KeyStatus.MISS] * 2
     assert rig.client.asked == []
@@ -273,7 +273,7 @@ def test_wait_does_not_outlast_the_daemon() -> None:
     rig.client.answer(set(), coming=[block_hash(1), block_hash(2)])  # nothing is ready, so no lease can die
     rig.lookups.refresh(GROUPS)
     assert rig.statuses(1) == [KeyStatus.PENDING]
-    rig.client.connected = False
+    rig.client.ready = False
     rig.lookups.refresh(GROUPS)
     assert rig.statuses(1, 2) == [KeyStatus.MISS] * 2
 

@@ -38,7 +38,7 @@ class NamespaceClient:
         self._namespace, self._client = namespace, self._make(namespace)
 
     @property
-    def connected(self) -> bool:
+    def ready(self) -> bool:
         """Whether the namespace is known and open, and the daemon answers."""
         return self._client is not None and self._client.ready
 
@@ -47,7 +47,7 @@ class NamespaceClient:
         return self._client.credit_bytes if self._client is not None else 0
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
-        """Only after ``connected`` was True."""
+        """Only after ``ready`` was True."""
         assert self._client is not None
         return self._client.lookup(groups, again)
 

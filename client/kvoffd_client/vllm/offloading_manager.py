@@ -259,7 +259,7 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         lookups = self._lookups.get(req_context.req_id)
         wanted: list[OffloadKey] = []
-        if self._may_use_daemon and self._client.connected:
+        if self._may_use_daemon and self._client.ready:
             window = self._store_window
             wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
         if wanted:
@@ -298,7 +298,7 @@ class KvoffdManager(OffloadingManager):
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._counters.take(self._client.connected)
+        return self._counters.take(self._client.ready)
 
     def shutdown(self) -> None:
         self._reset.close()

@@ -164,7 +164,7 @@ class RequestLookups:
         Called before each scan of the keys, never within one, so that a scan sees one answer. True when it sent one.
         """
         self._take_answer()
-        if self.load_failed or self.pending is not None or self._failed_lately or not self.settings.client.connected:
+        if self.load_failed or self.pending is not None or self._failed_lately or not self.settings.client.ready:
             return False
         count = sum(len(keys) for keys in groups)
         if count == 0 or not self._outdated(count):
@@ -188,7 +188,7 @@ class RequestLookups:
             if self.pending.ticket.done:
                 return KeyStatus.MISS if self.pending.ticket.failed else KeyStatus.RETRY
             return self._unanswered(self.pending.sent_at)
-        if self._failed_lately or not self.settings.client.connected:
+        if self._failed_lately or not self.settings.client.ready:
             return KeyStatus.MISS
         return self._unanswered(self.extra_keys.setdefault(key, self.settings.clock()))
 
@@ -271,7 +271,7 @@ class RequestLookups:
     @property
     def _daemon_answers(self) -> bool:
         """Whether the daemon answers: only it says when something has come from disk, or never will."""
-        if self._failed_lately or not self.settings.client.connected:
+        if self._failed_lately or not self.settings.client.ready:
             return False
         pending = self.pending
         if pending is None or pending.ticket.done:
