@@ -77,85 +77,47 @@ class NamespaceSpec:
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """All that must be known to open a namespace and to tell what its bytes are.
+class Geometry(NamespaceSpec):
+    """All that must be known to open a namespace without an engine, and to tell what the bytes of its blocks are.
 
     Attributes:
-        fingerprint: 32 bytes; equal only where the bytes are interchangeable.
-        label: name for operators.
-        world_size: shards that make a block.
-        key_bytes: length of a block hash in bytes.
-        groups: KV cache groups, by index.
-        description: what the fingerprint was made of, as JSON.
         shards: by rank and group, what a shard is made of.
     """
 
-    fingerprint: bytes
-    label: str
-    world_size: int
-    key_bytes: int
-    groups: tuple[GroupSpec, ...]
-    description: str
-    shards: tuple[tuple[ShardSpec, ...], ...]
+    shards: tuple[tuple[ShardSpec, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shards) != self.world_size or {len(of_rank) for of_rank in self.shards} != {len(self.groups)}:
+            raise ValueError("This geometry of a namespace contradicts itself.")
 
     @classmethod
     def of_reply(cls, fingerprint: bytes, reply: NamespaceDescribed) -> Geometry:
-        """From the daemon's description. Raises BlockUnavailable where a rank's shards are not known yet."""
+        """The geometry in the daemon's description. Raises BlockUnavailable where a rank's shards are not known yet."""
         unknown = [rank for rank, shards in enumerate(reply.shards) if shards is None]
         if unknown:
             raise BlockUnavailable(
                 f"Nobody has told what the shards of rank {unknown[0]} in the namespace {reply.label!r} are made of; "
                 "start its engine once."
             )
-        return cls(
-            fingerprint,
-            reply.label,
-            reply.world_size,
-            reply.key_bytes,
-            tuple(reply.groups),
-            reply.description,
-            tuple(tuple(shards or ()) for shards in reply.shards),
-        )
+        shards = tuple(tuple(of_rank or ()) for of_rank in reply.shards)
+        groups = tuple(reply.groups)
+        return cls(fingerprint, reply.label, reply.world_size, reply.key_bytes, groups, reply.description, shards)
 
     @classmethod
     def of_json(cls, text: str) -> Geometry:
-        """Undo ``to_json``. Raises ValueError where it is none."""
+        """Undo ``to_json``. Raises ValueError where the text is no geometry."""
         try:
-            parts = msgspec.json.decode(text, type=_Written)
-            fingerprint = bytes.fromhex(parts.fingerprint)
+            fields = msgspec.json.decode(text, type=_GeometryJson)
+            fingerprint = bytes.fromhex(fields.fingerprint)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
             raise ValueError(f"This is no geometry of a namespace: {error}.") from error
-        geometry = cls(
-            fingerprint,
-            parts.label,
-            parts.world_size,
-            parts.key_bytes,
-            parts.groups,
-            parts.description,
-            parts.shards,
-        )
-        ranks = {len(shards) for shards in geometry.shards}
-        if (
-            len(fingerprint) != FINGERPRINT_BYTES
-            or len(geometry.shards) != geometry.world_size
-            or ranks != {len(geometry.groups)}
-            or not 8 <= geometry.key_bytes <= 64
-        ):
-            raise ValueError("This geometry of a namespace contradicts itself.")
-        return geometry
+        return cls(fingerprint, *msgspec.structs.astuple(fields)[1:])
 
     def to_json(self) -> str:
-        """As text, for the metadata of a file."""
-        written = _Written(
-            self.fingerprint.hex(),
-            self.label,
-            self.world_size,
-            self.key_bytes,
-            self.groups,
-            self.description,
-            self.shards,
-        )
-        return msgspec.json.encode(written).decode()
+        """The geometry as text, for the metadata of a file."""
+        fields = {field: getattr(self, field) for field in _GeometryJson.__struct_fields__}
+        return msgspec.json.encode(_GeometryJson(**fields | {"fingerprint": self.fingerprint.hex()})).decode()
 
     def shard_bytes(self, rank: int, group: int) -> int:
         """Bytes of a rank's shard."""
@@ -168,7 +130,7 @@ class Geometry:
     def mismatch(self, other: Geometry) -> str:
         """Why blocks of ``other`` do not fit here: half a sentence; empty where they do."""
         if self.fingerprint != other.fingerprint:
-            return f"the fingerprints differ: {differing_facts(self.description, other.description)}"
+            return f"the fingerprints differ: {differing_fields(self.description, other.description)}"
         for rank, (own, others) in enumerate(zip(self.shards, other.shards, strict=False)):
             if list(map(shard_bytes_of, own)) != list(map(shard_bytes_of, others)):
                 return f"the shards of rank {rank} have other sizes"
@@ -176,8 +138,8 @@ class Geometry:
         return "" if same else "the number of ranks, the keys or the groups differ"
 
 
-class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As it is in a file; GroupSpec, ShardSpec and what they hold are arrays, as on the wire."""
+class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A geometry in a file. GroupSpec, ShardSpec and what they hold are arrays, as on the wire."""
 
     fingerprint: str
     label: str
@@ -188,18 +150,18 @@ class _Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: tuple[tuple[ShardSpec, ...], ...]
 
 
-def differing_facts(one: str, other: str) -> str:
-    """Which facts two descriptions disagree on, as ``kv_cache_dtype (bfloat16 and fp8)``; most telling ones first."""
-    facts, others = _facts(one), _facts(other)
-    names = [name for name in dict.fromkeys([*facts, *others]) if facts.get(name) != others.get(name)]
+def differing_fields(one: str, other: str) -> str:
+    """Which fields two descriptions disagree on, as ``in kv_cache_dtype (bfloat16 and fp8)``; the first four."""
+    fields, others = _fields_of(one), _fields_of(other)
+    names = [name for name in dict.fromkeys([*fields, *others]) if fields.get(name) != others.get(name)]
     if not names:
         return "nobody knows in what"
-    shown = [f"{name} ({_short(facts.get(name))} and {_short(others.get(name))})" for name in names[:4]]
+    shown = [f"{name} ({_short(fields.get(name))} and {_short(others.get(name))})" for name in names[:4]]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"in {', '.join(shown)}{more}"
 
 
-def _facts(description: str) -> Mapping[str, object]:
+def _fields_of(description: str) -> Mapping[str, object]:
     try:
         found = json.loads(description)
     except ValueError:

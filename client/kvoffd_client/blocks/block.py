@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -77,44 +77,31 @@ def tensor_spec(page: PageSpec, blocks_per_key: int) -> TensorSpec:
     return TensorSpec("uint8", (blocks_per_key, page.page_bytes), "")
 
 
-class Layer:
-    """One layer of one shard."""
+@dataclass(frozen=True)
+class Layer(TensorSpec):
+    """One layer of one shard.
 
-    def __init__(self, name: str, spec: TensorSpec, read: Callable[[], Bytes]) -> None:
-        self.name = name
-        """As the engine calls it; empty if unknown."""
-        self.spec = spec
-        self._read = read
+    Attributes:
+        name: as the engine calls it; empty if unknown.
+    """
 
-    @property
-    def dtype(self) -> str:
-        """As torch names it."""
-        return self.spec.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(engine blocks, *page)``."""
-        return self.spec.shape
-
-    @property
-    def layout(self) -> str:
-        """Names of a page's dimensions, with blanks between."""
-        return self.spec.layout
+    name: str
+    _read: Callable[[], Bytes] = field(repr=False, compare=False)
 
     @property
     def array(self) -> npt.NDArray[Any]:
-        """Over the bytes themselves. A dtype that numpy does not have comes as unsigned integers of its size."""
-        return self._read().view(self.spec.numpy_dtype).reshape(self.shape)
+        """An array of ``shape`` over the bytes themselves, read-only where they are in the pool.
+
+        A dtype that numpy does not have comes as unsigned integers of its size.
+        """
+        return self._read().view(self.numpy_dtype).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """A torch tensor with a copy of the bytes: torch knows no memory that must not be written."""
+        """A torch tensor of ``shape`` with a copy of the bytes: torch knows no memory that must not be written."""
         import torch
 
         flat = torch.from_numpy(self._read().copy())
         return flat.view(getattr(torch, self.dtype)).reshape(self.shape)
-
-    def __repr__(self) -> str:
-        return f"Layer({self.name!r}, {self.dtype}, {self.shape}, {self.layout!r})"
 
 
 class Shard:
@@ -140,7 +127,8 @@ class Shard:
         for page in self.spec.pages:
             nbytes = self.spec.blocks_per_key * page.page_bytes
             spec = tensor_spec(page, self.spec.blocks_per_key)
-            found.append(Layer(page.layer.name if page.layer else "", spec, self._part(start, nbytes)))
+            name = page.layer.name if page.layer else ""
+            found.append(Layer(spec.dtype, spec.shape, spec.layout, name, self._part(start, nbytes)))
             start += nbytes
         return found
 

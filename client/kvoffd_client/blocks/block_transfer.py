@@ -27,7 +27,7 @@ from kvoffd_client.blocks.block_file import (
     write_header,
 )
 from kvoffd_client.errors import BlockDamaged
-from kvoffd_client.namespace_spec import Geometry, differing_facts
+from kvoffd_client.namespace_spec import Geometry, differing_fields
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_STORED, PutShard
 from kvoffd_proto.messages import READY
 
@@ -355,7 +355,7 @@ def _check_meant(client: BlockClient, geometry: Geometry, namespace: str | bytes
         same_label = [info for info in open_ones if info.label == geometry.label]
         others = same_label if geometry.fingerprint not in fingerprints and not beside else []
     if others:
-        why = differing_facts(geometry.description, others[0].description)
+        why = differing_fields(geometry.description, others[0].description)
         advice = "" if namespace is not None else " Add --beside to import them all the same."
         raise BlockFileError(
             f"The blocks of the file are of namespace {geometry.fingerprint.hex()[:12]}, and {others[0].label!r} is "
