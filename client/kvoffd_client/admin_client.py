@@ -18,6 +18,7 @@ from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
+from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_reply, encode
@@ -138,21 +139,19 @@ class AdminSession(Session):
 
     attempts_failed = 0
 
-    def ask(
-        self, message: m.AnyRequest, outcome: list[m.AnyReply | KvoffdClientError], now: float, timeout_s: float
-    ) -> None:
+    def ask(self, message: m.AnyRequest, outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
         """Send a request; its reply, or why there is none, is appended to ``outcome``."""
         if not self.usable:
             outcome.append(DaemonUnavailable(self.problem or "The client is not connected."))
             return
 
-        def then(reply: m.AnyReply | KvoffdClientError, _: float) -> None:
+        def on_reply(reply: ReplyOrError, _: float) -> None:
             outcome.append(reply)
             self.on_change()
 
-        self.request(message, then, now, timeout_s)
+        self.request(message, on_reply, now, timeout_s)
 
-    def _role_lost(self, dead: bool, now: float) -> None:
+    def _role_disconnected(self, dead: bool, now: float) -> None:
         self.attempts_failed += 1
 
 
@@ -218,7 +217,7 @@ class AdminClient(AdminRequests):
         return self._connection.session
 
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
-        def start(outcome: list[m.AnyReply | KvoffdClientError], now: float, timeout_s: float) -> None:
+        def start(outcome: list[ReplyOrError], now: float, timeout_s: float) -> None:
             session = self._session
             session.ask(make(session.next_request_id(), session.token), outcome, now, timeout_s)
 

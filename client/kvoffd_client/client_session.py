@@ -1,8 +1,8 @@
-"""One session with a daemon as a state machine: what a message means and what to send next.
+"""A client's session with a daemon as a state machine: what a message means and what to send next.
 
-It knows no socket, no thread and no clock: a ``Link`` carries what it sends, its owner tells it what arrived and what
-time it is. ``Connection`` runs it on real sockets; a simulator may run it on anything else. It is not thread-safe: its
-owner holds one lock around every call.
+A session knows no socket, no thread and no clock: a ``Link`` carries what it sends, its owner calls it with what
+arrived and with the time. ``Connection`` runs it on real sockets; a simulator may run it on anything else. It is not
+thread-safe: its owner holds one lock around every call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
-from kvoffd_client.pending_requests import NEVER, PendingRequests, Then
+from kvoffd_client.pending_requests import NEVER, OnReply, PendingRequests, ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
@@ -29,7 +29,7 @@ ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
 
 
 class Link(Protocol):
-    """What a session does to the outside. No call blocks."""
+    """Carries what a session sends. No call blocks."""
 
     def open(self) -> None:
         """Connect the lifeline. Raises OSError."""
@@ -47,11 +47,11 @@ class Link(Protocol):
         """Close everything: to the daemon this is the client's death."""
 
     def close_draining(self, generation: int) -> None:
-        """Close everything but our reading half of the lifeline; its EOF is told by ``drained(generation)``."""
+        """Close all but the reading half of the lifeline; at its EOF the owner calls ``on_drained(generation)``."""
 
 
 class Phase(Enum):
-    """How far the connection is."""
+    """How far the session has come in connecting."""
 
     WAITING = auto()
     GREETING = auto()
@@ -64,7 +64,7 @@ class Phase(Enum):
 
 
 class Session:
-    """The part that all roles share: connecting, requests and replies, heartbeats, death, connecting again.
+    """What all roles share: connecting, requests and replies, heartbeats, the end of a connection, connecting again.
 
     Attributes:
         generation: counts connections, failed attempts included.
@@ -74,9 +74,9 @@ class Session:
         on_change: called after every change that somebody may wait for.
     """
 
-    def __init__(self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random) -> None:
+    def __init__(self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random) -> None:
         self._link = link
-        self._dice = dice
+        self._rng = rng
         self.identity = identity
         self.options = options
         self.phase = Phase.WAITING
@@ -94,24 +94,24 @@ class Session:
         self._pending = PendingRequests()
         self._next_request_id = 1
         self._retry_at = 0.0
-        self._failures = 0
-        self._absences = 0
+        self._failed_attempts = 0
+        self._absent_attempts = 0
         self._ready_at = 0.0
         self._handshake_deadline = NEVER
         self._heartbeat_interval_s = 1.0
         self._heartbeat_at = NEVER
         self._heartbeat_pending = False
-        self._warned = ""
+        self._last_warning = ""
 
     @property
     def usable(self) -> bool:
-        """Requests of the role are worth sending."""
+        """The session is open and the daemon answers: requests are worth sending."""
         return self.phase is Phase.READY and self.responsive
 
     # --- time ------------------------------------------------------------------------------------
 
     def wake_at(self) -> float:
-        """When tick() has something to do at the latest."""
+        """The time at which tick() must be called at the latest."""
         if self.phase is Phase.CLOSED:
             return NEVER
         if self.phase is Phase.WAITING:
@@ -120,14 +120,16 @@ class Session:
         return min(self._pending.next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at())
 
     def tick(self, now: float) -> None:
-        """Do what is due."""
+        """Do what is due: connect, expire requests, send a heartbeat."""
         if now < self.wake_at():
             return
         if self.phase is Phase.WAITING and now >= self._retry_at:
-            self._begin(now)
+            self._connect(now)
         if now >= self._handshake_deadline:
             seconds = self.options.handshake_timeout_s
-            self.lose(f"The daemon in {self.identity.directory} did not finish the handshake in {seconds:g} s.", now)
+            self.disconnect(
+                f"The daemon in {self.identity.directory} did not finish the handshake in {seconds:g} s.", now
+            )
         silent = self.responsive and now >= self._pending.owed_since + self.options.unresponsive_after_s
         if now >= self._pending.next_expiry:
             self._pending.expire(now)
@@ -137,7 +139,7 @@ class Session:
             self._warn(self.problem)
             self.on_change()
         if now >= self._heartbeat_at:
-            self._beat(now)
+            self._send_heartbeat(now)
         self._role_tick(now)
 
     def retry_now(self, now: float) -> None:
@@ -153,7 +155,7 @@ class Session:
         return self._next_request_id
 
     def send(self, message: m.AnyRequest) -> KvoffdClientError | None:
-        """Send a message without waiting for its reply; the reason when it cannot go out."""
+        """Send a message whose reply nobody waits for; returns the reason when it cannot go out."""
         frame = encode(message)
         if self.limits is not None and len(frame) > self.limits.max_frame_bytes:
             limit = self.limits.max_frame_bytes
@@ -163,92 +165,86 @@ class Session:
             return DaemonUnavailable(f"The daemon in {self.identity.directory} does not read its socket.")
         return None
 
-    def request(self, message: m.AnyRequest, then: Then, now: float, timeout_s: float | None = None) -> None:
-        """Send a message; ``then`` is called once, maybe at once."""
+    def request(self, message: m.AnyRequest, on_reply: OnReply, now: float, timeout_s: float | None = None) -> None:
+        """Send a message; ``on_reply`` is called once, possibly before this returns."""
         if len(self._pending) >= self.options.max_pending_requests:
-            then(DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already."), now)
+            on_reply(DaemonUnavailable(f"{len(self._pending)} requests wait for the daemon already."), now)
             return
         refused = self.send(message)
         if refused is not None:
-            then(refused, now)
+            on_reply(refused, now)
             return
         deadline = now + (self.options.request_timeout_s if timeout_s is None else timeout_s)
-        self._pending.add(message.request_id, deadline, then, now)
+        self._pending.add(message.request_id, deadline, on_reply, now)
 
-    def reply(self, reply: m.AnyReply, now: float) -> None:
-        """A reply came from the jobs socket."""
+    def on_reply(self, reply: m.AnyReply, now: float) -> None:
+        """Take a reply from the jobs socket."""
         if self.phase in (Phase.WAITING, Phase.GREETING, Phase.CLOSED):
             return
         if reply.epoch != self.epoch:
-            self.lose("The daemon was restarted.", now)
+            self.disconnect("The daemon was restarted.", now)
             return
         if not self.responsive:
             self.responsive = True
             self.problem = None
-            self._warned = ""
+            self._last_warning = ""
             self.on_change()
-        then = self._pending.answered(reply.request_id, now)
+        on_reply = self._pending.take(reply.request_id, now)
         if isinstance(reply, m.Error):
             refusal = RequestRefused(reply.code, reply.message)
-            if then is not None:
-                then(refusal, now)
+            if on_reply is not None:
+                on_reply(refusal, now)
             else:
-                self._stray_refusal(reply, refusal, now)
+                self._on_unexpected_refusal(reply, refusal, now)
             if reply.code in ENDED_SESSION and self.token:
-                self.lose(reply.message, now)
-        elif then is not None:
-            then(reply, now)
+                self.disconnect(reply.message, now)
+        elif on_reply is not None:
+            on_reply(reply, now)
 
     # --- connecting ------------------------------------------------------------------------------
 
-    def _begin(self, now: float) -> None:
+    def _connect(self, now: float) -> None:
         self.generation += 1
         try:
             self._link.open()
         except OSError as error:
             reason = error.strerror or str(error)
-            self._absences += 1
-            self.lose(f"No kvoffd daemon answers in {self.identity.directory} ({reason}); start one there.", now)
+            self._absent_attempts += 1
+            self.disconnect(f"No kvoffd daemon answers in {self.identity.directory} ({reason}); start one there.", now)
             return
-        self._absences = 0
+        self._absent_attempts = 0
         self.phase = Phase.GREETING
         self._handshake_deadline = now + self.options.handshake_timeout_s
 
-    def lifeline_message(self, message: FromDaemon, now: float) -> None:
-        """A frame came over the lifeline."""
+    def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
+        """Take a message from the lifeline."""
         if isinstance(message, Refused):
-            self._refuse(RequestRefused(message.code, message.message), now)
+            self._end_refused(RequestRefused(message.code, message.message), now)
         elif isinstance(message, Greeting) and self.phase is Phase.GREETING:
-            self._greeted(message, now)
+            self._on_greeting(message, now)
         elif isinstance(message, Attached | AttachRefused) and self.phase is Phase.ATTACHING:
-            self._attached(message, now)
+            self._on_attached(message, now)
         else:
-            self.lose(f"The daemon sent {type(message).__name__} out of turn.", now)
+            self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
 
-    def _greeted(self, greeting: Greeting, now: float) -> None:
+    def _on_greeting(self, greeting: Greeting, now: float) -> None:
         if greeting.protocol_version != m.PROTOCOL_VERSION:
             sentence = (
                 f"The daemon in {self.identity.directory} speaks protocol {greeting.protocol_version} and this client "
                 f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
             )
-            self._refuse(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
+            self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
             return
-        self._new_epoch(greeting.epoch)
+        self._on_epoch(greeting.epoch)
         self.epoch, self.session_id, self.token = greeting.epoch, greeting.session_id, greeting.token
         self.phase = Phase.HELLO
         self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._extra_topics()])
         identity = self.identity
-        hello = m.Hello(
-            self.next_request_id(),
-            self.token,
-            m.PROTOCOL_VERSION,
-            identity.role,
-            identity.name[:128],
-            identity.software[:128],
-        )
-        self.request(hello, self._welcomed, now, self.options.handshake_timeout_s)
+        name, software = identity.name[:128], identity.software[:128]
+        hello = m.Hello(self.next_request_id(), self.token, m.PROTOCOL_VERSION, identity.role, name, software)
+        self.request(hello, self._on_welcome, now, self.options.handshake_timeout_s)
 
-    def _welcomed(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+    def _on_welcome(self, reply: ReplyOrError, now: float) -> None:
         if not isinstance(reply, m.Welcome):
             self._fail_handshake("Hello", reply, now)
             return
@@ -261,21 +257,12 @@ class Session:
             self._become_ready(now)
             return
         self.phase = Phase.NAMESPACE
-        message = m.OpenNamespace(
-            self.next_request_id(),
-            self.token,
-            spec.fingerprint,
-            spec.label,
-            spec.world_size,
-            spec.key_bytes,
-            list(spec.groups),
-            spec.description,
-        )
-        self.request(message, self._opened, now, self.options.handshake_timeout_s)
+        message = m.OpenNamespace(self.next_request_id(), self.token, *spec.wire_fields())
+        self.request(message, self._on_namespace_opened, now, self.options.handshake_timeout_s)
 
-    def _opened(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+    def _on_namespace_opened(self, reply: ReplyOrError, now: float) -> None:
         if isinstance(reply, m.NamespaceOpened):
-            self._namespace_open(now)
+            self._after_namespace_opened(now)
         else:
             self._fail_handshake("OpenNamespace", reply, now)
 
@@ -286,40 +273,42 @@ class Session:
         self._heartbeat_at = now
         self.problem = None
         self.refusal = None
-        self._warned = ""
+        self._last_warning = ""
         log.info("%s is connected to the kvoffd daemon in %s", self.identity.name, self.identity.directory)
         self._role_ready(now)
         self.on_change()
 
-    def _fail_handshake(self, step: str, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+    def _fail_handshake(self, step: str, reply: ReplyOrError, now: float) -> None:
         if self.phase is Phase.WAITING:
-            return  # told by lose() itself
+            return  # disconnect() has failed this request, and told why
         if isinstance(reply, RequestRefused):
-            self._refuse(reply, now)
+            self._end_refused(reply, now)
         elif isinstance(reply, KvoffdClientError):
-            self.lose(f"{step}: {reply}", now)
+            self.disconnect(f"{step}: {reply}", now)
         else:
-            self.lose(f"The daemon answered {step} with {type(reply).__name__}.", now)
+            self.disconnect(f"The daemon answered {step} with {type(reply).__name__}.", now)
 
-    def _refuse(self, refusal: RequestRefused, now: float) -> None:
-        self.lose(f"The kvoffd daemon in {self.identity.directory} refuses: {refusal}", now, refusal)
+    def _end_refused(self, refusal: RequestRefused, now: float) -> None:
+        self.disconnect(f"The kvoffd daemon in {self.identity.directory} refuses: {refusal}", now, refusal)
 
     # --- the end of a connection -----------------------------------------------------------------
 
-    def lifeline_ended(self, now: float) -> None:
+    def on_lifeline_end(self, now: float) -> None:
         """EOF: the daemon is dead, or has ended this session and let go of its memory."""
         if self.phase is not Phase.WAITING:
-            self.lose(f"The kvoffd daemon in {self.identity.directory} went away.", now, dead=True)
+            self.disconnect(f"The kvoffd daemon in {self.identity.directory} went away.", now, dead=True)
 
-    def drained(self, generation: int, now: float) -> None:
-        """EOF of a lifeline that ``close_draining`` left half open."""
+    def on_drained(self, generation: int, now: float) -> None:
+        """EOF of a lifeline that ``close_draining`` left half open: the daemon has let go of that session's memory."""
 
-    def lose(self, sentence: str, now: float, refusal: RequestRefused | None = None, *, dead: bool = False) -> None:
-        """End the connection and plan the next attempt. ``dead``: the daemon touches our memory no more."""
+    def disconnect(
+        self, sentence: str, now: float, refusal: RequestRefused | None = None, *, dead: bool = False
+    ) -> None:
+        """End the connection and plan the next attempt. ``dead``: the daemon touches the client's memory no more."""
         if self.phase is Phase.CLOSED:
             return
         if self.phase is Phase.READY and now - self._ready_at > self.options.backoff_max_s:
-            self._failures = 0
+            self._failed_attempts = 0
         self.phase = Phase.WAITING
         if not dead and self._must_drain():
             self._link.close_draining(self.generation)
@@ -327,23 +316,23 @@ class Session:
             self._link.close()
         self.problem, self.refusal = sentence, refusal
         self._warn(sentence)
-        self._forget(DaemonUnavailable(sentence), now)
-        self._role_lost(dead, now)
-        self._retry_at = now + self._pause_s(refusal is not None) * self._dice.uniform(0.5, 1.0)
+        self._reset_connection(DaemonUnavailable(sentence), now)
+        self._role_disconnected(dead, now)
+        self._retry_at = now + self._retry_delay_s(refusal is not None) * self._rng.uniform(0.5, 1.0)
         self.on_change()
 
     def close(self, now: float) -> None:
-        """End for good."""
+        """End the session for good."""
         if self.phase is Phase.CLOSED:
             return
         self.phase = Phase.CLOSED
         self._link.close()
         self.problem = "The client is closed."
-        self._forget(DaemonUnavailable(self.problem), now)
-        self._role_lost(True, now)
+        self._reset_connection(DaemonUnavailable(self.problem), now)
+        self._role_disconnected(True, now)
         self.on_change()
 
-    def _forget(self, reason: KvoffdClientError, now: float) -> None:
+    def _reset_connection(self, reason: KvoffdClientError, now: float) -> None:
         self.token = b""
         self.credit_bytes = 0
         self.responsive = True
@@ -351,65 +340,65 @@ class Session:
         self._handshake_deadline = self._heartbeat_at = NEVER
         self._pending.fail_all(reason, now)
 
-    def _pause_s(self, refused: bool) -> float:
-        """How long to wait for the next attempt; counts the one that failed."""
+    def _retry_delay_s(self, refused: bool) -> float:
+        """Seconds until the next attempt, after one that is counted here as failed."""
         options = self.options
-        if self._absences:
+        if self._absent_attempts:
             most = min(options.backoff_absent_s, options.backoff_max_s)
-            return min(most, options.backoff_min_s * 2.0 ** min(self._absences - 1, 30))
-        self._failures += 1
+            return min(most, options.backoff_min_s * 2.0 ** min(self._absent_attempts - 1, 30))
+        self._failed_attempts += 1
         if refused:
             return options.backoff_max_s
-        return min(options.backoff_max_s, options.backoff_min_s * 2.0 ** min(self._failures - 1, 30))
+        return min(options.backoff_max_s, options.backoff_min_s * 2.0 ** min(self._failed_attempts - 1, 30))
 
     def _warn(self, sentence: str) -> None:
         """Log once per outage and reason."""
-        if sentence != self._warned:
-            self._warned = sentence
+        if sentence != self._last_warning:
+            self._last_warning = sentence
             # An administrator's call raises the sentence; the log need not repeat it.
             log.log(logging.DEBUG if self.identity.role is m.Role.ADMIN else logging.WARNING, "%s", sentence)
 
     # --- heartbeat -------------------------------------------------------------------------------
 
-    def _beat(self, now: float) -> None:
+    def _send_heartbeat(self, now: float) -> None:
         self._heartbeat_at = now + self._heartbeat_interval_s
         if self._heartbeat_pending or self.phase is not Phase.READY:
             return
         self._heartbeat_pending = True
         renew = self._renewals(now)
         message = m.Heartbeat(self.next_request_id(), self.token, self._acknowledged(), renew)
-        self.request(message, lambda reply, then_now: self._on_heartbeat_reply(reply, now, then_now), now)
+        self.request(message, lambda reply, reply_now: self._on_heartbeat_reply(reply, now, reply_now), now)
 
-    def _on_heartbeat_reply(self, reply: m.AnyReply | KvoffdClientError, sent_at: float, now: float) -> None:
+    def _on_heartbeat_reply(self, reply: ReplyOrError, sent_at: float, now: float) -> None:
         self._heartbeat_pending = False
         if isinstance(reply, m.HeartbeatReply):
             self.credit_bytes = reply.credit_bytes
             self._role_heartbeat(reply, sent_at, now)
         elif not isinstance(reply, KvoffdClientError):
-            self.lose(f"The daemon answered Heartbeat with {type(reply).__name__}.", now)
+            self.disconnect(f"The daemon answered Heartbeat with {type(reply).__name__}.", now)
 
     # --- what roles add --------------------------------------------------------------------------
 
-    def publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """A message came from the events socket."""
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """Take a message from the events socket."""
 
-    def event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """A part of a KV event replay came from the jobs socket."""
+    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        """Take a part of a KV event replay from the jobs socket."""
 
-    def _namespace_open(self, now: float) -> None:
+    def _after_namespace_opened(self, now: float) -> None:
         self._become_ready(now)
 
-    def _attached(self, message: Attached | AttachRefused, now: float) -> None:
-        self.lose("The daemon acknowledged a descriptor that was not sent.", now)
+    def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
+        self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
 
     def _extra_topics(self) -> Sequence[bytes]:
         return ()
 
-    def _new_epoch(self, epoch: int) -> None: ...
+    def _on_epoch(self, epoch: int) -> None: ...
 
     def _role_ready(self, now: float) -> None: ...
 
-    def _role_lost(self, dead: bool, now: float) -> None: ...
+    def _role_disconnected(self, dead: bool, now: float) -> None: ...
 
     def _role_tick(self, now: float) -> None: ...
 
@@ -427,5 +416,5 @@ class Session:
     def _renewals(self, now: float) -> list[int]:
         return []
 
-    def _stray_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+    def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         self._warn(f"The kvoffd daemon refused a message: {refusal}")

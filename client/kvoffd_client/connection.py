@@ -1,4 +1,4 @@
-"""One client's connection: a session on real sockets, an I/O thread that drives it, a lock around both."""
+"""A session on real sockets, with the I/O thread that drives it; and what clients of such a connection share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvoffd_proto.sockets import SocketPaths
 
 log = logging.getLogger("kvoffd_client")
 
-MESSAGES_PER_TURN = 64
-"""Messages taken in under one hold of the lock."""
+MESSAGES_PER_ROUND = 64
+"""Messages that are read under one hold of the lock."""
 MAX_SLEEP_S = 3600.0
 
 S = TypeVar("S", bound=Session)
@@ -46,12 +46,12 @@ class Connection(Generic[S]):
         self._pid = os.getpid()
         self._link = SocketLink(SocketPaths(Path(identity.directory)), options)
         self.session: S = make_session(self._link, identity, options, random.Random())
-        self.session.on_change = self._tell_waiters
+        self.session.on_change = self._wake_waiters
         self._frames = FrameBuffer()
-        self._frames_of = 0
+        self._frames_generation = 0
         self._sleeping_until = 0.0
         self._closing = False
-        self._failed_with = ""
+        self._last_error = ""
         self._leading = threading.Lock()
         self._leader_sleeps = False
         self._thread = threading.Thread(target=self._run, name=f"kvoffd-{identity.role.value}", daemon=True)
@@ -68,8 +68,8 @@ class Connection(Generic[S]):
             )
 
     def flush(self) -> None:
-        """Call with the lock held, after the sockets were used: wakes the I/O thread where that is needed."""
-        if self._sleeping_until and (self._link.missed() or self.session.wake_at() < self._sleeping_until):
+        """Wake the I/O thread where that is needed. Called with the lock held, after the sockets were used."""
+        if self._sleeping_until and (self._link.must_read() or self.session.wake_at() < self._sleeping_until):
             self._wake_thread()
 
     def _wake_thread(self) -> None:
@@ -85,7 +85,7 @@ class Connection(Generic[S]):
         deadline = time.monotonic() + timeout_s
         if self._leading.acquire(blocking=False):
             try:
-                return self._lead(ready, deadline)
+                return self._wait_as_leader(ready, deadline)
             finally:
                 self._leading.release()
         with self.lock:
@@ -98,47 +98,47 @@ class Connection(Generic[S]):
             return ready()
 
     def poll(self) -> None:
-        """Take in what has arrived, in the caller's thread: no waiting for the I/O thread to get the GIL."""
+        """Read what has arrived, in the caller's thread: no waiting for the I/O thread to get the GIL."""
         self.check_process()
         with self.lock:
             if not self._closing and self._link.readable():
-                self._guarded_take_in()
+                self._receive_guarded()
                 self.flush()
 
-    def _tell_waiters(self) -> None:
+    def _wake_waiters(self) -> None:
         if self._followers:
             self._changed.notify_all()
         if self._leader_sleeps:  # another thread may have read what the leader sleeps for
             self._leader_sleeps = False
             self._link.wake_leader()
 
-    def _lead(self, ready: Callable[[], bool], deadline: float) -> bool:
+    def _wait_as_leader(self, ready: Callable[[], bool], deadline: float) -> bool:
         # What stands between a send and this thread's sleep delays the request where both share a CPU with ZeroMQ.
         woken = False
         while True:
             with self.lock:
                 self._leader_sleeps = False
-                if not self._closing and not ready() and (woken or self._link.missed()):
+                if not self._closing and not ready() and (woken or self._link.must_read()):
                     woken = False
-                    self._guarded_take_in()
+                    self._receive_guarded()
                 pause = deadline - time.monotonic()
                 if self._closing or ready() or pause <= 0.0:
-                    # What woke this thread wakes no other, so if it was not taken in here somebody must be told.
+                    # What woke this thread wakes no other: if it was not read here, the I/O thread must be woken.
                     if woken and self._sleeping_until and self._link.readable():
                         self._wake_thread()
                     self.flush()
                     return ready()
                 if self.session.wake_at() < self._sleeping_until:
                     self._wake_thread()
-                if self._link.missed():
+                if self._link.must_read():
                     continue
                 self._leader_sleeps = True
             self._link.sleep_for_messages(pause)
             woken = True
 
-    def _guarded_take_in(self) -> None:
+    def _receive_guarded(self) -> None:
         try:
-            self._take_in()
+            self._receive()
         except Exception as error:
             self._recover(error)
 
@@ -151,7 +151,7 @@ class Connection(Generic[S]):
                 self._closing = True
                 self.session.close(time.monotonic())
                 self._link.wake()
-                self._tell_waiters()
+                self._wake_waiters()
         self._thread.join(self._options.close_timeout_s)
         if self._thread.is_alive():
             log.error("The I/O thread of %s did not end in time.", self.session.identity.name)
@@ -162,7 +162,7 @@ class Connection(Generic[S]):
         while not self._closing:
             try:
                 while not self._closing:
-                    self._turn()
+                    self._run_once()
             except Exception as error:
                 with self.lock:
                     self._recover(error)
@@ -170,7 +170,7 @@ class Connection(Generic[S]):
         with self._leading, self.lock:
             self._link.shut()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         with self.lock:
             if self._closing:
                 return
@@ -185,53 +185,53 @@ class Connection(Generic[S]):
             self._sleeping_until = 0.0
             if self._closing:
                 return
-            self._take_in()
+            self._receive()
             if lifelines:
                 self._read_lifelines(time.monotonic())
 
-    def _take_in(self) -> None:
+    def _receive(self) -> None:
         # Completions before replies before the end: what arrived before the daemon died still counts.
         session = self.session
         now = time.monotonic()
-        published, replied = self._link.receive(MESSAGES_PER_TURN)
+        published, replied = self._link.receive(MESSAGES_PER_ROUND)
         for frames in published:
             if len(frames) == 3:
-                session.publication(frames[0], frames[1], frames[2], now)
+                session.on_publication(frames[0], frames[1], frames[2], now)
         for frames in replied:
             if len(frames) == 4 and not frames[0]:
-                session.event_replay(frames[1], frames[2], frames[3], now)
+                session.on_event_replay(frames[1], frames[2], frames[3], now)
                 continue
             try:
                 reply = decode_reply(frames[0] if len(frames) == 1 else b"")
             except CodecError as error:
-                session.lose(f"The daemon sent what is no reply of this protocol ({error}).", now)
+                session.disconnect(f"The daemon sent what is no reply of this protocol ({error}).", now)
                 return
-            session.reply(reply, now)
+            session.on_reply(reply, now)
 
     def _read_lifelines(self, now: float) -> None:
         session = self.session
-        for ended in self._link.drained():
-            session.drained(ended, now)
-        if self._frames_of != session.generation:
-            self._frames, self._frames_of = FrameBuffer(), session.generation
+        for ended in self._link.ended_lifelines():
+            session.on_drained(ended, now)
+        if self._frames_generation != session.generation:
+            self._frames, self._frames_generation = FrameBuffer(), session.generation
         while (data := self._link.read_lifeline()) is not None:
             if not data:
-                session.lifeline_ended(now)
+                session.on_lifeline_end(now)
                 return
             try:
                 for body in self._frames.feed(data):
-                    session.lifeline_message(decode_from_daemon(body), now)
+                    session.on_lifeline_message(decode_from_daemon(body), now)
             except LifelineError as error:
-                session.lose(f"The daemon's lifeline cannot be understood: {error}", now)
+                session.disconnect(f"The daemon's lifeline cannot be understood: {error}", now)
 
     def _recover(self, error: Exception) -> None:
-        """A bug must neither end the thread nor reach the engine: tell it once, start over. Called with the lock."""
+        """A bug must neither end the thread nor reach the engine: log it once, connect again. Called with the lock."""
         self._sleeping_until = 0.0
-        if repr(error) != self._failed_with:
-            self._failed_with = repr(error)
+        if repr(error) != self._last_error:
+            self._last_error = repr(error)
             log.error("The kvoffd client failed inside; it connects again.", exc_info=error)
         try:
-            self.session.lose(f"The client failed inside: {error!r}.", time.monotonic())
+            self.session.disconnect(f"The client failed inside: {error!r}.", time.monotonic())
         except Exception:
             log.exception("The kvoffd client could not put its session in order.")
             self._link.close()

@@ -51,6 +51,11 @@ class NamespaceSpec:
         if not 1 <= len(self.groups) <= 1024:
             raise ValueError(f"A namespace has 1 to 1024 groups; this one has {len(self.groups)}.")
 
+    def wire_fields(self) -> tuple[bytes, str, int, int, list[GroupSpec], str]:
+        """What OpenNamespace and RestoreNamespace say of a namespace, in the order of their fields."""
+        groups = list(self.groups)
+        return self.fingerprint, self.label, self.world_size, self.key_bytes, groups, self.description
+
     @classmethod
     def named(
         cls,
@@ -62,16 +67,16 @@ class NamespaceSpec:
     ) -> NamespaceSpec:
         """Return the namespace of a name and its geometry: the fingerprint is the SHA-256 of their canonical JSON.
 
-        ``fields`` are further facts that must be equal for sharing (a model, a dtype, a salt).
+        ``fields`` are what else must be equal for sharing (a model, a dtype, a salt).
         """
-        facts = {
+        described = {
             "name": name,
             "world_size": world_size,
             "key_bytes": key_bytes,
             "groups": [[spec.kind, spec.tokens_per_block, spec.window_tokens] for spec in groups],
             "fields": fields,
         }
-        canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        canonical = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         fingerprint = hashlib.sha256(canonical.encode()).digest()
         return cls(fingerprint, name, world_size, key_bytes, tuple(groups), canonical)
 
@@ -120,7 +125,7 @@ class Geometry(NamespaceSpec):
         return msgspec.json.encode(_GeometryJson(**fields | {"fingerprint": self.fingerprint.hex()})).decode()
 
     def shard_bytes(self, rank: int, group: int) -> int:
-        """Bytes of a rank's shard."""
+        """Bytes of a rank's shard of a block of the group."""
         return shard_bytes_of(self.shards[rank][group])
 
     def block_bytes(self, group: int) -> int:

@@ -1,4 +1,4 @@
-"""Requests that wait for their replies. Pure."""
+"""Requests that wait for their replies. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from kvoffd_proto.messages import AnyReply
 
 NEVER = float("inf")
 
-Then = Callable[[AnyReply | KvoffdClientError, float], None]
-"""Called once with the reply (never Error, which comes as RequestRefused) or the reason why there is none, and now."""
+ReplyOrError = AnyReply | KvoffdClientError
+"""A reply, which is never Error (that comes as RequestRefused), or the reason why there is none."""
+OnReply = Callable[[ReplyOrError, float], None]
+"""Called once, with the time of it."""
 
 
 @dataclass(slots=True)
-class Pending:
-    """One of them."""
+class PendingRequest:
+    """A request without its reply: when it expires, and who waits for it."""
 
     deadline: float
-    then: Then
+    on_reply: OnReply
 
 
 class PendingRequests:
-    """All of them, by request id.
+    """The requests of one session, by their ids.
 
     Attributes:
         next_expiry: no deadline is earlier than this.
@@ -31,37 +33,37 @@ class PendingRequests:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Pending] = {}
+        self._entries: dict[int, PendingRequest] = {}
         self.next_expiry = NEVER
         self.owed_since = NEVER
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request_id: int, deadline: float, then: Then, now: float) -> None:
-        """A request was sent."""
-        self._entries[request_id] = Pending(deadline, then)
+    def add(self, request_id: int, deadline: float, on_reply: OnReply, now: float) -> None:
+        """Enter a request that was sent."""
+        self._entries[request_id] = PendingRequest(deadline, on_reply)
         self.next_expiry = min(self.next_expiry, deadline)
         self.owed_since = min(self.owed_since, now)
 
-    def answered(self, request_id: int, now: float) -> Then | None:
-        """A reply came: who waits for it."""
+    def take(self, request_id: int, now: float) -> OnReply | None:
+        """Remove a request whose reply came; returns who waits for it, if it is still waited for."""
         entry = self._entries.pop(request_id, None)
         self.owed_since = now if self._entries else NEVER
-        return None if entry is None else entry.then
+        return None if entry is None else entry.on_reply
 
     def expire(self, now: float) -> None:
-        """Fail what is late."""
+        """Fail requests whose deadline is over."""
         late = [request_id for request_id, entry in self._entries.items() if entry.deadline <= now]
         for request_id in late:
             entry = self._entries.pop(request_id, None)
             if entry is not None:  # a callback may have ended the session, and all its requests with it
-                entry.then(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
+                entry.on_reply(RequestTimeout("The kvoffd daemon did not answer in time; try again later."), now)
         self.next_expiry = min((entry.deadline for entry in self._entries.values()), default=NEVER)
 
     def fail_all(self, reason: KvoffdClientError, now: float) -> None:
-        """Fail everything."""
+        """Fail every request."""
         entries, self._entries = self._entries, {}
         self.next_expiry = self.owed_since = NEVER
         for entry in entries.values():
-            entry.then(reason, now)
+            entry.on_reply(reason, now)

@@ -11,6 +11,7 @@ import msgspec
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.events import (
     END_OF_REPLAY,
@@ -26,7 +27,7 @@ _READY_BYTE = bytes([m.READY])
 _PENDING_BYTE = bytes([m.PENDING])
 
 Waiter = Callable[[Callable[[], bool], float], bool]
-"""Waits until its first argument says True, for at most its second, in seconds; returns what the first says."""
+"""Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
 
 class LookupTicket:
@@ -74,7 +75,7 @@ class LookupTicket:
         return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
 
     def answer(self, states: list[bytes], pinned: int, now: float, wait_s: float = 0.0) -> None:
-        """Settle with the daemon's answer. For the session only."""
+        """Set the daemon's answer. For the session only."""
         if self.done:
             return
         self.wait_s = wait_s
@@ -82,7 +83,7 @@ class LookupTicket:
         self.done = True  # last, since readers hold no lock
 
     def fail(self) -> None:
-        """Settle without one. For the session only."""
+        """Set that no answer comes. For the session only."""
         if not self.done:
             self.failed = True
             self.done = True
@@ -98,7 +99,7 @@ class EventStream:
     gaps reads every topic and decodes its own.
 
     Attributes:
-        lost: messages that could not be had any more, and events that were dropped since nobody took them.
+        lost: messages that no replay could bring any more, and events that were dropped since nobody took them.
         next_sequence: number of the message that comes next; a replay is asked for from here on.
     """
 
@@ -118,7 +119,7 @@ class EventStream:
         return bool(self._ahead)
 
     def new_epoch(self, epoch: int) -> None:
-        """The session was opened with the daemon of this epoch. A new daemon numbers from 0 and holds no block."""
+        """Begin anew where the epoch is another: a new daemon numbers its messages from 0 and holds no block."""
         if epoch == self._epoch:
             return
         if self._epoch is not None:
@@ -129,22 +130,22 @@ class EventStream:
         self.next_sequence = 0
 
     def begin_replay(self) -> int:
-        """A replay is asked for now: from this number on."""
+        """Prepare for a replay that is asked for now; returns the number that it must begin with."""
         self._replay_upto = max(self._ahead, default=-1)
         return self.next_sequence
 
     def replayed(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
-        """A message was replayed. The end marker gives up what this replay should have brought and did not."""
+        """Take a replayed message. The end marker gives up what this replay should have brought and did not."""
         if sequence == END_OF_REPLAY:
             while self._ahead and min(self._ahead) <= self._replay_upto:
                 self._skip_gap()
             return
-        # The daemon replays in order: what lies before this message is not to be had, or has come already.
+        # The daemon replays in order: an earlier message has come already, or cannot be replayed any more.
         self._replay_upto = max(self._replay_upto, int.from_bytes(sequence, "big"))
         self.message(topic, sequence, payload)
 
     def message(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
-        """A message was published."""
+        """Take a published message."""
         number = int.from_bytes(sequence, "big")
         if number < self.next_sequence:
             return
@@ -195,9 +196,9 @@ class SchedulerSession(Session):
     """Adds to ``Session`` what a scheduler does. One namespace."""
 
     def __init__(
-        self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random, *, events: bool = False
+        self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random, *, events: bool = False
     ) -> None:
-        super().__init__(link, identity, options, dice)
+        super().__init__(link, identity, options, rng)
         assert identity.namespace is not None
         self._fingerprint = identity.namespace.fingerprint
         self.events = EventStream(kv_topic(self._fingerprint), options.max_buffered_events) if events else None
@@ -227,7 +228,9 @@ class SchedulerSession(Session):
         ticket = LookupTicket(lease_id)
         self._unanswered.add(lease_id)
         message = m.Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
-        self.request(message, lambda reply, then_now: self._looked_up(ticket, key_counts, now, reply, then_now), now)
+        self.request(
+            message, lambda reply, reply_now: self._on_lookup_reply(ticket, key_counts, now, reply, reply_now), now
+        )
         return ticket
 
     def release(self, lease_id: int) -> None:
@@ -241,7 +244,7 @@ class SchedulerSession(Session):
             self.send(m.Release(self.next_request_id(), self.token, [lease_id]))
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
-        """Have blocks forgotten."""
+        """Have the daemon forget blocks."""
         if self.usable:
             self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
@@ -251,18 +254,18 @@ class SchedulerSession(Session):
             outcome.append(False)
             return
 
-        def then(reply: m.AnyReply | KvoffdClientError, _: float) -> None:
+        def on_reply(reply: ReplyOrError, _: float) -> None:
             outcome.append(isinstance(reply, m.Done))
             self.on_change()
 
-        self.request(m.Reset(self.next_request_id(), self.token, self._fingerprint), then, now, timeout_s)
+        self.request(m.Reset(self.next_request_id(), self.token, self._fingerprint), on_reply, now, timeout_s)
 
-    def _looked_up(
+    def _on_lookup_reply(
         self,
         ticket: LookupTicket,
         key_counts: Sequence[int],
         sent_at: float,
-        reply: m.AnyReply | KvoffdClientError,
+        reply: ReplyOrError,
         now: float,
     ) -> None:
         unwanted = ticket.lease_id in self._unwanted
@@ -281,7 +284,7 @@ class SchedulerSession(Session):
         ticket.fail()
         self.on_change()
         if not isinstance(reply, KvoffdClientError):
-            self.lose(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
+            self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif not isinstance(reply, RequestRefused):
             self.release(ticket.lease_id)  # it may be answered later, with pins that nobody wants
 
@@ -290,7 +293,7 @@ class SchedulerSession(Session):
     def _extra_topics(self) -> Sequence[bytes]:
         return () if self.events is None else (KV_TOPIC_PREFIX,)
 
-    def _new_epoch(self, epoch: int) -> None:
+    def _on_epoch(self, epoch: int) -> None:
         if self.events is not None:
             self.events.new_epoch(epoch)
 
@@ -299,7 +302,7 @@ class SchedulerSession(Session):
         self._replay_deadline = 0.0
         self._replay_events(now)
 
-    def _role_lost(self, dead: bool, now: float) -> None:
+    def _role_disconnected(self, dead: bool, now: float) -> None:
         leases, self._leases = self._leases, {}
         for ticket, _ in leases.values():
             ticket.alive = False
@@ -325,7 +328,7 @@ class SchedulerSession(Session):
 
     # --- KV events -------------------------------------------------------------------------------
 
-    def publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """A KV event message was published."""
         if self.events is None or not topic.startswith(KV_TOPIC_PREFIX) or len(sequence) != SEQUENCE_BYTES:
             return
@@ -333,7 +336,7 @@ class SchedulerSession(Session):
         if self.events.has_gap:
             self._replay_events(now)
 
-    def event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+    def on_event_replay(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """A part of a replay came."""
         if self.events is None or len(sequence) != SEQUENCE_BYTES:
             return

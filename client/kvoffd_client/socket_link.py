@@ -1,4 +1,4 @@
-"""The real link of a session: lifeline, jobs socket, events socket and a wake-up, all non-blocking."""
+"""The link of a session over real sockets: lifeline, jobs socket, events socket and a wake-up, all non-blocking."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ MAX_MESSAGE_BYTES = 1 << 28
 
 
 class SocketLink:
-    """Carries what a ``Session`` sends and collects what arrived. Its owner's lock guards every call but ``sleep``.
+    """A ``Link`` that also collects what arrived. Its owner's lock guards every call but ``sleep``.
 
     Sleeping is done by epoll on the raw descriptors and not by zmq's poller, which would use the sockets: so other
-    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered: what comes after a socket was
-    seen empty ends a sleep, but not what a later use of the socket has noticed. ``missed()`` says whether there is any.
+    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered: a message that comes after a
+    socket was seen empty ends a sleep, but not a message that a later use of the socket has noticed: ``must_read()``
+    says whether there is one.
     """
 
     def __init__(self, paths: SocketPaths, options: ClientOptions) -> None:
@@ -46,7 +47,7 @@ class SocketLink:
         self._jobs: zmq.Socket[bytes] | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._used = False
-        """Since both sockets were seen empty."""
+        """Whether a socket was used since both were seen empty."""
         self._unsent: deque[Sequence[bytes]] = deque()
         self._received: list[int] = []
         self._draining: dict[int, socket.socket] = {}
@@ -54,10 +55,9 @@ class SocketLink:
         self._stream_fds: set[int] = set()
         _links.add(self)
 
-    # --- what a Session asks for -----------------------------------------------------------------
+    # --- Link ------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connect the lifeline. Raises OSError."""
         self.close()
         if problem := self._paths.problem():
             raise OSError(problem)
@@ -72,7 +72,6 @@ class SocketLink:
         self._lifeline = stream
 
     def open_sockets(self, topics: Sequence[bytes]) -> None:
-        """Connect the jobs socket and the events socket, subscribed to ``topics``."""
         self._jobs = self._connect(zmq.DEALER, str(self._paths.jobs))
         self._events = self._connect(zmq.SUB, str(self._paths.events))
         for topic in topics:
@@ -94,19 +93,17 @@ class SocketLink:
         return connected
 
     def attach(self, message: Attach, fd: int) -> None:
-        """Send a descriptor over the lifeline. Raises OSError."""
-        if self._lifeline is None:
-            raise OSError("the lifeline is closed")
-        frame = encode_frame(message)
-        if socket.send_fds(self._lifeline, [frame], [fd], socket.MSG_NOSIGNAL) != len(frame):
-            raise OSError("the daemon does not read its lifeline")
+        self._send_over_lifeline(message, [fd])
 
     def ask_for_pool(self) -> None:
         """Ask over the lifeline for a descriptor of the pool. Raises OSError."""
+        self._send_over_lifeline(OpenPool(), [])
+
+    def _send_over_lifeline(self, message: Attach | OpenPool, fds: list[int]) -> None:
         if self._lifeline is None:
             raise OSError("the lifeline is closed")
-        frame = encode_frame(OpenPool())
-        if self._lifeline.send(frame, socket.MSG_NOSIGNAL) != len(frame):
+        frame = encode_frame(message)
+        if socket.send_fds(self._lifeline, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the daemon does not read its lifeline")
 
     def take_descriptor(self) -> int | None:
@@ -114,7 +111,6 @@ class SocketLink:
         return self._received.pop(0) if self._received else None
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send one message to the jobs socket; False when its queue is full."""
         jobs = self._jobs
         if jobs is None:
             return False
@@ -142,7 +138,6 @@ class SocketLink:
             self._unsent.popleft()
 
     def close(self) -> None:
-        """Close the session's sockets: to the daemon this is the client's death."""
         if self._lifeline is not None:
             self._lifeline.close()  # epoll forgets a closed descriptor by itself
             self._lifeline = None
@@ -151,7 +146,6 @@ class SocketLink:
         self._close_sockets()
 
     def close_draining(self, generation: int) -> None:
-        """As close(), but go on reading the lifeline until the daemon closes its end too."""
         stream, self._lifeline = self._lifeline, None
         if stream is not None:
             try:
@@ -170,14 +164,14 @@ class SocketLink:
         self._jobs = self._events = None
         self._unsent.clear()
 
-    # --- what the I/O thread asks for ------------------------------------------------------------
+    # --- reading ---------------------------------------------------------------------------------
 
-    def missed(self) -> bool:
-        """Whether a message waits that will not end a sleep. What waited for room has been sent where there is any."""
+    def must_read(self) -> bool:
+        """Whether a message waits that will not end a sleep. Queued messages have been sent where there is room."""
         return (self._used or bool(self._unsent)) and self.readable()
 
     def readable(self) -> bool:
-        """Whether a message waits. If not, what waited for room has been sent where there is any."""
+        """Whether a message waits. If none does, queued messages have been sent where there is room."""
         if _has_message(self._events):
             return True
         jobs = self._jobs
@@ -194,7 +188,7 @@ class SocketLink:
         return False
 
     def receive(self, limit: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
-        """Up to ``limit`` messages each of the events and of the jobs socket."""
+        """Take up to ``limit`` messages each from the events socket and from the jobs socket."""
         published, replied = self._receive(self._events, limit), self._receive(self._jobs, limit)
         self._used = bool(self._unsent) or max(len(published), len(replied)) >= limit
         return published, replied
@@ -207,7 +201,7 @@ class SocketLink:
         return found
 
     def read_lifeline(self) -> bytes | None:
-        """Bytes of the lifeline; None when there are none now, b"" at its end."""
+        """Take bytes from the lifeline; None when there are none now, b"" at its end."""
         if self._lifeline is None:
             return None
         try:
@@ -219,8 +213,8 @@ class SocketLink:
         self._received += fds
         return data
 
-    def drained(self) -> list[int]:
-        """Generations whose half-open lifelines have ended; each is told once."""
+    def ended_lifelines(self) -> list[int]:
+        """Generations whose half-open lifelines (see ``close_draining``) have ended; each is returned once."""
         ended = [generation for generation, stream in self._draining.items() if _read(stream) == b""]
         for generation in ended:
             self._draining.pop(generation).close()
@@ -254,8 +248,6 @@ class SocketLink:
     def wake_leader(self) -> None:
         """End a sleep_for_messages(), from any thread."""
         os.eventfd_write(self._wake_leader_fd, 1)
-
-    # --- the end ---------------------------------------------------------------------------------
 
     def shut(self) -> None:
         """Close all descriptors for good. No other thread may be in any call."""

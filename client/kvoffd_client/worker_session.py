@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Phase, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
-from kvoffd_client.pending_requests import NEVER
+from kvoffd_client.pending_requests import NEVER, ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions
 from kvoffd_proto.errors import ErrorCode
@@ -42,8 +42,8 @@ class WorkerSession(Session):
         registration_wanted: False once the registration was given up for good.
     """
 
-    def __init__(self, link: Link, identity: Identity, options: ClientOptions, dice: random.Random) -> None:
-        super().__init__(link, identity, options, dice)
+    def __init__(self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random) -> None:
+        super().__init__(link, identity, options, rng)
         assert identity.registration is not None
         self._registration = identity.registration
         self._registration_id = b""
@@ -119,28 +119,28 @@ class WorkerSession(Session):
 
     def abandon_stores(self, now: float) -> None:
         """Close the lifeline, so that the daemon commits no running store; they fail here and now."""
-        self.lose("Running stores were given up at a fence; the client connects again.", now)
+        self.disconnect("Running stores were given up at a fence; the client connects again.", now)
 
     def unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Give the registration up for good; whether the daemon confirmed that is appended to ``outcome``."""
         self.registration_wanted = False
         if self.phase is not Phase.READY:
             if self.phase is not Phase.WAITING:
-                self.lose("The registration was given up.", now)
+                self.disconnect("The registration was given up.", now)
             outcome.append(not self.jobs and not self._draining)
             return
 
-        def then(reply: m.AnyReply | KvoffdClientError, then_now: float) -> None:
+        def on_reply(reply: ReplyOrError, reply_now: float) -> None:
             outcome.append(isinstance(reply, m.Done) and not self._draining)
             if not isinstance(reply, m.Done):
-                self.lose("The daemon did not confirm that it let go of the worker's memory.", then_now)
+                self.disconnect("The daemon did not confirm that it let go of the worker's memory.", reply_now)
             self.on_change()
 
-        self.request(m.Unregister(self.next_request_id(), self.token, self._registration_id), then, now, timeout_s)
+        self.request(m.Unregister(self.next_request_id(), self.token, self._registration_id), on_reply, now, timeout_s)
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _namespace_open(self, now: float) -> None:
+    def _after_namespace_opened(self, now: float) -> None:
         self._attached_count = 0
         if not self.registration_wanted:
             self._become_ready(now)
@@ -157,13 +157,13 @@ class WorkerSession(Session):
         try:
             self._link.attach(Attach(self._attached_count), self._fds[self._attached_count])
         except OSError as error:
-            self.lose(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
+            self.disconnect(f"The memory could not be handed to the daemon: {error.strerror or error}.", now)
 
-    def _attached(self, message: Attached | AttachRefused, now: float) -> None:
+    def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
         if isinstance(message, AttachRefused):
-            self._refuse(RequestRefused(message.code, message.message), now)
+            self._end_refused(RequestRefused(message.code, message.message), now)
         elif message.segment_id != self._attached_count:
-            self.lose("The daemon acknowledged a descriptor that was not sent.", now)
+            self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
         else:
             self._attached_count += 1
             if self._attached_count < len(self._fds):
@@ -175,7 +175,7 @@ class WorkerSession(Session):
         assert self.identity.namespace is not None
         self.phase = Phase.REGISTERING
         registration = self._registration
-        self._registration_id = self._dice.randbytes(16)
+        self._registration_id = self._rng.randbytes(16)
         message = m.Register(
             self.next_request_id(),
             self.token,
@@ -191,9 +191,9 @@ class WorkerSession(Session):
         if registration.on_gpu:
             timeout_s = self.options.gpu_register_timeout_s
             self._handshake_deadline = now + timeout_s
-        self.request(message, self._registered, now, timeout_s)
+        self.request(message, self._on_registered, now, timeout_s)
 
-    def _registered(self, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+    def _on_registered(self, reply: ReplyOrError, now: float) -> None:
         if isinstance(reply, m.Registered):
             self.shard_bytes = reply.shard_bytes
             self._become_ready(now)
@@ -202,7 +202,7 @@ class WorkerSession(Session):
 
     # --- completions -----------------------------------------------------------------------------
 
-    def publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
         """Completions were published. What does not decode counts as dropped: a replay brings it."""
         if topic != session_topic(self.epoch, self.session_id):
             return
@@ -236,9 +236,9 @@ class WorkerSession(Session):
         self._replaying = True
         message = m.Replay(self.next_request_id(), self.token, self._sequence)
         last = message.request_id
-        self.request(message, lambda reply, then_now: self._replayed(last, reply, then_now), now)
+        self.request(message, lambda reply, reply_now: self._on_replay_reply(last, reply, reply_now), now)
 
-    def _replayed(self, asked: int, reply: m.AnyReply | KvoffdClientError, now: float) -> None:
+    def _on_replay_reply(self, asked: int, reply: ReplyOrError, now: float) -> None:
         self._replaying = False
         self._patience_at = now + self.options.job_patience_s if self.jobs else NEVER
         if isinstance(reply, m.ReplayReply):
@@ -246,7 +246,7 @@ class WorkerSession(Session):
                 self._complete(batch)
             self._fail_unknown(asked, set(reply.unfinished), now)
         elif not isinstance(reply, KvoffdClientError):
-            self.lose(f"The daemon answered Replay with {type(reply).__name__}.", now)
+            self.disconnect(f"The daemon answered Replay with {type(reply).__name__}.", now)
 
     def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
         """Fail jobs that the daemon never got, or lost: it has seen every message before ``asked``."""
@@ -254,10 +254,10 @@ class WorkerSession(Session):
             if job.generation == self.generation and job.request_id < asked and job.job_id not in unfinished:
                 self._fail(job, ErrorCode.INTERNAL, now)
 
-    def _stray_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
+    def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         job_id = self._by_request.get(reply.request_id)
         if job_id is None:
-            super()._stray_refusal(reply, refusal, now)
+            super()._on_unexpected_refusal(reply, refusal, now)
         else:
             self._fail(self.jobs[job_id], reply.code, now)
 
@@ -270,7 +270,7 @@ class WorkerSession(Session):
         self._replaying = False
         self._patience_at = NEVER
 
-    def _role_lost(self, dead: bool, now: float) -> None:
+    def _role_disconnected(self, dead: bool, now: float) -> None:
         self._patience_at = NEVER
         if not dead and self._must_drain():
             self._draining.add(self.generation)
@@ -280,7 +280,7 @@ class WorkerSession(Session):
             if let_go or not job.is_load or self.phase is Phase.CLOSED:
                 self._fail(job, ErrorCode.SESSION_ENDED, now)
 
-    def drained(self, generation: int, now: float) -> None:
+    def on_drained(self, generation: int, now: float) -> None:
         """The daemon has let go of an ended session's memory: its loads have failed."""
         self._draining.discard(generation)
         for job in list(self.jobs.values()):

@@ -252,7 +252,7 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler._session, "reply", explode)
+        patch.setattr(scheduler._session, "on_reply", explode)
         ticket = scheduler.lookup(KEYS)
         wait_until(lambda: (scheduler.poll(), ticket.done)[1])
         assert ticket.failed

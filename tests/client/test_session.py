@@ -77,15 +77,15 @@ class PaperLink:
 
 
 def greet(session: SchedulerSession | WorkerSession, now: float, epoch: int = EPOCH) -> None:
-    session.lifeline_message(lifeline.Greeting(PROTOCOL_VERSION, epoch, SESSION_ID, b"t" * 16), now)
+    session.on_lifeline_message(lifeline.Greeting(PROTOCOL_VERSION, epoch, SESSION_ID, b"t" * 16), now)
 
 
 def welcome(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
     hello = link.last(m.Hello)
-    session.reply(
+    session.on_reply(
         m.Welcome(hello.request_id, epoch, SESSION_ID, "1", ["memfd"], LIMITS, 1000, 10_000, 1000, 30_000), now
     )
-    session.reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
+    session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, epoch, True), now)
 
 
 def connect(session: SchedulerSession | WorkerSession, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
@@ -94,10 +94,10 @@ def connect(session: SchedulerSession | WorkerSession, link: PaperLink, now: flo
     welcome(session, link, now, epoch)
     if isinstance(session, WorkerSession) and session.phase is Phase.ATTACHING:
         for segment in range(2):
-            session.lifeline_message(lifeline.Attached(segment), now)
+            session.on_lifeline_message(lifeline.Attached(segment), now)
         register = link.last(m.Register)
         assert isinstance(register, m.Register)
-        session.reply(m.Registered(register.request_id, epoch, register.registration_id, [64]), now)
+        session.on_reply(m.Registered(register.request_id, epoch, register.registration_id, [64]), now)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def completions(sequence: int, *job_ids: int, ok: bool = True) -> m.Completions:
 
 
 def publish(worker: WorkerSession, batch: m.Completions, now: float) -> None:
-    worker.publication(session_topic(EPOCH, SESSION_ID), bytes(8), codec.encode(batch), now)
+    worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), codec.encode(batch), now)
 
 
 # --- connecting ----------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def test_a_worker_attaches_all_segments_before_it_registers(worker: WorkerSessio
     assert link.topics == [session_topic(EPOCH, SESSION_ID)]
     welcome(worker, link, 0.0)
     assert link.attached == [0]
-    worker.lifeline_message(lifeline.Attached(0), 0.0)
+    worker.on_lifeline_message(lifeline.Attached(0), 0.0)
     assert link.attached == [0, 1]
     assert link.count(m.Register) == 0
-    worker.lifeline_message(lifeline.Attached(1), 0.0)
+    worker.on_lifeline_message(lifeline.Attached(1), 0.0)
     assert link.count(m.Register) == 1
     assert not worker.usable
 
@@ -149,7 +149,7 @@ def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(worker: Worker
     worker.tick(0.0)
     greet(worker, 0.0)
     welcome(worker, link, 0.0)
-    worker.lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
+    worker.on_lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
     assert worker.refusal is not None
     assert worker.refusal.code is ErrorCode.UNSAFE_SEGMENT
     assert "Seal it." in (worker.problem or "")
@@ -177,7 +177,7 @@ def test_pauses_after_connections_that_failed_grow_longer_and_absences_between_t
     for index in range(8):
         scheduler.tick(now)
         assert link.is_open
-        scheduler.lifeline_ended(now)
+        scheduler.on_lifeline_end(now)
         pause = scheduler.wake_at() - now
         full = min(OPTIONS.backoff_max_s, OPTIONS.backoff_min_s * 2**index)
         assert full / 2 <= pause <= full
@@ -200,7 +200,7 @@ def test_a_handshake_that_does_not_go_on_is_given_up(scheduler: SchedulerSession
 
 def test_another_protocol_version_is_refused_with_both_versions(scheduler: SchedulerSession, link: PaperLink) -> None:
     scheduler.tick(0.0)
-    scheduler.lifeline_message(lifeline.Greeting(99, EPOCH, SESSION_ID, b"t" * 16), 0.0)
+    scheduler.on_lifeline_message(lifeline.Greeting(99, EPOCH, SESSION_ID, b"t" * 16), 0.0)
     assert scheduler.refusal is not None
     assert "99" in str(scheduler.refusal)
     assert str(PROTOCOL_VERSION) in str(scheduler.refusal)
@@ -210,7 +210,9 @@ def test_another_protocol_version_is_refused_with_both_versions(scheduler: Sched
 def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     ticket = scheduler.lookup(KEYS, [2], 1.0)
-    scheduler.reply(m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, ticket.lease_id, [b"\2\2"], 2, 1000), 1.0)
+    scheduler.on_reply(
+        m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, ticket.lease_id, [b"\2\2"], 2, 1000), 1.0
+    )
     assert ticket.failed
     assert not link.is_open
 
@@ -219,7 +221,7 @@ def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerSe
     connect(scheduler, link, 0.0)
     scheduler.tick(0.0)
     beat = link.last(m.Heartbeat)
-    scheduler.reply(m.Error(beat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
+    scheduler.on_reply(m.Error(beat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
     assert not scheduler.usable
     connect(scheduler, link, 5.0)
     assert scheduler.usable
@@ -233,8 +235,8 @@ def test_a_wrong_answer_in_the_handshake_ends_the_attempt(
     greet(scheduler, 0.0)
     if step == "namespace":
         hello = link.last(m.Hello)
-        scheduler.reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000, 1000), 0.0)
-    scheduler.reply(m.Done(link.sent[-1].request_id, EPOCH), 0.0)
+        scheduler.on_reply(m.Welcome(hello.request_id, EPOCH, SESSION_ID, "1", [], LIMITS, 0, 1000, 1000, 1000), 0.0)
+    scheduler.on_reply(m.Done(link.sent[-1].request_id, EPOCH), 0.0)
     assert not link.is_open
     assert "Done" in (scheduler.problem or "")
 
@@ -254,7 +256,7 @@ def test_a_daemon_that_owes_a_reply_for_long_counts_as_away_until_it_answers(
     assert not scheduler.usable
     assert link.is_open, "only EOF tells that a daemon is dead"
     assert scheduler.lookup(KEYS, [2], now).failed
-    scheduler.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, []), now)
+    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, []), now)
     assert scheduler.usable
     assert scheduler.problem is None
 
@@ -264,7 +266,7 @@ def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLi
     for tenth in range(300):
         scheduler.tick(tenth / 10)
         beat = link.last(m.Heartbeat)
-        scheduler.reply(m.HeartbeatReply(beat.request_id, EPOCH, 0, 900, []), tenth / 10)
+        scheduler.on_reply(m.HeartbeatReply(beat.request_id, EPOCH, 0, 900, []), tenth / 10)
     assert scheduler.usable
     assert link.count(m.Heartbeat) in range(29, 32)
 
@@ -275,7 +277,7 @@ def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLi
 def answer_lookup(scheduler: SchedulerSession, link: PaperLink, now: float, states: list[bytes], pinned: int) -> None:
     lookup = link.last(m.Lookup)
     assert isinstance(lookup, m.Lookup)
-    scheduler.reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
+    scheduler.on_reply(m.LookupReply(lookup.request_id, EPOCH, lookup.lease_id, states, pinned, 10_000), now)
 
 
 def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
@@ -346,7 +348,7 @@ def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: Sch
         tickets.append(scheduler.lookup(KEYS, [2], 0.1))
         answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.tick(1.0)
-    scheduler.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [tickets[0].lease_id]), 1.0)
+    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [tickets[0].lease_id]), 1.0)
     assert [ticket.alive for ticket in tickets] == [False, True]
     scheduler.tick(11.5)
     assert not tickets[1].alive, "the last renewal was for ten seconds, at second one"
@@ -356,7 +358,7 @@ def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: Pap
     connect(scheduler, link, 0.0)
     ticket = scheduler.lookup(KEYS, [2], 0.1)
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
-    scheduler.lifeline_ended(0.2)
+    scheduler.on_lifeline_end(0.2)
     assert not ticket.alive
     connect(scheduler, link, 3.0)
     sent = len(link.sent)
@@ -405,7 +407,7 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, lin
     replay = link.last(m.Replay)
     assert isinstance(replay, m.Replay)
     assert replay.after == 0
-    worker.reply(m.ReplayReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
+    worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [completions(1, 1), completions(2, 2)], [3]), 0.2)
     assert sorted(result.job_id for result in worker.results) == [1, 2]
     assert list(worker.jobs) == [3]
     worker.tick(1.5)
@@ -418,7 +420,7 @@ def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link:
     connect(worker, link, 0.0)
     worker.store(1, TRANSFER, 0.0)
     worker.tick(0.0)
-    worker.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
+    worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
     assert link.count(m.Replay) == 1
 
 
@@ -429,7 +431,7 @@ def test_an_old_job_is_asked_after_again_and_again(worker: WorkerSession, link: 
         worker.tick(OPTIONS.job_patience_s * round_)
         assert link.count(m.Replay) == round_
         replay = link.last(m.Replay)
-        worker.reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), OPTIONS.job_patience_s * round_)
+        worker.on_reply(m.ReplayReply(replay.request_id, EPOCH, [], [1]), OPTIONS.job_patience_s * round_)
     assert list(worker.jobs) == [1]
 
 
@@ -440,7 +442,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
     worker.store(1, TRANSFER, 0.0)
     worker.tick(OPTIONS.job_patience_s)
     worker.store(2, TRANSFER, 1.0)
-    worker.reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
+    worker.on_reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
     assert [(result.job_id, result.ok, result.error) for result in worker.results] == [(1, False, ErrorCode.INTERNAL)]
     assert list(worker.jobs) == [2]
 
@@ -448,7 +450,7 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
 def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.load(9, 2**32, TRANSFER, 0.0)
-    worker.reply(m.Error(link.last(m.Load).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    worker.on_reply(m.Error(link.last(m.Load).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
     assert [(result.job_id, result.error, result.failed) for result in worker.results] == [
         (9, ErrorCode.UNKNOWN_LEASE, KEYS)
     ]
@@ -473,7 +475,7 @@ def test_eof_fails_all_jobs(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.store(1, TRANSFER, 0.0)
     worker.load(2, 2**32, TRANSFER, 0.0)
-    worker.lifeline_ended(0.1)
+    worker.on_lifeline_end(0.1)
     assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
     assert not worker.jobs
     assert not link.drains
@@ -489,12 +491,12 @@ def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerS
     first = worker.generation
     # The next attempts end in every way; the old load stays, since its bytes may still land.
     worker.tick(3.0)
-    worker.lifeline_ended(3.1)
+    worker.on_lifeline_end(3.1)
     connect(worker, link, 6.0)
     worker.tick(9.0)
-    worker.reply(m.ReplayReply(0, EPOCH, [], []), 9.0)
+    worker.on_reply(m.ReplayReply(0, EPOCH, [], []), 9.0)
     assert list(worker.jobs) == [2]
-    worker.drained(first, 9.5)
+    worker.on_drained(first, 9.5)
     assert not worker.jobs
     assert worker.results[-1].error is ErrorCode.SESSION_ENDED
 
@@ -508,7 +510,7 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     abandoned, outcome = worker.generation, list[bool]()
     worker.unregister(outcome, 0.2, 1.0)
     assert outcome == [False]
-    worker.drained(abandoned, 0.3)
+    worker.on_drained(abandoned, 0.3)
     worker.unregister(outcome, 0.4, 1.0)
     assert outcome == [False, True]
 
@@ -527,7 +529,7 @@ def test_close_leaves_no_job_without_a_result(worker: WorkerSession, link: Paper
 def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     worker.tick(0.0)
-    worker.reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
+    worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
     publish(worker, completions(1, *range(5000)), 0.1)
     worker.tick(0.1)
     beat = link.last(m.Heartbeat)
@@ -537,7 +539,7 @@ def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: 
 
 def test_garbage_on_the_events_socket_is_replayed(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
+    worker.on_publication(session_topic(EPOCH, SESSION_ID), bytes(8), b"\xc1", 0.1)
     assert link.count(m.Replay) == 1
 
 

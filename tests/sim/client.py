@@ -116,7 +116,7 @@ class SimClient(Generic[S]):
         self._spins = 0
         self.link = SimLink(network, process, segments)
         self.link.on_lifeline = self._lifeline
-        self.link.on_drained = lambda generation: self.act(lambda now: self.session.drained(generation, now))
+        self.link.on_drained = lambda generation: self.act(lambda now: self.session.on_drained(generation, now))
         self.link.on_reply = self._reply
         self.link.on_publication = self._publication
         self.session = make(self.link, OPTIONS, rng)
@@ -130,19 +130,19 @@ class SimClient(Generic[S]):
 
     def _lifeline(self, frame: lifeline.FromDaemon | None) -> None:
         if frame is None:
-            self.act(self.session.lifeline_ended)
+            self.act(self.session.on_lifeline_end)
         else:
-            self.act(lambda now: self.session.lifeline_message(frame, now))
+            self.act(lambda now: self.session.on_lifeline_message(frame, now))
 
     def _publication(self, frames: Sequence[bytes]) -> None:
         topic, sequence, payload = frames
-        self.act(lambda now: self.session.publication(topic, sequence, payload, now))
+        self.act(lambda now: self.session.on_publication(topic, sequence, payload, now))
 
     def _reply(self, frames: Sequence[bytes]) -> None:
         if len(frames) == 4 and not frames[0]:
-            self.act(lambda now: self.session.event_replay(frames[1], frames[2], frames[3], now))
+            self.act(lambda now: self.session.on_event_replay(frames[1], frames[2], frames[3], now))
         else:
-            self.act(lambda now: self.session.reply(codec.decode_reply(frames[0]), now))
+            self.act(lambda now: self.session.on_reply(codec.decode_reply(frames[0]), now))
 
     def arm(self) -> None:
         """Have the session ticked when it wants to be."""

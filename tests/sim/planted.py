@@ -231,7 +231,7 @@ PLANTED = (
     Planted(
         "the client lets go of a load too early",
         "kvoffd_client.worker_session",
-        "WorkerSession._role_lost",
+        "WorkerSession._role_disconnected",
         "if let_go or not job.is_load",
         "if True or let_go",
     ),

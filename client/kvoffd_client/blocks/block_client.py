@@ -86,12 +86,7 @@ class BlockClient(AdminClient):
         """Open a namespace without an engine, as before an import; True where it was not open."""
         return self.ask(
             b.RestoreNamespace,
-            geometry.fingerprint,
-            geometry.label,
-            geometry.world_size,
-            geometry.key_bytes,
-            list(geometry.groups),
-            geometry.description,
+            *geometry.wire_fields(),
             [list(shards) for shards in geometry.shards],
         ).created
 

@@ -105,14 +105,14 @@ class BlockSession(AdminSession):
             return
         self._on_answer = on_answer
 
-    def lifeline_message(self, message: FromDaemon, now: float) -> None:
+    def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
         """An answer over the lifeline, or what any session may be told."""
         if isinstance(message, PoolOpened | PoolRefused | Attached | AttachRefused) and self._on_answer is not None:
             on_answer, self._on_answer = self._on_answer, None
             on_answer(message)
             self.on_change()
             return
-        super().lifeline_message(message, now)
+        super().on_lifeline_message(message, now)
 
     def _renewals(self, now: float) -> list[int]:
         return list(self.leases)
@@ -122,8 +122,8 @@ class BlockSession(AdminSession):
             if (lease := self.leases.pop(lease_id, None)) is not None:
                 lease.alive = False
 
-    def _role_lost(self, dead: bool, now: float) -> None:
-        super()._role_lost(dead, now)
+    def _role_disconnected(self, dead: bool, now: float) -> None:
+        super()._role_disconnected(dead, now)
         for lease in self.leases.values():
             lease.alive = False
         self.leases.clear()
