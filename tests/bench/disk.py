@@ -26,7 +26,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.tiers.disk import DiskOptions, DiskTier, view_of
 from kvoffd.tiers.disk.format import FILE_NAME
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
-from kvoffd_client.bench.report import machine
+from kvoffd_client.bench.results import machine
 from kvoffd_proto.units import format_size, parse_size
 
 GIB = 1 << 30

@@ -9,10 +9,9 @@ import pytest
 from support.daemon import DaemonProcess
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench.copy import bench_copy
-from kvoffd_client.bench.jobs import bench_jobs
-from kvoffd_client.bench.lookup import bench_lookup
-from kvoffd_client.bench.report import BenchFailed, Report
+from kvoffd_client.bench.copy_bench import bench_copy
+from kvoffd_client.bench.message_bench import bench_jobs, bench_lookup
+from kvoffd_client.bench.results import BenchFailed, Report
 
 KIB, MIB = 2**10, 2**20
 
@@ -27,7 +26,7 @@ def small_lookup(daemon: DaemonProcess) -> Report:
 
 
 def small_copy(daemon: DaemonProcess) -> Report:
-    return bench_copy(daemon.directory, quiet, piece_sizes=(16 * KIB, 64 * KIB), total_bytes=8 * MIB, rounds=3)
+    return bench_copy(daemon.directory, quiet, piece_sizes=(16 * KIB, 64 * KIB), job_bytes=8 * MIB, rounds=3)
 
 
 def small_jobs(daemon: DaemonProcess) -> Report:
@@ -77,4 +76,4 @@ def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
 
 def test_a_job_that_does_not_fit_says_so(daemon: DaemonProcess) -> None:
     with pytest.raises(BenchFailed, match=r"A store of 128\.0 MiB failed: "):
-        bench_copy(daemon.directory, quiet, piece_sizes=(64 * KIB,), total_bytes=128 * MIB, rounds=1)
+        bench_copy(daemon.directory, quiet, piece_sizes=(64 * KIB,), job_bytes=128 * MIB, rounds=1)

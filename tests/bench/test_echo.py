@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client.bench.echo import HEAD_BYTES, Echo, Way, echo_request
+from kvoffd_client.bench.echo import HEADER_BYTES, Echo, ReplySocket, echo_request
 
 
-@pytest.mark.parametrize("size", [HEAD_BYTES, 100, 70_000])
+@pytest.mark.parametrize("size", [HEADER_BYTES, 100, 70_000])
 def test_requests_have_the_size_asked_for(size: int) -> None:
     assert len(echo_request(size, 10)) == size
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_answers_come_back_on_their_way(way: Way) -> None:
+@pytest.mark.parametrize("way", list(ReplySocket))
+def test_answers_come_back_on_their_way(way: ReplySocket) -> None:
     with Echo() as echo:
         for answer_bytes in (0, 10, 100_000):
             assert 0 < echo.round_trip(echo_request(200, answer_bytes, way), way) < 5

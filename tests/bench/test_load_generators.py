@@ -12,12 +12,12 @@ from support.daemon import DaemonProcess
 
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.echo import Echo
-from kvoffd_client.bench.load_generators import Crowd
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench.load_generators import LoadGenerators
+from kvoffd_client.bench.results import BenchFailed
 
 
 def test_every_member_works_and_says_how_much() -> None:
-    with Echo() as echo, Crowd("echoes", echo.directory, 64, 2) as crowd:
+    with Echo() as echo, LoadGenerators("echoes", echo.directory, 64, 2) as crowd:
         crowd.start()
         done = crowd.stop()
     assert len(done) == 2
@@ -25,7 +25,7 @@ def test_every_member_works_and_says_how_much() -> None:
 
 
 def test_members_work_from_each_start_to_the_next_stop() -> None:
-    with Echo() as echo, Crowd("echoes", echo.directory, 1, 1) as crowd:
+    with Echo() as echo, LoadGenerators("echoes", echo.directory, 1, 1) as crowd:
         for _ in range(3):
             crowd.start()
             time.sleep(0.05)
@@ -35,7 +35,7 @@ def test_members_work_from_each_start_to_the_next_stop() -> None:
 
 @pytest.mark.parametrize("role", ["lookups", "copies"])
 def test_clients_of_a_daemon_leave_nothing_behind(role: str, daemon: DaemonProcess) -> None:
-    with Crowd(role, daemon.directory, 4, 2) as crowd:
+    with LoadGenerators(role, daemon.directory, 4, 2) as crowd:
         crowd.start()
         crowd.stop()
     with AdminClient(daemon.directory) as admin:
@@ -46,7 +46,7 @@ def test_clients_of_a_daemon_leave_nothing_behind(role: str, daemon: DaemonProce
 
 def test_a_member_that_cannot_begin_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BenchFailed, match="ended before its time"):
-        Crowd("nonsense", tmp_path, 1, 2)
+        LoadGenerators("nonsense", tmp_path, 1, 2)
     assert "KeyError" in capfd.readouterr().err
 
 

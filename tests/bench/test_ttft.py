@@ -12,7 +12,7 @@ import pytest
 from support.daemon import DaemonProcess
 from support.models import make_demo_llama
 
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.ttft import bench_engine
 
 
@@ -21,7 +21,7 @@ def test_without_vllm_a_sentence_says_where_to_run_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(BenchFailed, match="the Python that your engines run with"):
-        bench_engine(daemon.directory, lambda _: None, "none")
+        bench_engine(daemon.directory, lambda _: None, "none", 64)
     print("the report")
     assert capfd.readouterr().out == "the report\n"
 

@@ -13,17 +13,16 @@ from support.stub_cuda import Ranges
 from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench import copy_gpu
-from kvoffd_client.bench.copy import JOBS
-from kvoffd_client.bench.copy_gpu import bench_copy_gpu
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench import STREAM_JOBS, copy_bench
+from kvoffd_client.bench.copy_bench import bench_copy_gpu
+from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.cli import main
 from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.cuda.export import LIBRARY_VARIABLE
 
 KIB, MIB = 2**10, 2**20
 MakeMachine = Callable[..., Machine]
-small = partial(bench_copy_gpu, piece_sizes=(16 * KIB, 64 * KIB), total_bytes=4 * MIB, rounds=2, slice_s=0.1)
+small = partial(bench_copy_gpu, piece_sizes=(16 * KIB, 64 * KIB), job_bytes=4 * MIB, rounds=2, slice_s=0.1)
 
 
 def quiet(_: str) -> None: ...
@@ -81,7 +80,7 @@ def test_the_bench_copies_what_it_says_on_the_gpu(make: MakeMachine) -> None:
     machine = make({})
     small(machine.daemon.directory, quiet, piece_sizes=(64 * KIB,))
     batches = [line.split() for line in machine.driver_log() if line.startswith("batch ") and " of " in line]
-    jobs = JOBS + JOBS + 2 * (JOBS // 2) + 1 + 1
+    jobs = STREAM_JOBS + STREAM_JOBS + 2 * (STREAM_JOBS // 2) + 1 + 1
     assert sum(int(words[3]) for words in batches) == (2 + 1) * jobs * 4 * MIB
     # More where a piece is cut in two, as where the pool's address is no multiple of 8 MiB.
     assert all(int(words[1]) * 64 * KIB >= int(words[3]) for words in batches), "neighbours were copied as one"
@@ -98,7 +97,7 @@ def test_a_second_bench_finds_the_gpu_let_go_and_measures_the_daemons_memory_aga
 def test_where_the_daemon_has_a_gpu_in_use_its_memory_is_not_measured(
     machine: Machine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_gpu, "LETTING_GO_S", 0.2)
+    monkeypatch.setattr(copy_bench, "RELEASE_WAIT_S", 0.2)
     with machine.exporter("ordinary") as worker:
         worker.wait_ready()
         with AdminClient(machine.daemon.directory) as admin:

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from support.waiting import wait_until
-
 from kvoffd_proto.sockets import SocketPaths
+
+from .waiting import wait_until
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 15.0

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from support.waiting import wait_until
-
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
+
+from .waiting import wait_until
 
 MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 180.0

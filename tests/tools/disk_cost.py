@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.daemon import DaemonProcess
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench.copy import _Copies
-from kvoffd_client.bench.engine import BenchEngine
+from kvoffd_client.bench.copy_bench import CopyJobs
+from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 
 MIB = 2**20
 LAYERS = 16
@@ -46,9 +46,9 @@ class Side:
 
     def __init__(self, daemon: DaemonProcess) -> None:
         self.daemon = daemon
-        self.engine = BenchEngine(daemon.directory, "disk cost", LAYERS, 2 * KEYS, PIECE)
+        self.engine = SyntheticEngine(daemon.directory, "disk cost", LAYERS, 2 * KEYS, PIECE)
         self.engine.__enter__()
-        self.copies = _Copies(self.engine, KEYS, 1)
+        self.copies = CopyJobs(self.engine, KEYS, 1)
         self.admin = AdminClient(daemon.directory)
         self.stores: list[float] = []
         self.loads: list[float] = []

@@ -1,1 +1,24 @@
-"""Measures a running daemon: every result beside a floor, what the machine can do at best, measured in the same run."""
+"""Measures a running daemon: every result beside a floor, what the machine can do at best, measured in the same run.
+
+Here are the sizes with which the benches measure unless they are told otherwise; the help of ``kvoffd-cli bench``
+names them.
+"""
+
+from __future__ import annotations
+
+KIB, MIB = 2**10, 2**20
+
+LOOKUP_KEY_COUNTS = (64, 1_000, 10_000)
+LOOKUP_ENGINES = 8
+"""Processes that store and load while lookups are measured."""
+LOOKUP_CLIENTS = 4
+"""Processes that look keys up at the same time."""
+
+HOST_PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
+HOST_JOB_BYTES = 64 * MIB
+GPU_PIECES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB)
+GPU_JOB_BYTES = 128 * MIB
+STREAM_JOBS = 6
+"""Jobs of a stream of stores or of loads, for each copy thread."""
+POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
+"""Jobs whose bytes the pool must hold: a stream that is loaded, and half of one that is stored meanwhile."""

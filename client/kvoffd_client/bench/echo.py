@@ -1,6 +1,6 @@
-"""The floor of everything that goes over ZeroMQ: a process that sends as many bytes back as it is asked to.
+"""The floor of all ZeroMQ messages: a process that sends as many bytes back as a request asks for.
 
-It is a process of its own, as the daemon is, and does nothing else: no decoding, no index, no copy. Requests go from
+The echo process does nothing but that: no decoding, no index, no copy. Requests go from
 a DEALER to its ROUTER; the answer comes back the same way or, as completions do, from its PUB to a SUB.
 
 Run as ``python -m kvoffd_client.bench.echo DIRECTORY``; it ends when its standard input does.
@@ -19,18 +19,18 @@ from types import TracebackType
 
 import zmq
 
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench.results import BenchFailed
 
-HEAD_BYTES = 5
-"""Of a request: four bytes for the size of the answer, one for its way."""
+HEADER_BYTES = 5
+"""Of a request: four bytes for the size of the answer, one for the socket it comes from."""
 TOPIC = b"session@0123456789012345678/1/"
 """As long as a session's topic."""
 TIMEOUT_MS = 5_000
-LOOK_MS = 100
+POLL_MS = 100
 
 
-class Way(IntEnum):
-    """How the answer comes back."""
+class ReplySocket(IntEnum):
+    """The socket from which the echo process answers."""
 
     ROUTER = 0
     PUB = 1
@@ -40,11 +40,11 @@ def serve(directory: Path) -> None:
     """Answer until standard input ends."""
     context = zmq.Context()
     router, publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
-    for socket, address in ((router, _jobs(directory)), (publisher, _events(directory))):
+    for socket, address in ((router, _jobs_address(directory)), (publisher, _events_address(directory))):
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(address)
-    # The barest loop there is: one blocking call to receive and one to send. Now and then it looks for its end.
-    router.setsockopt(zmq.RCVTIMEO, LOOK_MS)
+    # The simplest loop there is: one blocking call to receive and one to send. Every POLL_MS it looks for its end.
+    router.setsockopt(zmq.RCVTIMEO, POLL_MS)
     print("ready", flush=True)
     while True:
         try:
@@ -54,24 +54,24 @@ def serve(directory: Path) -> None:
                 break
             continue
         answer = bytes(int.from_bytes(frame[:4], "little"))
-        if frame[4] == Way.PUB:
+        if frame[4] == ReplySocket.PUB:
             publisher.send_multipart((TOPIC, bytes(8), answer))
         else:
             router.send_multipart((sender, answer))
     context.destroy(linger=0)
 
 
-def _jobs(directory: Path) -> str:
+def _jobs_address(directory: Path) -> str:
     return f"ipc://{directory}/jobs.sock"
 
 
-def _events(directory: Path) -> str:
+def _events_address(directory: Path) -> str:
     return f"ipc://{directory}/events.sock"
 
 
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> zmq.Socket[bytes]:
-    """A client's socket to the echo process in ``directory``."""
-    return _connect(context, zmq.DEALER, _jobs(directory))
+    """Return a client's socket to the echo process in ``directory``."""
+    return _connect(context, zmq.DEALER, _jobs_address(directory))
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
@@ -98,25 +98,25 @@ class Echo:
             self.close()
             raise BenchFailed("The echo process that measures the floor did not start; its error is above.")
         self._dealer = connect_dealer(self._context, path)
-        self._subscriber = _connect(self._context, zmq.SUB, _events(path))
+        self._subscriber = _connect(self._context, zmq.SUB, _events_address(path))
         self._subscriber.subscribe(TOPIC)
         self._wait_subscribed()
 
-    def round_trip(self, request: bytes, way: Way = Way.ROUTER) -> float:
+    def round_trip(self, request: bytes, reply_socket: ReplySocket = ReplySocket.ROUTER) -> float:
         """Send ``request`` (from ``echo_request``) and wait for its answer; return the seconds."""
         begin = time.perf_counter()
         self.send(request)
-        self.receive(way)
+        self.receive(reply_socket)
         return time.perf_counter() - begin
 
     def send(self, request: bytes) -> None:
         """Send without waiting for the answer."""
         self._dealer.send(request)
 
-    def receive(self, way: Way) -> None:
+    def receive(self, reply_socket: ReplySocket) -> None:
         """Wait for one answer. Raises BenchFailed when none comes."""
         try:
-            if way is Way.PUB:
+            if reply_socket is ReplySocket.PUB:
                 self._subscriber.recv_multipart()
             else:
                 self._dealer.recv()
@@ -127,13 +127,13 @@ class Echo:
 
     def _wait_subscribed(self) -> None:
         """PUB drops what it sends before it knows of the subscription: ask until something comes."""
-        request = echo_request(HEAD_BYTES, 1, Way.PUB)
+        request = echo_request(HEADER_BYTES, 1, ReplySocket.PUB)
         for _ in range(TIMEOUT_MS // 10):
             self.send(request)
             if self._subscriber.poll(10):
                 break
         while self._subscriber.poll(50):
-            self.receive(Way.PUB)
+            self.receive(ReplySocket.PUB)
 
     def close(self) -> None:
         """End the process and remove its sockets."""
@@ -150,10 +150,10 @@ class Echo:
         self.close()
 
 
-def echo_request(request_bytes: int, answer_bytes: int, way: Way = Way.ROUTER) -> bytes:
-    """A request of ``request_bytes`` (at least HEAD_BYTES) bytes that asks for an answer of ``answer_bytes``."""
-    head = answer_bytes.to_bytes(4, "little") + bytes([way])
-    return head.ljust(request_bytes, b"\xa5")
+def echo_request(request_bytes: int, answer_bytes: int, reply_socket: ReplySocket = ReplySocket.ROUTER) -> bytes:
+    """Return a request of ``request_bytes`` (HEADER_BYTES or more) that asks for an answer of ``answer_bytes``."""
+    header = answer_bytes.to_bytes(4, "little") + bytes([reply_socket])
+    return header.ljust(request_bytes, b"\xa5")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Many clients at once, each a process of its own, as engines are.
+"""Processes that put load on the daemon, the echo or a GPU: many clients at once, as engines are.
 
 Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE``: sets up and prints ``ready``; works from
 the first line on standard input to the second, or to its end; prints how often it did its work and in how many
-seconds. So again with every two lines more.
+seconds. Every two lines more start and stop it again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from types import TracebackType
 import numpy as np
 import zmq
 
-from kvoffd_client.bench.compute import Compute
 from kvoffd_client.bench.echo import connect_dealer, echo_request
-from kvoffd_client.bench.engine import BenchEngine, random_keys
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench.gpu_device import ComputeLoad
+from kvoffd_client.bench.results import BenchFailed
+from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 
 STOP_S = 30.0
 COPY_LAYERS, COPY_PAGE_BYTES = 16, 65536
+COPIED_BLOCK_BYTES = COPY_LAYERS * COPY_PAGE_BYTES
 LOOKUP_PAGE_BYTES = 4096
 
 
 def _lookups(directory: Path, keys: int) -> Iterator[None]:
-    """Looks so many ready keys up, and releases them."""
-    with BenchEngine(directory, "crowd of schedulers", 1, keys, LOOKUP_PAGE_BYTES) as engine:
+    """Looks ``keys`` ready keys up and releases them."""
+    with SyntheticEngine(directory, "crowd of schedulers", 1, keys, LOOKUP_PAGE_BYTES) as engine:
         names = random_keys(keys)
         engine.store(names, np.arange(keys, dtype=np.int32))
         while True:
@@ -43,8 +44,8 @@ def _lookups(directory: Path, keys: int) -> Iterator[None]:
 
 
 def _copies(directory: Path, keys: int) -> Iterator[None]:
-    """Stores so many new keys of 1 MiB, and loads them."""
-    with BenchEngine(directory, "crowd of engines", COPY_LAYERS, keys, COPY_PAGE_BYTES) as engine:
+    """Stores ``keys`` new keys of COPIED_BLOCK_BYTES each and loads them."""
+    with SyntheticEngine(directory, "crowd of engines", COPY_LAYERS, keys, COPY_PAGE_BYTES) as engine:
         ids = np.random.default_rng().permutation(keys).astype(np.int32)
         while True:
             yield
@@ -54,7 +55,7 @@ def _copies(directory: Path, keys: int) -> Iterator[None]:
 
 
 def _echoes(directory: Path, keys: int) -> Iterator[None]:
-    """Sends a lookup's bytes to the echo process in ``directory``, and its release's, which is answered too."""
+    """Sends as many bytes as a lookup of ``keys`` and its release to the echo process in ``directory``."""
     with zmq.Context() as context, connect_dealer(context, directory) as dealer:
         request, release = echo_request(130 + 32 * keys, 60 + keys), echo_request(60, 20)
         while True:
@@ -66,8 +67,8 @@ def _echoes(directory: Path, keys: int) -> Iterator[None]:
 
 
 def _computes(_: Path, ordinal: int) -> Iterator[None]:
-    """Has this GPU compute."""
-    with Compute(ordinal) as compute:
+    """Computes on GPU number ``ordinal``."""
+    with ComputeLoad(ordinal) as compute:
         while True:
             yield
             compute.step()
@@ -77,66 +78,71 @@ ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": 
 
 
 @dataclass(frozen=True)
-class Done:
-    """What one member did."""
+class Work:
+    """What one process did between ``start`` and ``stop``."""
 
     count: int
     seconds: float
 
+    @property
+    def rate(self) -> float:
+        """How often it did its work per second."""
+        return self.count / self.seconds
 
-class Crowd:
-    """``members`` processes of one role, ready to work. Raises BenchFailed."""
 
-    def __init__(self, role: str, directory: Path, size: int, members: int) -> None:
+class LoadGenerators:
+    """``count`` processes of one of ROLES, ready to work. Raises BenchFailed."""
+
+    def __init__(self, role: str, directory: Path, size: int, count: int) -> None:
         command = (sys.executable, "-m", "kvoffd_client.bench.load_generators", role, str(directory), str(size))
-        self._children = ExitStack()
-        self._members = [
-            self._children.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            for _ in range(members)
+        self._exit_stack = ExitStack()
+        self._processes = [
+            self._exit_stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            for _ in range(count)
         ]
         try:
-            for member in self._members:
-                self._read(member)
+            for process in self._processes:
+                self._read_line(process)
         except BaseException:
             self.close()
             raise
 
     def start(self) -> None:
-        """Have all of them begin."""
-        self._tell()
+        """Let all processes begin to work."""
+        self._write_line()
 
-    def stop(self) -> list[Done]:
-        """Have all of them stop."""
-        self._tell()
-        return [Done(*json.loads(self._read(member))) for member in self._members]
+    def stop(self) -> list[Work]:
+        """Let all processes stop; return what each of them did."""
+        self._write_line()
+        return [Work(*json.loads(self._read_line(process))) for process in self._processes]
 
-    def _tell(self) -> None:
-        for member in self._members:
-            assert member.stdin is not None
-            member.stdin.write(b"\n")
-            member.stdin.flush()
+    def _write_line(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
 
     @staticmethod
-    def _read(member: subprocess.Popen[bytes]) -> bytes:
-        assert member.stdout is not None
-        line = member.stdout.readline()
+    def _read_line(process: subprocess.Popen[bytes]) -> bytes:
+        assert process.stdout is not None
+        line = process.stdout.readline()
         if not line:
             raise BenchFailed("A process of the bench ended before its time; its error is above.")
         return line
 
     def close(self) -> None:
-        """End all of them."""
-        for member in self._members:
-            assert member.stdin is not None
-            member.stdin.close()
-        for member in self._members:
+        """End all processes."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
             try:
-                member.wait(STOP_S)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                member.kill()
-        self._children.close()
+                process.kill()
+        self._exit_stack.close()
 
-    def __enter__(self) -> Crowd:
+    def __enter__(self) -> LoadGenerators:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -144,11 +150,11 @@ class Crowd:
 
 
 def run(role: str, directory: Path, size: int) -> None:
-    """Be one member."""
+    """Do the work of ``role`` whenever standard input says so."""
     work = ROLES[role](directory, size)
     next(work)
     print("ready", flush=True)
-    # Between stretches, and until the parent has done with all, others may be at work in what closing clears.
+    # The engine is only closed at the end: closing clears its namespace, in which other processes may still work.
     while sys.stdin.readline():
         reader = threading.Thread(target=sys.stdin.readline, daemon=True)
         reader.start()

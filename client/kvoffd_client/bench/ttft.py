@@ -1,4 +1,4 @@
-"""What the pool saves a real vLLM: time to the first token, cold and warm. Needs vLLM, which nothing else here does."""
+"""``kvoffd-cli bench engine``: a real vLLM's time to the first token, with and without blocks in the pool."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench.report import BenchFailed, Progress, Report, Result
+from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -23,13 +23,13 @@ FIRST_TOKEN, LAST_TOKEN = 3, 999
 """Every vocabulary has these."""
 ANSWER_TOKENS = 8
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
-"""For vLLM on CPU, where the user says nothing else: GiB of blocks, and a core that is left to the daemon."""
+"""Settings of vLLM on CPU unless the user has others: GiB of blocks, and a core that is left to the daemon."""
 WAIT_S = 60.0
 QUIET_S = 0.5
 POLL_S = 0.05
 
 
-def bench_engine(directory: Path, progress: Progress, model: str, tokens: int = 4096, prompts: int = 3) -> Report:
+def bench_engine(directory: Path, progress: Progress, model: str, tokens: int, prompts: int = 3) -> Report:
     """Measure vLLM's own time to the first token of ``prompts`` prompts of ``tokens`` random tokens, one by one.
 
     Cold: nobody has computed them. Warm: the engine has lost its own cache, the daemon has the blocks. The answers of
@@ -93,7 +93,7 @@ def _start(directory: Path, model: str, tokens: int) -> LLM:
 
 
 def _first_tokens(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[list[int]]]:
-    """By prompt: milliseconds from its arrival to its first token, as vLLM counts them; and its answer."""
+    """Return for each prompt the milliseconds from arrival to first token, as vLLM counts them; and the answers."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -109,20 +109,20 @@ def _first_tokens(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[l
 
 
 def _wait_for_stores(directory: Path) -> None:
-    """Until the daemon has nothing to copy and holds the same blocks for a while."""
+    """Wait until the daemon has nothing to copy and has held the same blocks for QUIET_S."""
     with AdminClient(directory) as admin:
         last: tuple[int, int] = (-1, -1)
         since = time.monotonic()
 
-        def quiet() -> bool:
+        def unchanged_for_a_while() -> bool:
             nonlocal last, since
             stats = admin.stats()
-            seen = (stats.store.jobs, stats.pool.ready_bytes)
-            if seen != last or stats.store.queued_jobs or stats.store.running_jobs:
-                last, since = seen, time.monotonic()
+            state = (stats.store.jobs, stats.pool.ready_bytes)
+            if state != last or stats.store.queued_jobs or stats.store.running_jobs:
+                last, since = state, time.monotonic()
             return time.monotonic() - since > QUIET_S
 
-        _wait(quiet, "The daemon did not finish storing")
+        _wait(unchanged_for_a_while, "The daemon did not finish storing")
 
 
 def _wait(condition: Callable[[], bool], failure: str) -> None:
@@ -135,13 +135,13 @@ def _wait(condition: Callable[[], bool], failure: str) -> None:
 
 @contextmanager
 def _silent_stdout() -> Iterator[None]:
-    """vLLM and its processes write to standard output, which is the report's: send that to standard error."""
+    """Send what vLLM and its processes write to standard output, where the report goes, to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)

@@ -13,6 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.bench import (
+    GPU_JOB_BYTES,
+    GPU_PIECES,
+    HOST_JOB_BYTES,
+    HOST_PIECES,
+    KIB,
+    LOOKUP_CLIENTS,
+    LOOKUP_ENGINES,
+    LOOKUP_KEY_COUNTS,
+    MIB,
+    POOL_JOBS,
+)
 from kvoffd_client.cli.console import plain_table, print_line, print_list
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
@@ -20,28 +32,47 @@ from kvoffd_proto.units import UnitError, exact_size, format_duration, format_si
 
 if TYPE_CHECKING:
     # Each command imports its bench itself: the engine's side of the client would make other commands start slowly.
-    from kvoffd_client.bench.report import GpuFacts, Progress, Report, Result
+    from kvoffd_client.bench.results import GpuFacts, Progress, Report, Result
 
 Bench: TypeAlias = "Callable[[Path, Progress], Report]"
 PIECE_STEP_BYTES = 4096
 
+
+def _whole(size_bytes: int) -> str:
+    return f"{size_bytes // MIB:,} MiB" if size_bytes % MIB == 0 else f"{size_bytes // KIB:,} KiB"
+
+
+LOOKUP_HELP = f"""Measure lookups.
+
+Round trips of {LOOKUP_KEY_COUNTS[0]:,}, {LOOKUP_KEY_COUNTS[1]:,} and {LOOKUP_KEY_COUNTS[2]:,} keys, also while
+{LOOKUP_ENGINES} engines store and load, and of {LOOKUP_CLIENTS} clients at once, against a raw ZeroMQ echo of the same
+bytes. Fills the pool with blocks of its own, for which others go, and drops them at the end.
+"""
+COPY_HELP = f"""Measure stores and loads.
+
+Jobs of {_whole(HOST_JOB_BYTES)} in pieces of {_whole(HOST_PIECES[0])} to {_whole(HOST_PIECES[-1])}: in streams of each
+direction and both at once, then one at a time, against memcpy of the same bytes. Stores
+{_whole(POOL_JOBS * HOST_JOB_BYTES)} of blocks of its own, for which a full pool evicts others, and drops them at the
+end.
+
+With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_BYTES)},
+{_whole(POOL_JOBS * GPU_JOB_BYTES)} are stored, and the floor is one large copy from or to pinned memory. The daemon's
+memory on the GPU is measured where it has no GPU in use yet: its context, its mappings, and what the driver keeps there
+about the pinned pool.
+"""
+
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
 
 
-@bench_app.command()
+@bench_app.command(help=LOOKUP_HELP)
 def lookup(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Measure lookups.
-
-    Round trips of 64, 1,000 and 10,000 keys, also while 8 engines store and load, and of 4 clients at once, against a
-    raw ZeroMQ echo of the same bytes. Fills the pool with blocks of its own, for which others go, and drops them at
-    the end.
-    """
-    from kvoffd_client.bench.lookup import bench_lookup
+    """Measure lookups; see LOOKUP_HELP."""
+    from kvoffd_client.bench.message_bench import bench_lookup
 
     return run_bench(bench_lookup, local_directory(context, directory), as_json=json)
 
 
-@bench_app.command()
+@bench_app.command(help=COPY_HELP)
 def copy(
     context: typer.Context,
     directory: Directory = None,
@@ -64,41 +95,29 @@ def copy(
     ] = None,
     json: Json = False,
 ) -> int:
-    """Measure stores and loads.
-
-    Jobs of 64 MiB in pieces of 16 KiB to 1 MiB: in streams of each direction and both at once, then one at a time,
-    against memcpy of the same bytes. Stores 576 MiB of blocks of its own, for which a full pool
-    evicts others, and drops them at the end.
-
-    With --memory cuda the engine's memory lies on a GPU, jobs have 128 MiB, 1,152 MiB are stored, and the floor
-    is one large copy from or to pinned memory. The daemon's memory on the GPU is measured where it has no GPU in use
-    yet: its context, its mappings, and what the driver keeps there about the pinned pool.
-    """
+    """Measure stores and loads; see COPY_HELP."""
     bench = _copy_bench(memory, piece_size or [], threads, gpu, compute=compute)
     return run_bench(bench, local_directory(context, directory), as_json=json, plot=plot)
 
 
 def _copy_bench(memory: str, piece_sizes: Sequence[str], threads: int, gpu: int, *, compute: bool) -> Bench:
     """Return the bench that the options of ``bench copy`` ask for. Raises CliError."""
-    if memory == "host":
-        from kvoffd_client.bench.copy import HOST_BYTES, HOST_PIECES, bench_copy
+    from kvoffd_client.bench.copy_bench import bench_copy, bench_copy_gpu
 
+    if memory == "host":
         if gpu or compute:
             raise CliError("--gpu and --compute are about a GPU; add --memory cuda.")
-        return partial(
-            bench_copy, piece_sizes=_parse_piece_sizes(piece_sizes, HOST_BYTES) or HOST_PIECES, threads=threads
-        )
+        pieces = _parse_piece_sizes(piece_sizes, HOST_JOB_BYTES) or HOST_PIECES
+        return partial(bench_copy, piece_sizes=pieces, threads=threads)
     if memory != "cuda":
         raise CliError(f"--memory {memory!r} is neither host nor cuda.")
-    from kvoffd_client.bench.copy_gpu import GPU_BYTES, GPU_PIECES, bench_copy_gpu
-
     if threads > 1:
         raise CliError("--threads is about host memory; for a GPU the daemon has one copy thread in each direction.")
-    pieces = _parse_piece_sizes(piece_sizes, GPU_BYTES) or GPU_PIECES
+    pieces = _parse_piece_sizes(piece_sizes, GPU_JOB_BYTES) or GPU_PIECES
     return partial(bench_copy_gpu, piece_sizes=pieces, ordinal=gpu, compute=compute)
 
 
-def _parse_piece_sizes(texts: Sequence[str], most: int) -> list[int]:
+def _parse_piece_sizes(texts: Sequence[str], most: int) -> Sequence[int]:
     """Return the sizes in bytes, ascending, each once. Raises CliError."""
     try:
         sizes = sorted({parse_size(text) for text in texts})
@@ -119,7 +138,7 @@ def jobs(context: typer.Context, directory: Directory = None, json: Json = False
 
     Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
     """
-    from kvoffd_client.bench.jobs import bench_jobs
+    from kvoffd_client.bench.message_bench import bench_jobs
 
     return run_bench(bench_jobs, local_directory(context, directory), as_json=json)
 
@@ -147,7 +166,7 @@ def engine(
 
 def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None = None) -> int:
     """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0."""
-    from kvoffd_client.bench.plot import check_plot, draw
+    from kvoffd_client.bench.results import check_plot, draw_plot
 
     if plot is not None:
         check_plot(plot)
@@ -155,7 +174,7 @@ def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None
         admin.health()  # says at once, and in a sentence, that there is no daemon
     report = bench(directory, _print_progress if sys.stderr.isatty() else _ignore_progress)
     if plot is not None:
-        draw(report, plot)
+        draw_plot(report, plot)
     if as_json:
         print_json(report.to_object())
     else:

@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -183,6 +182,8 @@ def _print_block(block: Block, sound: bool) -> None:
 
 def _value_range(layer: Layer) -> tuple[str, str, str]:
     """Return the least, mean and largest value; dashes for dtypes that only torch can read."""
+    import numpy as np
+
     values = layer.array
     if layer.dtype == "bfloat16":  # The upper half of a float32.
         values = (values.astype(np.uint32) << 16).view(np.float32)

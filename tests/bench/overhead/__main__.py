@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from kvoffd_client.bench.report import machine
+from kvoffd_client.bench.results import machine
 from tests.bench.overhead.report import steps_table, throughput_table
 from tests.bench.overhead.steps import Steps, StepsBench
 from tests.bench.overhead.throughput import Load, Throughput, measure_throughput

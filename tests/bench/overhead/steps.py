@@ -15,7 +15,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.bench.engine import BenchEngine
+from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
 from tests.bench.overhead.rig import BLOCK_TOKENS, Ride, SchedulerRig
 
@@ -110,7 +110,7 @@ class StepsBench:
             ),
         }
         label = f"steps {blocks}"
-        self._workers = BenchEngine(directory, label, 1, blocks, PAGE_BYTES)
+        self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
         namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
         client = self._rigs[KVOFFD].connector.connector_scheduler.manager
         client.join(namespace)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from kvoffd_client.bench.report import machine
+from kvoffd_client.bench.results import machine
 from tests.bench.peers.client import ROOT, ClientFailed
 from tests.bench.peers.compare import Comparison, Disturbed, Effort, load_average
 from tests.bench.peers.servers import ServerFailed

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TypeVar
 
 from kvoffd_client.bench.echo import Echo, echo_request
-from kvoffd_client.bench.memcpy import Memcpy
+from kvoffd_client.bench.host_device import Memcpy
 from tests.bench.peers.client import Client
 from tests.bench.peers.player import BLOCK_TOKENS, Copy, Geometry, Prompt
 from tests.bench.peers.quiet import OthersShare

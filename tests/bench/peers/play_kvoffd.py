@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from importlib.metadata import version
@@ -12,9 +11,8 @@ import numpy as np
 import zmq
 
 from kvoffd_client import LookupTicket
-from kvoffd_client.bench.engine import WAIT_S, BenchEngine, random_keys
-from kvoffd_client.bench.place import HostMemory
-from kvoffd_proto.messages import GroupKeys, GroupTransfer
+from kvoffd_client.bench.synthetic_engine import WAIT_S, HostMemory, SyntheticEngine, random_keys
+from kvoffd_proto.messages import GroupKeys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
 
 
@@ -24,12 +22,11 @@ class KvoffdPlayer(Player):
     def __init__(self, directory: Path, server_pid: int) -> None:
         super().__init__(server_pid)
         self._directory = directory
-        self._engine: BenchEngine | None = None
-        self._job_ids = itertools.count(1)
+        self._engine: SyntheticEngine | None = None
         self._filled = b""
 
     @property
-    def _open_engine(self) -> BenchEngine:
+    def _open_engine(self) -> SyntheticEngine:
         assert self._engine is not None, "open() comes first"
         return self._engine
 
@@ -40,7 +37,7 @@ class KvoffdPlayer(Player):
         memory = HostMemory(layers * blocks * page_bytes)
         self._view = memory.registered.view
         label = f"peers {layers} x {page_bytes}"
-        self._engine = BenchEngine(self._directory, label, layers, blocks, page_bytes, memory)
+        self._engine = SyntheticEngine(self._directory, label, layers, blocks, page_bytes, memory)
 
     def fill(self, prompt: Prompt) -> None:
         self._filled = random_keys(prompt.keys)
@@ -49,13 +46,13 @@ class KvoffdPlayer(Player):
     def warm(self, order: list[int], jobs: int) -> None:
         for _ in range(jobs):
             self._copy("store", random_keys(len(order)), np.array(order, dtype=np.int32))
-        self._open_engine.forget()
+        self._open_engine.drop_blocks()
 
     def lookup(self, prompt: Prompt, hit: bool) -> float:
         engine = self._open_engine
         ticket, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))
         _check(ticket, prompt.keys if hit else 0)
-        engine.release(ticket)
+        engine.release_and_wait(ticket)
         return seconds
 
     def copies(self, order: list[int]) -> tuple[Copy, Copy]:
@@ -65,7 +62,7 @@ class KvoffdPlayer(Player):
         _check(ticket, len(order))
         targets = np.array(order[::-1], dtype=np.int32)
         loaded = self.measured(lambda: self._copy("load", keys, targets, ticket.lease_id))
-        engine.forget()
+        engine.drop_blocks()
         return stored, loaded
 
     def verify(self, blocks: int) -> None:
@@ -81,7 +78,7 @@ class KvoffdPlayer(Player):
         self._copy("load", keys, ids[::-1].copy(), ticket.lease_id)
         if not np.array_equal(memory[:, ids[::-1]], before[:, ids]):
             raise AssertionError("What was loaded is not what was stored.")
-        engine.forget()
+        engine.drop_blocks()
 
     def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
         scheduler = self._open_engine.scheduler
@@ -111,14 +108,11 @@ class KvoffdPlayer(Player):
 
     def _copy(self, what: str, keys: bytes, block_ids: np.ndarray, lease_id: int = 0) -> None:
         engine = self._open_engine
-        transfer = (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),)
         if what == "store":
-            engine.worker.store(next(self._job_ids), transfer)
+            engine.begin_store(keys, block_ids)
         else:
-            engine.worker.load(next(self._job_ids), lease_id, transfer)
-        (result,) = engine.results(1)
-        if not result.ok or result.bytes != len(block_ids) * engine.job_bytes:
-            raise AssertionError(f"The {what} failed: {result}")
+            engine.begin_load(lease_id, keys, block_ids)
+        engine.check(what, engine.wait_results(1), len(block_ids))
 
 
 def _check(ticket: LookupTicket, ready: int) -> None:

@@ -1,4 +1,4 @@
-"""The engine that benches play: one worker with one group, and a scheduler, in one namespace."""
+"""An engine without a model: a scheduler and one worker with one KV cache group, through the public clients."""
 
 from __future__ import annotations
 
@@ -8,44 +8,76 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.bench.place import EngineMemory, HostMemory
-from kvoffd_client.bench.report import BenchFailed
+from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.scheduler_session import LookupTicket
-from kvoffd_client.shared_memory import Registration
+from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 KEY_BYTES = 32
 WAIT_S = 30.0
-"""Longest wait for anything; a daemon that takes longer is ill."""
+"""Longest wait for any answer; a daemon that takes longer does not work."""
 
 BlockIds = npt.NDArray[np.int32]
 
 
 def random_keys(count: int) -> bytes:
-    """``count`` keys that nobody else has, end to end."""
+    """Return ``count`` keys that nobody else has, concatenated."""
     return os.urandom(count * KEY_BYTES)
 
 
-class BenchEngine:
+class EngineMemory(Protocol):
+    """The memory of an engine's KV cache."""
+
+    @property
+    def registered(self) -> Memory:
+        """The memory as it is registered with the daemon."""
+        ...
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where in the registered memory the engine's begins."""
+        ...
+
+    def close(self) -> None:
+        """Free it. The daemon must have unmapped it before."""
+        ...
+
+
+class HostMemory:
+    """Host memory, each page touched."""
+
+    offset_bytes = 0
+
+    def __init__(self, size_bytes: int) -> None:
+        self.registered = SharedMemory(size_bytes, "kvoffd-bench")
+        self.registered.view.fill(0x5A)
+
+    def close(self) -> None:
+        """Free it."""
+        self.registered.close()
+
+
+class SyntheticEngine:
     """A worker with ``layers`` x ``blocks`` pages of ``page_bytes``, and a scheduler.
 
     The namespace is named for the geometry and not for the run, so that repeated benches leave one behind and not many.
 
     Args:
-        memory: of that many bytes, which the engine closes; touched memory of the host when None.
+        memory: memory for these pages, which the engine closes; host memory when None.
 
     Raises:
-        DaemonUnavailable: no daemon, or it refuses.
+        DaemonUnavailable: there is no daemon, or it refuses.
     """
 
     def __init__(
@@ -57,8 +89,8 @@ class BenchEngine:
         page_bytes: int,
         memory: EngineMemory | None = None,
     ) -> None:
-        self.job_bytes = layers * page_bytes
-        """Bytes of one key."""
+        self.block_bytes = layers * page_bytes
+        """Bytes that one key names."""
         namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
         self._memory = memory if memory is not None else HostMemory(layers * blocks * page_bytes)
         layer_bytes = blocks * page_bytes
@@ -88,7 +120,7 @@ class BenchEngine:
             raise DaemonUnavailable(self.scheduler.problem or "The daemon did not open the bench's namespace in time.")
 
     def lookup(self, keys: bytes) -> tuple[LookupTicket, float]:
-        """Look ``keys`` up; return the answer and the seconds it took."""
+        """Look ``keys`` up; return the ticket with the answer, and the seconds it took."""
         groups = (GroupKeys(group=0, keys=keys),)
         begin = time.perf_counter()
         ticket = self.scheduler.lookup(groups)
@@ -98,8 +130,8 @@ class BenchEngine:
             raise BenchFailed(f"A lookup was not answered. {self.scheduler.problem or 'See the log of the daemon.'}")
         return ticket, seconds
 
-    def release(self, ticket: LookupTicket) -> None:
-        """Let pins go, and wait until the daemon has: what is measured next finds it idle."""
+    def release_and_wait(self, ticket: LookupTicket) -> None:
+        """Release a lookup's pins and wait until the daemon has done so: what is measured next finds it idle."""
         if ticket.pinned:
             self.scheduler.release(ticket.lease_id)
         self.lookup(random_keys(1))
@@ -117,26 +149,26 @@ class BenchEngine:
         return job_id
 
     def store(self, keys: bytes, block_ids: BlockIds) -> float:
-        """Store and wait; return the seconds. Raises BenchFailed unless every byte was copied."""
+        """Store and wait; return the seconds. Raises BenchFailed unless all bytes were copied."""
         begin = time.perf_counter()
         self.begin_store(keys, block_ids)
-        results = self.results(1)
+        results = self.wait_results(1)
         seconds = time.perf_counter() - begin
-        self.check("store", results, len(block_ids) * self.job_bytes)
+        self.check("store", results, len(block_ids))
         return seconds
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
-        """Load and wait; return the seconds without the lookup before. Raises BenchFailed unless all was copied."""
+        """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""
         ticket, _ = self.lookup(keys)
         begin = time.perf_counter()
         self.begin_load(ticket.lease_id, keys, block_ids)
-        results = self.results(1)
+        results = self.wait_results(1)
         seconds = time.perf_counter() - begin
-        self.check("load", results, len(block_ids) * self.job_bytes)
+        self.check("load", results, len(block_ids))
         return seconds
 
-    def results(self, at_least: int) -> list[JobResult]:
-        """Wait for results until there are ``at_least`` so many."""
+    def wait_results(self, at_least: int) -> list[JobResult]:
+        """Wait until ``at_least`` jobs have ended; return the results of all that have. Raises BenchFailed."""
         found: list[JobResult] = []
         deadline = time.monotonic() + WAIT_S
         while len(found) < at_least:
@@ -145,19 +177,19 @@ class BenchEngine:
                 raise BenchFailed(f"A job did not end in {WAIT_S:g} seconds; see the log of the daemon.")
         return found
 
-    @staticmethod
-    def check(what: str, results: Sequence[JobResult], wanted: int) -> None:
-        """Raise BenchFailed unless the jobs together copied ``wanted`` bytes."""
+    def check(self, job: str, results: Sequence[JobResult], blocks: int, size: str = "") -> None:
+        """Raise BenchFailed unless the jobs (each a ``job``: store or load) together copied ``blocks`` blocks."""
+        wanted = blocks * self.block_bytes
         copied = sum(result.bytes for result in results)
         failed = [result for result in results if not result.ok]
         if not failed and copied == wanted:
             return
         error = failed[0].error if failed else None
         reason = error.sentence if error is not None else f"{copied} of {wanted} bytes were copied."
-        raise BenchFailed(f"A {what} of {wanted / 2**20:.1f} MiB failed: {reason}")
+        raise BenchFailed(f"A {job} of {size or f'{wanted / 2**20:.1f} MiB'} failed: {reason}")
 
-    def forget(self) -> None:
-        """Drop the bench's blocks from the pool."""
+    def drop_blocks(self) -> None:
+        """Drop the namespace's blocks from the pool. Raises BenchFailed."""
         if not self.scheduler.reset(WAIT_S):
             raise BenchFailed("The daemon did not drop the bench's blocks; `kvoffd-cli clear --namespace` does.")
 
@@ -165,14 +197,14 @@ class BenchEngine:
         """End the sessions and free the memory; drop the blocks where the daemon still answers."""
         if self.scheduler.ready:
             self.scheduler.reset()
-        # Memory of a GPU must not be freed while the daemon has it mapped; what stays goes with this process.
-        let_go = self.worker.unregister(WAIT_S)
+        # GPU memory must not be freed while the daemon has it mapped; what is not freed here goes with this process.
+        unregistered = self.worker.unregister(WAIT_S)
         self.worker.close()
         self.scheduler.close()
-        if let_go:
+        if unregistered:
             self._memory.close()
 
-    def __enter__(self) -> BenchEngine:
+    def __enter__(self) -> SyntheticEngine:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:

@@ -1,0 +1,280 @@
+"""A GPU that holds an engine's memory: how fast it copies at best, and a load that computes on it."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from uuid import UUID
+
+from kvoffd_client.bench.host_device import BOTH, LOAD, STORE
+from kvoffd_client.bench.results import BenchFailed
+from kvoffd_client.cuda.export import CudaError, ExportDriver, GpuSegment, export_segments
+from kvoffd_proto import cuda_driver as cuda
+from kvoffd_proto.units import format_size
+
+_GRANULARITY = 2 << 20
+"""Smaller allocations share one of this size, which would be exported whole."""
+_RELEASE = Path("/sys/module/nvidia/version")
+COMPUTE_BYTES = 256 << 20
+"""Much more than a GPU's cache holds."""
+COMPUTE_KERNELS = 16
+"""Kernels of one step, which takes some milliseconds."""
+_BLOCKS, _THREADS = 1024, 256
+_WORD_BYTES = 16
+_SWEEP = """
+.version 6.0
+.target sm_60
+.address_size 64
+
+// Every 16 bytes, as four floats f, become 0.5 f + 1.
+.visible .entry sweep(.param .u64 data, .param .u64 words)
+{
+    .reg .pred %done;
+    .reg .b32 %block, %blocks, %threads, %thread;
+    .reg .b64 %base, %words, %word, %step, %at;
+    .reg .f32 %a, %b, %c, %d;
+
+    ld.param.u64 %base, [data];
+    ld.param.u64 %words, [words];
+    cvta.to.global.u64 %base, %base;
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mov.u32 %threads, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mul.wide.u32 %step, %blocks, %threads;
+    mul.wide.u32 %word, %block, %threads;
+    cvt.u64.u32 %at, %thread;
+    add.u64 %word, %word, %at;
+NEXT:
+    setp.ge.u64 %done, %word, %words;
+    @%done bra END;
+    shl.b64 %at, %word, 4;
+    add.u64 %at, %base, %at;
+    ld.global.v4.f32 {%a, %b, %c, %d}, [%at];
+    fma.rn.f32 %a, %a, 0f3F000000, 0f3F800000;
+    fma.rn.f32 %b, %b, 0f3F000000, 0f3F800000;
+    fma.rn.f32 %c, %c, 0f3F000000, 0f3F800000;
+    fma.rn.f32 %d, %d, 0f3F000000, 0f3F800000;
+    st.global.v4.f32 [%at], {%a, %b, %c, %d};
+    add.u64 %word, %word, %step;
+    bra NEXT;
+END:
+    ret;
+}
+"""
+
+
+class BenchDriver(ExportDriver):
+    """The driver library as a bench uses it. See ExportDriver; all of these calls need a current context."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the GPU's memory no process has."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
+
+    def allocate(self, size: int) -> int:
+        """Allocate ordinary memory of the GPU; return its address."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), size)
+        return address.value
+
+    def free(self, address: int) -> None:
+        """Free what ``allocate`` returned."""
+        self._call("cuMemFree_v2", address)
+
+    def allocate_pinned(self, size: int) -> int:
+        """Allocate pinned host memory; return its address."""
+        address = ctypes.c_uint64()
+        self._call("cuMemHostAlloc", ctypes.byref(address), size, cuda.MEMHOSTALLOC_PORTABLE)
+        return address.value
+
+    def free_pinned(self, address: int) -> None:
+        """Free what ``allocate_pinned`` returned."""
+        self._call("cuMemFreeHost", address)
+
+    def create_stream(self) -> int:
+        """Create a stream that waits for no other."""
+        stream = ctypes.c_void_p()
+        self._call("cuStreamCreate", ctypes.byref(stream), cuda.STREAM_NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream."""
+        self._call("cuStreamDestroy_v2", stream)
+
+    def wait_stream(self, stream: int) -> None:
+        """Wait until everything in the stream is done."""
+        self._call("cuStreamSynchronize", stream)
+
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        """Put one copy into the stream."""
+        self._call("cuMemcpyAsync", destination, source, size, stream)
+
+    def load_kernel(self, ptx: str, name: str) -> int:
+        """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
+        module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), ptx.encode())
+        self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
+        return kernel.value or 0
+
+    def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
+        """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""
+        values = (ctypes.c_uint64 * len(arguments))(*arguments)
+        first = ctypes.addressof(values)
+        pointers = (ctypes.c_void_p * len(arguments))(*range(first, first + 8 * len(arguments), 8))
+        self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
+
+
+class GpuMemory:
+    """An ordinary allocation, exported to the daemon."""
+
+    def __init__(self, driver: BenchDriver, size_bytes: int) -> None:
+        self._driver = driver
+        size_bytes = -(-size_bytes // _GRANULARITY) * _GRANULARITY
+        try:
+            self._address = driver.allocate(size_bytes)
+        except CudaError as error:
+            raise BenchFailed(
+                f"The GPU gives the bench no {format_size(size_bytes)} of its memory; stop what uses it. {error}"
+            ) from error
+        self.registered: GpuSegment
+        (self.registered,) = export_segments([(self._address, size_bytes)], driver)
+
+    @property
+    def offset_bytes(self) -> int:
+        """See EngineMemory."""
+        return self._address - self.registered.address
+
+    def close(self) -> None:
+        """See EngineMemory."""
+        self._driver.free(self._address)
+
+
+class GpuDevice:
+    """GPU number ``ordinal``, as CUDA counts them in this process; its context is this thread's.
+
+    The floor is one copy of ``size_bytes`` at a time between pinned memory and the GPU's.
+
+    Raises:
+        BenchFailed: there is no such GPU, or too little memory is free on it.
+        KvoffdClientError: there is no driver.
+    """
+
+    floor_curves = ((STORE, "pinned copy from the GPU"), (LOAD, "pinned copy to the GPU"), (BOTH, "both at once"))
+
+    def __init__(self, ordinal: int, size_bytes: int) -> None:
+        try:
+            self._driver = driver = BenchDriver()
+        except CudaError as error:
+            raise BenchFailed(f"CUDA does not start, so there is no GPU to measure; see nvidia-smi. {error}") from error
+        count = driver.device_count()
+        if ordinal >= count:
+            raise BenchFailed(f"There is no GPU {ordinal}: CUDA finds {count} here, and counts them from 0.")
+        device = driver.device(ordinal)
+        self._size_bytes = size_bytes
+        self.floor = f"one copy of {format_size(size_bytes)} between pinned memory and the GPU; at once: one each way"
+        self.name = driver.device_name(device)
+        self.uuid = str(UUID(bytes=driver.device_uuid(device)))
+        with ExitStack() as undo:
+            undo.enter_context(driver.context(device))
+            self._copies = {
+                direction: self._prepare_copy(undo, to_gpu=direction == LOAD) for direction in (STORE, LOAD)
+            }
+            self._undo = undo.pop_all()
+
+    @property
+    def driver_version(self) -> str:
+        """The highest CUDA version that the driver knows, and the number of its release where the kernel has it."""
+        major, minor = divmod(self._driver.version(), 1000)
+        try:
+            release = f"{_RELEASE.read_text().strip()}, "
+        except OSError:
+            release = ""
+        return f"{release}CUDA {major}.{minor // 10}"
+
+    @property
+    def free_bytes(self) -> int:
+        """How many bytes of the GPU's memory no process has."""
+        return self._driver.free_bytes()
+
+    def allocate(self, size_bytes: int) -> GpuMemory:
+        """See Device."""
+        return GpuMemory(self._driver, size_bytes)
+
+    def floor_speed(self, direction: str) -> float:
+        """See Device."""
+        copies = list(self._copies.values()) if direction == BOTH else [self._copies[direction]]
+        begin = time.perf_counter()
+        for destination, source, stream in copies:
+            self._driver.copy(destination, source, self._size_bytes, stream)
+        for _, _, stream in copies:
+            self._driver.wait_stream(stream)
+        return len(copies) * self._size_bytes / (time.perf_counter() - begin)
+
+    def _prepare_copy(self, undo: ExitStack, *, to_gpu: bool) -> tuple[int, int, int]:
+        """Return destination, source and stream of the copies in one direction."""
+        driver = self._driver
+        try:
+            host = driver.allocate_pinned(self._size_bytes)
+            undo.callback(driver.free_pinned, host)
+            device_memory = driver.allocate(self._size_bytes)
+            undo.callback(driver.free, device_memory)
+        except CudaError as error:
+            size = format_size(2 * self._size_bytes)
+            raise BenchFailed(f"The bench needs {size} of pinned memory and as much of the GPU's. {error}") from error
+        stream = driver.create_stream()
+        undo.callback(driver.destroy_stream, stream)
+        return (device_memory, host, stream) if to_gpu else (host, device_memory, stream)
+
+    def close(self) -> None:
+        """Free the memory and release the context."""
+        self._undo.close()
+
+    def __enter__(self) -> GpuDevice:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+class ComputeLoad:
+    """Makes GPU number ``ordinal`` compute as decoding does: kernel after kernel reads and writes the GPU's memory.
+
+    If this load does not slow down while the daemon copies, which takes its share of the same memory's bandwidth, an
+    engine will not slow down either. Raises KvoffdClientError.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._driver = driver = BenchDriver()
+        device = driver.device(ordinal)
+        with ExitStack() as undo:
+            undo.enter_context(driver.context(device))
+            self._kernel = driver.load_kernel(_SWEEP, "sweep")
+            self._buffer = driver.allocate(COMPUTE_BYTES)
+            undo.callback(driver.free, self._buffer)
+            self._stream = driver.create_stream()
+            undo.callback(driver.destroy_stream, self._stream)
+            self.step()
+            self._undo = undo.pop_all()
+
+    def step(self) -> None:
+        """Launch the kernels of one step and wait for their end."""
+        for _ in range(COMPUTE_KERNELS):
+            arguments = (self._buffer, COMPUTE_BYTES // _WORD_BYTES)
+            self._driver.launch(self._kernel, _BLOCKS, _THREADS, arguments, self._stream)
+        self._driver.wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Free the memory and release the context."""
+        self._undo.close()
+
+    def __enter__(self) -> ComputeLoad:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()

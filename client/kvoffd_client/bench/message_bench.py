@@ -1,0 +1,242 @@
+"""``kvoffd-cli bench lookup`` and ``bench jobs``: how long messages take and how many there can be, beside an echo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from kvoffd_client.bench import LOOKUP_CLIENTS, LOOKUP_ENGINES, LOOKUP_KEY_COUNTS, MIB
+from kvoffd_client.bench.echo import Echo, ReplySocket, echo_request
+from kvoffd_client.bench.host_device import Memcpy
+from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, LoadGenerators
+from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
+from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
+from kvoffd_proto.codec import encode
+from kvoffd_proto.messages import (
+    Completions,
+    GroupKeys,
+    GroupTransfer,
+    JobResult,
+    Load,
+    Lookup,
+    LookupReply,
+    Store,
+)
+
+LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
+JOBS_FLOOR = (
+    "as many bytes over the same kinds of socket, DEALER to ROUTER and back by PUB to SUB, with no copy in between"
+)
+ROUNDS = 5
+SAMPLES = 200
+PAGE_BYTES = 4096
+STORE_KEYS = 1000
+"""Keys of one store that fills the pool."""
+LOADED_KEYS = 1000
+"""Keys of a lookup while engines store and load."""
+CLIENT_KEYS = 64
+"""Keys of a lookup of one of several clients."""
+ENGINE_KEYS = 8
+"""Keys in each job of an engine that stores and loads."""
+MEMCPY_BYTES = 64 * MIB
+"""More than any cache holds."""
+_BLOCK_IDS = np.zeros(1, dtype=np.int32)
+_TOKEN = bytes(16)
+_LARGE = 2**62
+"""An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
+
+
+def bench_lookup(
+    directory: Path,
+    progress: Progress,
+    key_counts: Sequence[int] = LOOKUP_KEY_COUNTS,
+    rounds: int = ROUNDS,
+    samples: int = SAMPLES,
+    engines: int = LOOKUP_ENGINES,
+    clients: int = LOOKUP_CLIENTS,
+    seconds: float = 2.0,
+) -> Report:
+    """Measure lookups of ``key_counts`` keys, all ready and all absent, alternating with the floor.
+
+    Times are those of the public SchedulerClient: from ``lookup()`` to the waiting caller's wake-up. The daemon is idle
+    when a lookup comes, but for a case in which ``engines`` processes store and load as fast as they can; the echo
+    runs beside them too. Then ``clients`` processes look CLIENT_KEYS keys up for ``seconds``, as fast as they can.
+    Raises BenchFailed, DaemonUnavailable.
+    """
+    results: list[Result] = []
+    stored = random_keys(max(key_counts))
+    with (
+        Echo() as echo,
+        CpuMeter(directory) as meter,
+        SyntheticEngine(directory, "lookup", 1, STORE_KEYS, PAGE_BYTES) as engine,
+    ):
+        progress(f"storing {max(key_counts):,} keys")
+        _store_keys(engine, stored)
+        for count in key_counts:
+            for name, keys in (("all hits", stored[: count * KEY_BYTES]), ("all misses", random_keys(count))):
+                progress(f"{count:,} keys, {name}")
+                measured = _measure_lookups(engine, echo, keys, f"{count:,} keys, {name}", rounds, samples)
+                cost = _lookup_cost(engine, meter, keys, samples)
+                results += [replace(result, cpu=cost) for result in measured]
+        progress(f"lookups while {engines} engines store and load")
+        results += _lookups_under_load(directory, engine, echo, engines, rounds, samples)
+        progress(f"lookups of {clients} clients at once")
+        results.append(_lookups_of_clients(directory, echo, meter, clients, seconds))
+    return Report("lookup", LOOKUP_FLOOR, results)
+
+
+def _store_keys(engine: SyntheticEngine, keys: bytes) -> None:
+    for begin in range(0, len(keys), STORE_KEYS * KEY_BYTES):
+        part = keys[begin : begin + STORE_KEYS * KEY_BYTES]
+        engine.store(part, np.arange(len(part) // KEY_BYTES, dtype=np.int32))
+
+
+def _measure_lookups(
+    engine: SyntheticEngine, echo: Echo, keys: bytes, case: str, rounds: int, samples: int
+) -> list[Result]:
+    request = _lookup_echo(engine.lookup(keys)[0].states, keys)
+
+    def look_up() -> float:
+        ticket, seconds = engine.lookup(keys)
+        engine.release_and_wait(ticket)
+        return seconds
+
+    return measure_latency(case, rounds, samples, look_up, partial(echo.round_trip, request))
+
+
+def _lookup_cost(engine: SyntheticEngine, meter: CpuMeter, keys: bytes, samples: int) -> Cost:
+    """Return the CPU time of a lookup and its release."""
+    meter.start()
+    for _ in range(samples):
+        ticket, _ = engine.lookup(keys)
+        if ticket.pinned:
+            engine.scheduler.release(ticket.lease_id)
+    meter.stop()
+    return meter.cost(samples, "lookup")
+
+
+def _lookups_under_load(
+    directory: Path, engine: SyntheticEngine, echo: Echo, engines: int, rounds: int, samples: int
+) -> list[Result]:
+    keys = random_keys(LOADED_KEYS)
+    with Memcpy(MEMCPY_BYTES) as memcpy:
+        floor = median(memcpy.speed(MEMCPY_BYTES) for _ in range(rounds))
+    with LoadGenerators("copies", directory, ENGINE_KEYS, engines) as load:
+        # What the engines store may evict what was stored before, so the keys are stored while the engines rest.
+        _store_keys(engine, keys)
+        load.start()
+        case = f"{LOADED_KEYS:,} keys while {engines} engines store and load"
+        results = _measure_lookups(engine, echo, keys, case, rounds, samples)
+        speed = sum(2 * ENGINE_KEYS * COPIED_BLOCK_BYTES * work.rate for work in load.stop())
+    return [*results, Result(f"stores and loads of these {engines} engines", speed / 1e9, "GB/s", floor / 1e9)]
+
+
+def _lookups_of_clients(directory: Path, echo: Echo, meter: CpuMeter, clients: int, seconds: float) -> Result:
+    meter.start()
+    value, count = _rate_of_clients("lookups", directory, clients, seconds)
+    meter.stop()
+    floor, _ = _rate_of_clients("echoes", echo.directory, clients, seconds)
+    case = f"{CLIENT_KEYS} keys, {clients} clients at once"
+    return Result(case, value, "lookups/s", floor, meter.cost(count, "lookup"))
+
+
+def _rate_of_clients(role: str, directory: Path, clients: int, seconds: float) -> tuple[float, int]:
+    """Return how often all clients together did their work, per second and in all."""
+    with LoadGenerators(role, directory, CLIENT_KEYS, clients) as load:
+        load.start()
+        time.sleep(seconds)
+        works = load.stop()
+    return sum(work.rate for work in works), sum(work.count for work in works)
+
+
+def _lookup_echo(states: list[bytes], keys: bytes) -> bytes:
+    """Return an echo request of as many bytes as the lookup's frame, for as many as its reply's."""
+    request = Lookup(
+        request_id=_LARGE, token=_TOKEN, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)]
+    )
+    reply = LookupReply(
+        request_id=_LARGE, epoch=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000
+    )
+    return echo_request(len(encode(request)), len(encode(reply)))
+
+
+def bench_jobs(
+    directory: Path, progress: Progress, rounds: int = ROUNDS, samples: int = SAMPLES, in_flight: int = 64
+) -> Report:
+    """Measure stores and loads of one key of PAGE_BYTES one by one, then stores with ``in_flight`` of them at once.
+
+    Times are those of the public WorkerClient: from ``store()`` to the waiting caller's wake-up with the result. A
+    load's lookup comes before: it is not in its time, but in its cost. Raises BenchFailed, DaemonUnavailable.
+    """
+    results: list[Result] = []
+    with Echo() as echo, CpuMeter(directory) as meter, SyntheticEngine(directory, "jobs", 1, 1, PAGE_BYTES) as engine:
+        key = random_keys(1)
+        engine.store(key, _BLOCK_IDS)
+        transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
+        registration_id, job_id = bytes(16), 1000
+        store_echo = _job_echo(Store(_LARGE, _TOKEN, registration_id, job_id, [transfer]))
+        load_echo = _job_echo(Load(_LARGE, _TOKEN, registration_id, job_id, _LARGE, [transfer]))
+        for name, job, request in (
+            ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), store_echo),
+            ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo),
+        ):
+            progress(f"{name}s of 1 key, one by one")
+            meter.start()
+            measured = measure_latency(
+                f"{name} of 1 key", rounds, samples, job, partial(echo.round_trip, request, ReplySocket.PUB)
+            )
+            meter.stop()
+            cost = meter.cost(rounds * samples, "job")
+            results += [replace(result, cpu=cost) for result in measured]
+        progress(f"stores of 1 key, {in_flight} in flight")
+        count = max(in_flight, 5 * samples)
+        meter.start()
+        rates = [
+            (_store_rate(engine, count, in_flight), _echo_rate(echo, store_echo, count, in_flight))
+            for _ in range(rounds)
+        ]
+        meter.stop()
+        value, floor = (median(column) for column in zip(*rates, strict=True))
+        cost = meter.cost(rounds * count, "job")
+        results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor, cost))
+    return Report("jobs", JOBS_FLOOR, results)
+
+
+def _store_rate(engine: SyntheticEngine, count: int, in_flight: int) -> float:
+    """Return the jobs per second when a new store is sent for each that ended."""
+    keys = random_keys(count)
+    sent = ended = 0
+    begin = time.perf_counter()
+    while ended < count:
+        while sent < min(count, ended + in_flight):
+            engine.begin_store(keys[sent * KEY_BYTES : (sent + 1) * KEY_BYTES], _BLOCK_IDS)
+            sent += 1
+        results = engine.wait_results(1)
+        engine.check("store", results, len(results), "one key")
+        ended += len(results)
+    return count / (time.perf_counter() - begin)
+
+
+def _echo_rate(echo: Echo, request: bytes, count: int, in_flight: int) -> float:
+    """Return the messages per second when a new one is sent for each answer."""
+    begin = time.perf_counter()
+    for index in range(count):
+        echo.send(request)
+        if index >= in_flight:
+            echo.receive(ReplySocket.PUB)
+    for _ in range(min(in_flight, count)):
+        echo.receive(ReplySocket.PUB)
+    return count / (time.perf_counter() - begin)
+
+
+def _job_echo(job: Store | Load) -> bytes:
+    """Return an echo request of as many bytes as the job's frame, for as many as its completion's."""
+    result = JobResult(job_id=1000, ok=True, bytes=PAGE_BYTES, seconds=1e-4)
+    completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=[result])
+    return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)

@@ -1,0 +1,283 @@
+"""What a bench found and on which machine: results beside their floors, CPU time of the daemon, plots."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+import zmq
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_proto.units import format_size
+
+Progress = Callable[[str], None]
+"""Called with what is measured next, in a few words."""
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+"""People who cannot see all colours tell these apart too."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU time of the daemon, all its threads, in seconds per ``per``: a lookup, a job, a GB.
+
+    ``checksums`` is the part of it that went into checksums; None where that was not measured.
+    """
+
+    seconds: float
+    per: str
+    checksums: float | None = None
+
+
+class BenchFailed(KvoffdClientError):
+    """The bench could not measure. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured case.
+
+    Attributes:
+        case: what was measured.
+        value: the measured value.
+        unit: unit of value and floor.
+        floor: what the machine can do at best in the same unit, measured in the same run.
+        cpu: CPU time of the daemon; None where that was not measured.
+    """
+
+    case: str
+    value: float
+    unit: str
+    floor: float
+    cpu: Cost | None = None
+
+    @property
+    def ratio(self) -> float:
+        """``value / floor``: for times 1 is the best possible and more is worse, for speeds less is worse."""
+        return self.value / self.floor
+
+    def to_object(self) -> dict[str, object]:
+        """Return the object for it in ``results`` of ``--json``."""
+        plain: dict[str, object] = {
+            "case": self.case,
+            "value": self.value,
+            "unit": self.unit,
+            "floor": self.floor,
+            "ratio": self.ratio,
+        }
+        if self.cpu is not None:
+            plain |= {"cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
+            if self.cpu.checksums is not None:
+                plain["checksum_cpu_seconds"] = self.cpu.checksums
+        return plain
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Speeds by piece size, for the plot.
+
+    Attributes:
+        name: name of the line.
+        points: (bytes of a piece, GB/s), ascending.
+        is_floor: whether it shows what the machine can do, not what the daemon does.
+    """
+
+    name: str
+    points: Sequence[tuple[int, float]]
+    is_floor: bool = False
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What makes results on a GPU comparable, and what the daemon takes of its memory.
+
+    Attributes:
+        name: NVIDIA's name of the product.
+        uuid: UUID of the GPU, or of the MIG instance.
+        driver: release of the driver and the CUDA version it knows.
+        unlockable_bytes: bytes of the pool that the driver refused to pin, so that their copies are slow.
+        daemon_bytes: by how much the GPU's free memory shrank while the daemon took it into use; None where the daemon
+            had a GPU in use already.
+    """
+
+    name: str
+    uuid: str
+    driver: str
+    unlockable_bytes: int
+    daemon_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All results of one bench.
+
+    Attributes:
+        bench: name of the bench.
+        floor: what the floor is, in a sentence.
+        results: the results in the order in which they were measured.
+        curves: the lines of a plot; empty where there is nothing to draw.
+        gpu: the GPU that was measured; None for host memory.
+    """
+
+    bench: str
+    floor: str
+    results: Sequence[Result]
+    curves: Sequence[Curve] = ()
+    gpu: GpuFacts | None = None
+
+    def to_object(self) -> dict[str, object]:
+        """Return the object that ``--json`` prints."""
+        gpu = {} if self.gpu is None else {"gpu": asdict(self.gpu)}
+        return {
+            "bench": self.bench,
+            "machine": machine(),
+            **gpu,
+            "results": [item.to_object() for item in self.results],
+        }
+
+
+def machine() -> dict[str, object]:
+    """Return facts about this machine that make results comparable."""
+    return {
+        "cpu": _cpu_model(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "libzmq": zmq.zmq_version(),
+        "pyzmq": zmq.pyzmq_version(),
+        "kvoffd": version("kvoffd"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest of ``values`` (at least one) that the share ``share`` (0 to 1) of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def median_percentile(rounds: Sequence[Sequence[float]], share: float) -> float:
+    """Return the median of the rounds' percentiles: one disturbed round does not count."""
+    return median(percentile(values, share) for values in rounds)
+
+
+def measure_latency(
+    case: str, rounds: int, samples: int, operation: Callable[[], float], floor: Callable[[], float]
+) -> list[Result]:
+    """Run ``operation`` and ``floor`` in turn, ``samples`` times in each of ``rounds``; return the p50 and the p99.
+
+    Both return the seconds they took.
+    """
+    measured: list[list[float]] = []
+    floors: list[list[float]] = []
+    for _ in range(rounds):
+        pairs = [(operation() * 1e6, floor() * 1e6) for _ in range(samples)]
+        measured.append([value for value, _ in pairs])
+        floors.append([value for _, value in pairs])
+    return [
+        Result(f"{case}, {name}", median_percentile(measured, share), "µs", median_percentile(floors, share))
+        for name, share in (("p50", 0.5), ("p99", 0.99))
+    ]
+
+
+class CpuMeter:
+    """Measures the CPU time of the daemon in ``directory``, by its own counters. Raises DaemonUnavailable."""
+
+    def __init__(self, directory: Path) -> None:
+        self._admin = AdminClient(directory)
+        self._at_start = (0.0, 0.0)
+        self._used = 0.0
+        self._checksums = 0.0
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self._at_start = self._read()
+
+    def stop(self) -> None:
+        """Add the CPU time since ``start`` to what was measured before."""
+        used, checksums = self._read()
+        self._used += used - self._at_start[0]
+        self._checksums += checksums - self._at_start[1]
+
+    def cost(self, count: float, per: str, *, checksums: bool = False) -> Cost:
+        """Return what was measured since the last call, divided by ``count``; ``checksums`` adds their part of it."""
+        cost = Cost(self._used / count, per, self._checksums / count if checksums else None)
+        self._used = self._checksums = 0.0
+        return cost
+
+    def _read(self) -> tuple[float, float]:
+        """Return the CPU seconds of all that the daemon did, and those of its checksums."""
+        stats = self._admin.stats()
+        return stats.cpu_seconds, stats.store.checksum_seconds + stats.load.checksum_seconds
+
+    def __enter__(self) -> CpuMeter:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._admin.close()
+
+
+def check_plot(path: Path) -> None:
+    """Raise BenchFailed, before anything is measured, where the plot cannot be drawn or written."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        # Only plots need matplotlib.
+        raise BenchFailed(
+            "A plot needs matplotlib, which is not installed; install it with: pip install 'kvoffd[plot]'."
+        ) from error
+    if path.suffix.lower() != ".png":
+        raise BenchFailed(f"The plot is a PNG file; give it a name that ends in .png instead of {path.name}.")
+    if not path.absolute().parent.is_dir():
+        raise BenchFailed(f"The plot cannot be written: there is no directory {path.absolute().parent}.")
+
+
+def draw_plot(report: Report, path: Path) -> None:
+    """Write throughput against piece size, floors dashed, to ``path``. Raises BenchFailed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = sorted({size for curve in report.curves for size, _ in curve.points})
+    measured = [curve for curve in report.curves if not curve.is_floor]
+    floors = [curve for curve in report.curves if curve.is_floor]
+    for curve, colour in zip(measured, COLOURS, strict=False):
+        axes.plot(*zip(*curve.points, strict=True), marker="o", color=colour, label=curve.name)
+    for curve, dashes in zip(floors, ("--", ":", "-."), strict=False):
+        axes.plot(*zip(*curve.points, strict=True), linestyle=dashes, color="0.35", label=f"floor: {curve.name}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [_format_whole_size(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("bytes of a piece (one layer's page of one block)")
+    axes.set_ylabel("GB/s")
+    facts = machine()
+    gpu = "" if report.gpu is None else f"{report.gpu.name}, "
+    axes.set_title(f"kvoffd {facts['kvoffd']}: {report.bench}\n{gpu}{facts['cpu']}, {facts['cpus']} CPUs", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise BenchFailed(f"The plot cannot be written to {path}: {error.strerror}.") from error
+
+
+def _format_whole_size(size: int) -> str:
+    """Return ``64 KiB`` instead of ``64.0 KiB``."""
+    return format_size(size).replace(".00 ", " ").replace(".0 ", " ")
