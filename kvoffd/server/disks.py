@@ -17,6 +17,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.format import digest
 from kvoffd.pool.pool import Pool
+from kvoffd.server.report import filled
 from kvoffd.settings import DiskSize
 from kvoffd.tiering.demotion import WriteMode
 from kvoffd.tiering.manager import TieringManager, TieringSettings
@@ -308,37 +309,18 @@ def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
 def _stats_of(disk: Disk) -> m.DiskStats:
     tier = disk.tier
     if tier is None:
-        none = TierStats._make((disk.size.size_bytes, *[0] * 13, 0.0, {}))
-        return _stats(disk, disk.state, none, direct=False, lifetime_bytes=0, oldest_s=0.0)
-    report = tier.report()
-    state = "hanging" if report.hangs else str(disk.state)
-    return _stats(disk, state, tier.stats(), report.direct, report.lifetime_written_bytes, report.oldest_age_s)
-
-
-def _stats(
-    disk: Disk, state: str, figures: TierStats, direct: bool, lifetime_bytes: int, oldest_s: float
-) -> m.DiskStats:
-    return m.DiskStats(
+        figures, report = TierStats(disk.size.size_bytes), None
+    else:
+        figures, report = tier.stats(), tier.report()
+    return filled(
+        m.DiskStats,
+        disk,
+        disk.size,
+        figures,
         directory=disk.size.directory,
-        state=state,
-        problem=disk.problem,
-        size_bytes=disk.size.size_bytes,
-        physical_bytes=figures.physical_bytes,
-        used_bytes=figures.used_bytes,
-        blocks=figures.blocks,
-        oldest_seconds=oldest_s,
-        read_blocks=figures.read_blocks,
-        read_bytes=figures.read_bytes,
-        written_blocks=figures.written_blocks,
-        written_bytes=figures.written_bytes,
-        lifetime_written_bytes=lifetime_bytes,
-        evicted_blocks=figures.evicted_blocks,
-        refused_writes=figures.refused_writes,
-        queued_reads=figures.queued_reads,
-        queued_writes=figures.queued_writes,
-        running_reads=figures.running_reads,
-        running_writes=figures.running_writes,
-        busy_seconds=figures.busy_seconds,
-        direct=direct,
+        state="hanging" if report and report.hangs else str(disk.state),
+        oldest_seconds=report.oldest_age_s if report else 0.0,
+        lifetime_written_bytes=report.lifetime_written_bytes if report else 0,
+        direct=report.direct if report else False,
         errors=dict(figures.errors),
     )

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.session import Session
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
-from kvoffd_proto.messages import BlockAccessStats
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
+
+
+StructT = TypeVar("StructT", bound=Struct)
+
+
+def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
+    """Fill a struct: each field is ``given``, or is the attribute of its name of the first source that has one.
+
+    So a counter that bears its field's name is not named here.
+
+    Raises:
+        AttributeError: a field is nowhere to be found.
+    """
+    for name in kind.__struct_fields__:
+        if name not in given:
+            for source in sources:
+                if hasattr(source, name):
+                    given[name] = getattr(source, name)
+                    break
+            else:
+                raise AttributeError(f"Nothing that counts has {kind.__name__}.{name}.")
+    return kind(**given)
 
 
 class Reporter:
@@ -27,32 +50,35 @@ class Reporter:
         """All counters."""
         service, cache = self._service, self._service.cache
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        return m.StatsReply(
-            request_id,
-            service.epoch,
-            __version__,
-            os.getpid(),
-            service.clock() - service.started_at,
-            service.config.eviction_policy,
-            self._pool(),
-            self._direction(Direction.STORE),
-            self._direction(Direction.LOAD),
-            service.lookup_latency.summary(),
-            len(cache.leases),
-            cache.pinned_blocks,
-            len(self._shown_sessions()),
-            service.lookup_rate.per_second(),
-            service.requests,
-            dict(service.errors),
-            service.publisher.sequence,
-            usage.ru_utime + usage.ru_stime,
-            _resident_bytes(),
-            [self._namespace_stats(namespace) for namespace in cache.namespaces],
-            self._integrity(),
-            self._blocks(),
-            self._tiering(),
-            service.disks.report() if service.disks is not None else [],
-            service.replies_dropped,
+        pins = cache.operator_pins
+        return filled(
+            m.StatsReply,
+            service,
+            cache,
+            request_id=request_id,
+            daemon_version=__version__,
+            pid=os.getpid(),
+            uptime_seconds=service.clock() - service.started_at,
+            policy=service.config.eviction_policy,
+            pool=self._pool(),
+            store=self._direction(Direction.STORE),
+            load=self._direction(Direction.LOAD),
+            lookup_latency=service.lookup_latency.summary(),
+            leases=len(cache.leases),
+            sessions=len(self._shown_sessions()),
+            lookups_per_second=service.lookup_rate.per_second(),
+            errors=dict(service.errors),
+            events_published=service.publisher.sequence,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            resident_bytes=_resident_bytes(),
+            namespaces=[
+                filled(m.NamespaceStats, namespace, namespace.counters, namespace=namespace.fingerprint)
+                for namespace in cache.namespaces
+            ],
+            integrity=filled(m.IntegrityStats, cache.integrity),
+            blocks=filled(m.BlockAccessStats, pins, service.desk, service.puts, pinned_blocks=len(pins.blocks)),
+            below=self._tiering(),
+            disks=service.disks.report() if service.disks is not None else [],
         )
 
     def health(self, request_id: int) -> m.HealthReply:
@@ -88,39 +114,16 @@ class Reporter:
         return [session for session in self._service.sessions.values() if not session.internal]
 
     def _pool(self) -> m.PoolStats:
-        cache = self._service.cache
+        cache, pinning = self._service.cache, self._service.memory.pinning
         usage = cache.pool_usage()
-        pinning = self._service.memory.pinning
-        return m.PoolStats(
-            cache.slots.pool_bytes,
-            max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
-            self._service.table_bytes,
-            usage.free_bytes,
-            usage.writing_bytes,
-            usage.ready_bytes,
-            usage.leaving_bytes,
-            usage.pinned_bytes,
-            usage.quarantined_bytes,
-            cache.slots.spilled_slots,
-            pinning.pinned_bytes,
-            pinning.refused_bytes,
-        )
-
-    def _integrity(self) -> m.IntegrityStats:
-        integrity = self._service.cache.integrity
-        return m.IntegrityStats(
-            integrity.checked_slots,
-            integrity.checked_bytes,
-            integrity.mismatches,
-            integrity.quarantined_slots,
-            integrity.unverified_slots,
-        )
-
-    def _blocks(self) -> BlockAccessStats:
-        service = self._service
-        pins, puts = service.cache.operator_pins, service.puts
-        return BlockAccessStats(
-            len(pins.blocks), pins.pinned_bytes, service.desk.got_blocks, puts.put_blocks, puts.put_bytes
+        return filled(
+            m.PoolStats,
+            usage,
+            cache.slots,
+            self._service,
+            usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
+            page_locked_bytes=pinning.pinned_bytes,
+            unlockable_bytes=pinning.refused_bytes,
         )
 
     def _tiering(self) -> m.BelowStats | None:
@@ -128,73 +131,46 @@ class Reporter:
         if tiering is None:
             return None
         promoter, demoter = tiering.promoter, tiering.demoter
-        return m.BelowStats(
-            promoter.promoted_blocks,
-            promoter.promoted_bytes,
-            promoter.waiting_blocks,
-            dict(promoter.failures),
-            promoter.bytes_per_second,
-            demoter.written_blocks,
-            demoter.written_bytes,
-            demoter.waiting_blocks,
-            demoter.over_budget,
-            demoter.mode.value,
-            demoter.budget.left_bytes,
+        return filled(
+            m.BelowStats,
+            promoter,
+            demoter,
+            pending_blocks=promoter.waiting_blocks,
+            failed_promotions=dict(promoter.failures),
+            read_bytes_per_second=promoter.bytes_per_second,
+            waiting_writes=demoter.waiting_blocks,
+            write_mode=demoter.mode.value,
+            budget_left_bytes=demoter.budget.left_bytes,
         )
 
     def _direction(self, direction: Direction) -> m.DirectionStats:
         counters = self._service.jobs.counters[direction]
         load = self._service.memory.load_of(direction)
-        return m.DirectionStats(
-            counters.jobs,
-            counters.failed_jobs,
-            counters.bytes,
-            load.busy_seconds,
-            load.queued,
-            load.running,
-            counters.rate.per_second(),
-            load.checksum_seconds,
-            load.checksum_bytes,
-        )
-
-    def _namespace_stats(self, namespace: Namespace) -> m.NamespaceStats:
-        counters = namespace.counters
-        return m.NamespaceStats(
-            namespace.fingerprint,
-            namespace.label,
-            namespace.ready_blocks,
-            namespace.ready_bytes,
-            namespace.writing_blocks,
-            counters.lookups,
-            counters.keys_asked,
-            counters.keys_ready,
-            counters.prefix_keys_ready,
-            counters.stored_blocks,
-            counters.stored_bytes,
-            counters.loaded_bytes,
-            counters.evicted_blocks,
-            counters.invalidated_blocks,
-            counters.dropped_keys,
-            counters.keys_pending,
+        return filled(
+            m.DirectionStats,
+            counters,
+            load,
+            queued_jobs=load.queued,
+            running_jobs=load.running,
+            bytes_per_second=counters.rate.per_second(),
         )
 
     def _session(self, session: Session) -> m.SessionInfo:
         service = self._service
         now = service.clock()
-        return m.SessionInfo(
-            session.id,
-            session.role or "new",
-            session.name,
-            session.software,
-            session.peer.pid,
-            session.peer.uid,
-            now - session.opened_at,
-            now - session.last_request_at,
-            service.cache.leases.count_of(session.id),
-            len(session.jobs),
-            len(session.registrations),
-            sum(registration.mapped_bytes for registration in session.registrations.values()),
-            len(session.completions),
+        return filled(
+            m.SessionInfo,
+            session,
+            session.peer,
+            session_id=session.id,
+            role=session.role or "new",
+            age_seconds=now - session.opened_at,
+            idle_seconds=now - session.last_request_at,
+            leases=service.cache.leases.count_of(session.id),
+            jobs=len(session.jobs),
+            registrations=len(session.registrations),
+            registered_bytes=sum(registration.mapped_bytes for registration in session.registrations.values()),
+            unacknowledged=len(session.completions),
         )
 
 
@@ -203,18 +179,13 @@ def _namespace_info(namespace: Namespace, sessions: int) -> m.NamespaceInfo:
         [sizes[group] if (sizes := namespace.shard_bytes(rank)) else 0 for rank in range(namespace.world_size)]
         for group in range(len(namespace.groups))
     ]
-    return m.NamespaceInfo(
-        namespace.fingerprint,
-        namespace.label,
-        namespace.world_size,
-        namespace.key_bytes,
-        list(namespace.groups),
-        shard_bytes,
-        namespace.ready_blocks,
-        namespace.ready_bytes,
-        namespace.writing_blocks,
-        sessions,
-        namespace.description,
+    return filled(
+        m.NamespaceInfo,
+        namespace,
+        namespace=namespace.fingerprint,
+        groups=list(namespace.groups),
+        shard_bytes=shard_bytes,
+        sessions=sessions,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 
@@ -76,25 +77,25 @@ class TierStats(NamedTuple):
 
     size_bytes: int
     """The most it may take of its device."""
-    used_bytes: int
+    used_bytes: int = 0
     """Bytes of the slots that hold blocks."""
-    physical_bytes: int
+    physical_bytes: int = 0
     """What its files take of the device now."""
-    blocks: int
-    read_blocks: int
-    read_bytes: int
-    written_blocks: int
-    written_bytes: int
-    evicted_blocks: int
-    refused_writes: int
+    blocks: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    evicted_blocks: int = 0
+    refused_writes: int = 0
     """Writes that were not taken, for want of room or because too many were under way."""
-    queued_reads: int
-    queued_writes: int
-    running_reads: int
-    running_writes: int
-    busy_seconds: float
+    queued_reads: int = 0
+    queued_writes: int = 0
+    running_reads: int = 0
+    running_writes: int = 0
+    busy_seconds: float = 0.0
     """Time that threads spent reading and writing."""
-    errors: Mapping[str, int]
+    errors: Mapping[str, int] = MappingProxyType({})
     """By kind, as told to the listener."""
 
 

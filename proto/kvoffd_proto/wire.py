@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, cast, get_type_hints
 
-from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo, fields
+from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
@@ -240,11 +239,11 @@ def mark_of(hint: object) -> Metric | MetricPart | MetricLabel | None:
     return next((meta.extra[METRIC] for meta in metas_of(hint) if meta.extra and METRIC in meta.extra), None)
 
 
-def fields_of(struct: type[Struct]) -> list[tuple[FieldInfo, object, str]]:
+def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str]]:
     """The fields of ``struct`` in wire order: field, type with its Metas, description (empty where there is none)."""
     hints = get_type_hints(struct, include_extras=True)
     found = []
-    for item in fields(struct):
+    for item in structs.fields(struct):
         hint = hints[item.name]
         descriptions = [meta.description for meta in metas_of(hint) if meta.description]
         found.append((item, hint, descriptions[-1] if descriptions else ""))
