@@ -12,7 +12,7 @@ import pytest
 # ``tests/support`` is imported as ``support``; pytest's importlib mode adds no directory of ours by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.daemon import DaemonProcess
+from support.daemon import DaemonProcess, clear_daemon
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,3 +24,21 @@ def daemon() -> Iterator[DaemonProcess]:
     """A running daemon with a pool of 64 MiB."""
     with DaemonProcess() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[DaemonProcess]:
+    """A daemon with a pool of 64 MiB for one module's tests; ask for ``shared_daemon`` instead."""
+    with DaemonProcess() as running:
+        yield running
+
+
+@pytest.fixture
+def shared_daemon(module_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
+    """The module's running daemon without blocks and sessions: for tests that neither end it nor need it fresh.
+
+    Counters and open namespaces are those of all tests before: compare counters with what they were.
+    """
+    clear_daemon(module_daemon)
+    yield module_daemon
+    assert module_daemon.running, module_daemon.log

@@ -37,6 +37,12 @@ def memory() -> Iterator[SharedMemory]:
 
 
 @pytest.fixture
+def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
+    """One daemon for the tests that need no settings of their own."""
+    return shared_daemon
+
+
+@pytest.fixture
 def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
     with WireClient(daemon.directory) as client:
         client.open_namespace()
@@ -320,7 +326,10 @@ def test_a_duplicate_job_is_refused_and_cancel_names_only_jobs_of_the_session(wo
 
 def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_written_is_loaded(worker, scheduler, memory):
     fill(memory, 3)
-    registration = worker.register(memory, blocks_per_key=2)
+    of_two_pages = b"2" * 32
+    for client in (worker, scheduler):
+        client.open_namespace(of_two_pages)
+    registration = worker.register(memory, fingerprint=of_two_pages, blocks_per_key=2)
     second_half, whole = page(memory, 9), page(memory, 8) + page(memory, 9)
 
     def store_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
@@ -328,7 +337,7 @@ def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_writte
         return worker.result(m.Store(worker.next_id(), worker.token, registration, job, parts))
 
     def load_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
-        assert lookup(scheduler, job, keys(1)).states == [bytes([2])]
+        assert lookup(scheduler, job, keys(1), of_two_pages).states == [bytes([2])]
         parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
         return worker.result(m.Load(worker.next_id(), worker.token, registration, job, scheduler.lease(job), parts))
 

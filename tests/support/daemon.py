@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvoffd_client import AdminClient
 from kvoffd_proto.sockets import SocketPaths
 
 from .waiting import wait_until
@@ -137,3 +138,10 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def clear_daemon(daemon: DaemonProcess) -> None:
+    """Wait until the sessions of earlier tests have ended, and drop all blocks."""
+    with AdminClient(daemon.directory) as admin:
+        wait_until(lambda: len(admin.sessions().sessions) == 1, explain=admin.sessions)
+        admin.clear()
