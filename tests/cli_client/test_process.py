@@ -95,8 +95,8 @@ def wait_for_admin(daemon: DaemonProcess) -> None:
         wait_until(lambda: sum(session.role == "admin" for session in admin.sessions().sessions) >= 2, DEADLINE_S)
 
 
-def test_a_reader_that_goes_is_no_error(daemon: DaemonProcess) -> None:
-    with start(daemon, "stats", "--watch", "--interval", "100ms") as process:
+def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:
+    with start(shared_daemon, "stats", "--watch", "--interval", "100ms") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.readline()
@@ -105,8 +105,8 @@ def test_a_reader_that_goes_is_no_error(daemon: DaemonProcess) -> None:
         assert process.stderr.read() == ""
 
 
-def test_watch_json_is_a_line_per_sample(daemon: DaemonProcess) -> None:
-    with start(daemon, "stats", "--watch", "--json", "--interval", "100ms") as process:
+def test_watch_json_is_a_line_per_sample(shared_daemon: DaemonProcess) -> None:
+    with start(shared_daemon, "stats", "--watch", "--json", "--interval", "100ms") as process:
         assert process.stdout is not None
         samples = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.send_signal(signal.SIGINT)
@@ -115,8 +115,8 @@ def test_watch_json_is_a_line_per_sample(daemon: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_watch_redraws_one_page_and_gives_the_screen_back(daemon: DaemonProcess, columns: int) -> None:
-    with Terminal(daemon, "stats", "--watch", "--interval", "100ms", columns=columns) as terminal:
+def test_watch_redraws_one_page_and_gives_the_screen_back(shared_daemon: DaemonProcess, columns: int) -> None:
+    with Terminal(shared_daemon, "stats", "--watch", "--interval", "100ms", columns=columns) as terminal:
         terminal.read_until(lambda seen: seen.count("Namespaces") >= 3)
         terminal.process.send_signal(signal.SIGINT)
         seen = terminal.read_until(lambda seen: "\x1b[?1049l" in seen)
@@ -144,19 +144,19 @@ def last_page(seen: str) -> str:
     return seen.split("\x1b[H")[-2]
 
 
-def test_no_color_is_obeyed(daemon: DaemonProcess) -> None:
-    with Terminal(daemon, "stats") as colours, Terminal(daemon, "stats", NO_COLOR="1") as plain:
+def test_no_color_is_obeyed(shared_daemon: DaemonProcess) -> None:
+    with Terminal(shared_daemon, "stats") as colours, Terminal(shared_daemon, "stats", NO_COLOR="1") as plain:
         assert colours.end() == plain.end() == 0
     assert "\x1b[32m" in colours.seen or "\x1b[1m" in colours.seen
     for code in range(30, 38):
         assert f"\x1b[{code}m" not in plain.seen
 
 
-def test_clear_asks_and_takes_no_for_an_answer(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory, "tiny") as engine:
+def test_clear_asks_and_takes_no_for_an_answer(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory, "tiny") as engine:
         engine.store([b"k" * 32], [0])
         for answer, status, found in (("n", 1, 1), ("", 1, 1), ("y", 0, 0)):
-            with Terminal(daemon, "clear", "--namespace", "tiny") as terminal:
+            with Terminal(shared_daemon, "clear", "--namespace", "tiny") as terminal:
                 terminal.read_until(lambda seen: "[y/N]" in seen)
                 assert "Drop 1 block (64.0 KiB) from namespace tiny" in terminal.seen
                 terminal.write(f"{answer}\n")
@@ -165,9 +165,9 @@ def test_clear_asks_and_takes_no_for_an_answer(daemon: DaemonProcess) -> None:
             engine.release()
 
 
-def test_events_are_printed_as_they_happen(daemon: DaemonProcess) -> None:
-    with start(daemon, "events") as human, start(daemon, "events", "--json") as machine:
-        with FakeEngine(daemon.directory, "tiny") as engine:
+def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None:
+    with start(shared_daemon, "events") as human, start(shared_daemon, "events", "--json") as machine:
+        with FakeEngine(shared_daemon.directory, "tiny") as engine:
             line, found = store_until_heard(engine, human), json.loads(store_until_heard(engine, machine))
         for process in (human, machine):
             process.send_signal(signal.SIGINT)

@@ -21,8 +21,8 @@ def keys(*numbers: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_blocks_go_out_and_come_back_elsewhere(daemon: DaemonProcess, world_size: int) -> None:
-    with FakeEngine(daemon.directory, world_size=world_size) as engine:
+def test_blocks_go_out_and_come_back_elsewhere(shared_daemon: DaemonProcess, world_size: int) -> None:
+    with FakeEngine(shared_daemon.directory, world_size=world_size) as engine:
         engine.fill(range(20), seed=1)
         before = engine.checksums(range(20))
         stored = engine.store(keys(*range(20)), range(20))
@@ -36,27 +36,27 @@ def test_blocks_go_out_and_come_back_elsewhere(daemon: DaemonProcess, world_size
         assert engine.checksums(range(20)) != before
 
 
-def test_two_engines_of_one_name_share_and_of_two_names_do_not(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory) as first, FakeEngine(daemon.directory) as second:
+def test_two_engines_of_one_name_share_and_of_two_names_do_not(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory) as first, FakeEngine(shared_daemon.directory) as second:
         first.fill([3], seed=9)
         assert first.store(keys(1), [3]).ok
         assert second.lookup(keys(1)) == 1
         assert second.load(keys(1), [5]).ok
         assert second.checksums([5]) == first.checksums([3])
-    with FakeEngine(daemon.directory, namespace="other") as third:
+    with FakeEngine(shared_daemon.directory, namespace="other") as third:
         assert third.lookup(keys(1)) == 0
 
 
-def test_lookup_counts_leading_keys_only(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory) as engine:
+def test_lookup_counts_leading_keys_only(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory) as engine:
         assert engine.store(keys(0, 1, 3), [0, 1, 3]).ok
         assert engine.lookup(keys(0, 1, 2, 3)) == 2
         assert engine.lookup(keys(2, 3)) == 0
         assert engine.lookup([]) == 0
 
 
-def test_a_load_needs_the_pins_of_a_lookup(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory) as engine:
+def test_a_load_needs_the_pins_of_a_lookup(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory) as engine:
         assert engine.store(keys(0, 1), [0, 1]).ok
         assert engine.load(keys(0), [5]).error is ErrorCode.UNKNOWN_LEASE
         assert engine.lookup(keys(0)) == 1
@@ -82,8 +82,8 @@ def test_a_restart_of_the_daemon_is_failures_and_misses_and_then_it_works_again(
         assert engine.lookup(keys(0)) == 1
 
 
-def test_filling_is_deterministic_and_differs_by_seed_block_and_rank(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory, world_size=2, layers=2, blocks=4, page_bytes=4096) as engine:
+def test_filling_is_deterministic_and_differs_by_seed_block_and_rank(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory, world_size=2, layers=2, blocks=4, page_bytes=4096) as engine:
         engine.fill([0, 1, 2], seed=5)
         first = engine.checksums([0, 1, 2])
         assert len(set(first)) == 3
@@ -93,8 +93,8 @@ def test_filling_is_deterministic_and_differs_by_seed_block_and_rank(daemon: Dae
         assert engine.checksums([0, 1, 2]) == first
 
 
-def test_nonsense_is_an_error_of_the_caller(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory, blocks=4) as engine:
+def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory, blocks=4) as engine:
         for call in (engine.store, engine.load):
             with pytest.raises(ValueError, match="32 bytes"):
                 call([b"short"], [0])
@@ -105,7 +105,7 @@ def test_nonsense_is_an_error_of_the_caller(daemon: DaemonProcess) -> None:
         with pytest.raises(ValueError, match="32 bytes"):
             engine.lookup([b"short"])
     with pytest.raises(ValueError, match="at least 1"):
-        FakeEngine(daemon.directory, layers=0)
+        FakeEngine(shared_daemon.directory, layers=0)
 
 
 def test_without_a_daemon_the_constructor_says_where_it_looked_and_for_how_long(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:
         assert engine.load(keys(0), [1], timeout_s=0.1).error is not None
 
 
-def test_wrong_bytes_are_seen_by_the_checksums(daemon: DaemonProcess) -> None:
-    with FakeEngine(daemon.directory) as engine:
+def test_wrong_bytes_are_seen_by_the_checksums(shared_daemon: DaemonProcess) -> None:
+    with FakeEngine(shared_daemon.directory) as engine:
         engine.fill([0], seed=1)
         before = engine.checksums([0])
         engine._memories[0].view[0] ^= 1
