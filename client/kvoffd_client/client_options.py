@@ -21,7 +21,7 @@ class ClientOptions:
     """
 
     connect_timeout_s: float = 10.0
-    """How long calls that wait for a daemon at the start (FakeEngine) do so."""
+    """How long calls wait that need a daemon at the start (FakeEngine)."""
     handshake_timeout_s: float = 5.0
     """From opening the lifeline to being ready; then the attempt is given up and a new one made."""
     gpu_register_timeout_s: float = 30.0
@@ -57,7 +57,7 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who the session is and what it opens."""
+    """Who a session is, and what it opens."""
 
     directory: str
     role: Role

@@ -1,4 +1,4 @@
-"""What can go wrong in a client. Every message says what to do next."""
+"""The errors of clients. Every message says what to do next."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvoffd_proto.errors import ErrorCode
 
 
 class KvoffdClientError(Exception):
-    """Base of everything the client raises on its own account."""
+    """Base of all errors of the client."""
 
 
 class DaemonUnavailable(KvoffdClientError):
@@ -26,7 +26,7 @@ class RequestTimeout(KvoffdClientError):
 
 
 class BlockUnavailable(KvoffdClientError):
-    """A block is not in the pool, is not held any more, or there is no room for it."""
+    """A block is not in the pool or not pinned any more, or there is no room for it."""
 
 
 class BlockDamaged(KvoffdClientError):

@@ -45,11 +45,11 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
     @property
     def events_lost(self) -> int:
-        """KV event messages that could not be had any more, and events dropped since nobody took them."""
+        """KV event messages that no replay could bring, and events dropped since nobody took them."""
         return 0 if self._session.events is None else self._session.events.lost
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
-        """Ask which keys are ready and pin those under a new lease. When not connected the ticket has failed already.
+        """Ask which keys are ready and pin those under a new lease. When not ready the ticket has failed already.
 
         Args:
             groups: keys, root of the prefix first.
@@ -68,7 +68,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         return ticket
 
     def poll(self) -> None:
-        """Take in answers that have arrived, here and now; without it they are taken in when a thread gets to it.
+        """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
 
         For callers that are about to read tickets and busy otherwise: a thread that computes keeps the GIL from the
         client's own thread for up to ``sys.getswitchinterval()``.
@@ -83,7 +83,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
             self._connection.flush()
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
-        """Have the daemon forget blocks that proved unusable. Dropped when not connected."""
+        """Have the daemon forget blocks that proved unusable. Does nothing when not ready."""
         for item in groups:
             self._count(item.keys)
         self._connection.check_process()

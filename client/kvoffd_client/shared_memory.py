@@ -52,14 +52,14 @@ class SharedMemory:
             self._map = mmap.mmap(self.fd, size_bytes)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            _touch(self._map, size_bytes)
+            _make_resident(self._map, size_bytes)
         except BaseException:
             os.close(self.fd)
             raise
         self.view: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def close(self) -> None:
-        """Close the descriptor and drop the mapping (which goes with the last array made from ``view``). Repeatable."""
+        """Close the descriptor and drop the mapping, which ends with the last array made from ``view``. Repeatable."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -82,8 +82,7 @@ class SharedMemory:
             self.fd = -1
 
 
-def _touch(mapping: mmap.mmap, size_bytes: int) -> None:
-    """Make every page resident."""
+def _make_resident(mapping: mmap.mmap, size_bytes: int) -> None:
     try:
         mapping.madvise(MADV_POPULATE_WRITE)
     except OSError as error:
@@ -115,7 +114,7 @@ class Registration:
     groups: tuple[tuple[PageRef, ...], ...]
 
     def handles(self) -> tuple[list[Handle], list[int]]:
-        """The segments as the wire has them, and the descriptors they name: the id of each is its index."""
+        """The segments as Register names them, and the descriptors to attach: a descriptor's id is its index."""
         handles: list[Handle] = []
         fds: list[int] = []
         for memory in self.memories:
@@ -141,5 +140,5 @@ class Registration:
 
     @property
     def on_gpu(self) -> bool:
-        """The memory is a GPU's."""
+        """Whether the memory is a GPU's."""
         return any(isinstance(memory, GpuSegment) for memory in self.memories)

@@ -171,7 +171,7 @@ class FakeEngine:
         return self._summary(keys, results)
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
-        """Number of leading keys that are ready. They are pinned until load() or release(); older pins go.
+        """Number of leading keys that are ready. They are pinned until load() or release(); earlier lookups are released.
 
         Keys that come up from disk are waited for, within ``timeout_s`` seconds. 0 when the daemon is away or does not
         answer by then. Raises as store().
@@ -213,7 +213,7 @@ class FakeEngine:
         return self._summary(keys, results)
 
     def release(self) -> None:
-        """Let the pins of the last lookup go."""
+        """Release the lease of the last lookup."""
         ticket, self._ticket = self._ticket, None
         if ticket is not None and ticket.lease_id:
             self.scheduler.release(ticket.lease_id)

@@ -69,7 +69,7 @@ class WorkerClient(SessionClient[WorkerSession]):
 
     @property
     def shard_bytes(self) -> list[int]:
-        """Per group, bytes of this rank's shard of a block, as the daemon told; empty before the first registration."""
+        """Per group, bytes of this rank's shard of a block, as the daemon computed them; empty before the first registration."""
         return list(self._session.shard_bytes)
 
     @property
@@ -102,7 +102,7 @@ class WorkerClient(SessionClient[WorkerSession]):
             connection.flush()
 
     def take_results(self) -> list[JobResult]:
-        """Results that came since the last call, those that arrived this moment included."""
+        """Results since the last call, those included that have arrived and were not read yet."""
         session = self._session
         self._connection.poll()
         with self._connection.lock:

@@ -23,7 +23,7 @@ ACKNOWLEDGE_RESULTS = 4096
 
 @dataclass(slots=True)
 class Job:
-    """A store or load without a result."""
+    """A store or load that has no result yet."""
 
     job_id: int
     request_id: int
@@ -60,24 +60,24 @@ class WorkerSession(Session):
         self._ahead: set[int] = set()
         self._unacknowledged = 0
         self._replaying = False
-        self._patience_at = NEVER
+        self._check_jobs_at = NEVER
 
     # --- jobs ------------------------------------------------------------------------------------
 
     def store(self, job_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a store; its result comes in ``results``, at once when it cannot be sent."""
-        request_id = self._accept(job_id, False, groups, now)
+        request_id = self._add_job(job_id, False, groups, now)
         if request_id:
             self._submit(m.Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a load; its result comes in ``results``, at once when it cannot be sent."""
-        request_id = self._accept(job_id, True, groups, now)
+        request_id = self._add_job(job_id, True, groups, now)
         if request_id:
             self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
 
-    def _accept(self, job_id: int, is_load: bool, groups: Sequence[m.GroupTransfer], now: float) -> int:
-        """Enter a job in the books; its request id, or 0 when it has failed already."""
+    def _add_job(self, job_id: int, is_load: bool, groups: Sequence[m.GroupTransfer], now: float) -> int:
+        """Enter a job; returns its request's id, or 0 when the job has failed already."""
         job = Job(job_id, self.next_request_id(), is_load, groups, now, self.generation)
         full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
         self.jobs[job_id] = job
@@ -93,7 +93,7 @@ class WorkerSession(Session):
             code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
             self._fail(self.jobs[message.job_id], code, now)
         else:
-            self._patience_at = min(self._patience_at, now + self.options.job_patience_s)
+            self._check_jobs_at = min(self._check_jobs_at, now + self.options.job_patience_s)
 
     def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
         failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
@@ -113,12 +113,12 @@ class WorkerSession(Session):
             self.send(m.Cancel(self.next_request_id(), self.token, known))
 
     def has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
-        """Whether one of the jobs (of the stores among them without ``loads``) has no result."""
+        """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
         jobs = self.jobs
         return any(job_id in jobs and (loads or not jobs[job_id].is_load) for job_id in job_ids)
 
     def abandon_stores(self, now: float) -> None:
-        """Close the lifeline, so that the daemon commits no running store; they fail here and now."""
+        """Close the lifeline, so that the daemon commits no running store; the stores fail here and now."""
         self.disconnect("Running stores were given up at a fence; the client connects again.", now)
 
     def unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
@@ -203,7 +203,7 @@ class WorkerSession(Session):
     # --- completions -----------------------------------------------------------------------------
 
     def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
-        """Completions were published. What does not decode counts as dropped: a replay brings it."""
+        """Take published completions. Those that do not decode count as dropped: a replay brings them."""
         if topic != session_topic(self.epoch, self.session_id):
             return
         try:
@@ -240,7 +240,7 @@ class WorkerSession(Session):
 
     def _on_replay_reply(self, asked: int, reply: ReplyOrError, now: float) -> None:
         self._replaying = False
-        self._patience_at = now + self.options.job_patience_s if self.jobs else NEVER
+        self._check_jobs_at = now + self.options.job_patience_s if self.jobs else NEVER
         if isinstance(reply, m.ReplayReply):
             for batch in reply.batches:
                 self._complete(batch)
@@ -249,7 +249,7 @@ class WorkerSession(Session):
             self.disconnect(f"The daemon answered Replay with {type(reply).__name__}.", now)
 
     def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
-        """Fail jobs that the daemon never got, or lost: it has seen every message before ``asked``."""
+        """Fail jobs that the daemon never received, or lost: it has seen every message before request ``asked``."""
         for job in list(self.jobs.values()):
             if job.generation == self.generation and job.request_id < asked and job.job_id not in unfinished:
                 self._fail(job, ErrorCode.INTERNAL, now)
@@ -268,20 +268,20 @@ class WorkerSession(Session):
         self._ahead.clear()
         self._unacknowledged = 0
         self._replaying = False
-        self._patience_at = NEVER
+        self._check_jobs_at = NEVER
 
     def _role_disconnected(self, dead: bool, now: float) -> None:
-        self._patience_at = NEVER
+        self._check_jobs_at = NEVER
         if not dead and self._must_drain():
             self._draining.add(self.generation)
         for job in list(self.jobs.values()):
             # A copy of a load may still land until the daemon closes its end of the lifeline.
-            let_go = dead and job.generation == self.generation
-            if let_go or not job.is_load or self.phase is Phase.CLOSED:
+            ended = dead and job.generation == self.generation
+            if ended or not job.is_load or self.phase is Phase.CLOSED:
                 self._fail(job, ErrorCode.SESSION_ENDED, now)
 
     def on_drained(self, generation: int, now: float) -> None:
-        """The daemon has let go of an ended session's memory: its loads have failed."""
+        """Fail the loads of an ended session: the daemon has let go of its memory, so that no copy lands any more."""
         self._draining.discard(generation)
         for job in list(self.jobs.values()):
             if job.generation == generation:
@@ -292,17 +292,17 @@ class WorkerSession(Session):
         return any(job.generation == self.generation for job in self.jobs.values())
 
     def _role_wake_at(self) -> float:
-        return self._patience_at if self.phase is Phase.READY else NEVER
+        return self._check_jobs_at if self.phase is Phase.READY else NEVER
 
     def _role_tick(self, now: float) -> None:
-        if now < self._patience_at:
+        if now < self._check_jobs_at:
             return
         oldest = min((job.sent_at for job in self.jobs.values() if job.generation == self.generation), default=NEVER)
         due = oldest + self.options.job_patience_s
         if due <= now:
             self._replay(now)
             due = now + self.options.job_patience_s
-        self._patience_at = due
+        self._check_jobs_at = due
 
     def _acknowledged(self) -> int:
         self._unacknowledged = 0

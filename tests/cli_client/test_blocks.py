@@ -246,13 +246,13 @@ PROGRAM = """
 import sys
 from kvoffd_client.blocks import block_transfer as module
 module.BATCH_BYTES = 1
-write = module._Part.add
+write = module._PartialFile.add
 def slowly(part, block):
     done = write(part, block)
     print(len(part.entries), flush=True)
     sys.stdin.readline()
     return done
-module._Part.add = slowly
+module._PartialFile.add = slowly
 from kvoffd_client.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -304,7 +304,7 @@ def test_what_another_export_left_is_not_mixed_in(
         raise OSError("no more")
 
     with monkeypatch.context() as patched:
-        patched.setattr(export_module._Part, "finish", give_up)
+        patched.setattr(export_module._PartialFile, "finish", give_up)
         assert cli("export", str(file), "--namespace", "tiny")[0] == 2
     with FakeEngine(daemon.directory, "other", page_bytes=4096) as other:
         other.store(KEYS[:1], [0])

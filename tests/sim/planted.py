@@ -232,8 +232,8 @@ PLANTED = (
         "the client lets go of a load too early",
         "kvoffd_client.worker_session",
         "WorkerSession._role_disconnected",
-        "if let_go or not job.is_load",
-        "if True or let_go",
+        "if ended or not job.is_load",
+        "if True or ended",
     ),
     Planted(
         "the client gives up jobs that it sent after it asked",

@@ -1,4 +1,4 @@
-"""A block in the hand: its shards, their layers, and arrays over them."""
+"""A block: its shards, their layers, and arrays over their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 
-# By torch's names: numpy's, where it has the type, else an unsigned integer of the same size; and safetensors'.
+# By torch's name of a dtype: numpy's name, or that of an unsigned integer of its size; safetensors' name.
 _DTYPES = {
     "float64": ("float64", "F64"),
     "float32": ("float32", "F32"),
@@ -38,17 +38,17 @@ _DTYPES = {
 
 
 def checksum_of(data: memoryview | bytes) -> int:
-    """What the daemon keeps for a shard's bytes: XXH3 of 64 bits, never 0."""
+    """The checksum of a shard's bytes as the daemon takes it: XXH3 of 64 bits, never 0."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a layer's part of a shard is.
+    """How the bytes of a layer in a shard are read.
 
     Attributes:
-        dtype: as torch names it; ``uint8`` where nobody told, or where it does not fit the bytes.
-        shape: ``(blocks_per_key, *shape of a page)``.
+        dtype: as torch names it; ``uint8`` where the engine did not say, or where it does not fit the bytes.
+        shape: ``(engine blocks of a key, *shape of a page)``.
         layout: names of a page's dimensions, with blanks between; empty if unknown.
     """
 
@@ -105,32 +105,37 @@ class Layer(TensorSpec):
 
 
 class Shard:
-    """One rank's part of a block."""
+    """One rank's part of a block.
+
+    Attributes:
+        rank: the worker's rank.
+        spec: its layers' pages.
+        checksum: of the bytes in the pool; 0 for a block that is not from there, or was stored without checksums.
+    """
 
     def __init__(self, rank: int, spec: ShardSpec, read: Callable[[], Bytes], checksum: int) -> None:
         self.rank = rank
         self.spec = spec
         self.checksum = checksum
-        """Of the bytes in the pool; 0 for a block that is not from there, or was not checked when it was stored."""
         self._read = read
 
     @property
     def data(self) -> Bytes:
-        """Its bytes, layer after layer. Raises BlockUnavailable once the block is not held any more."""
+        """The shard's bytes, layer after layer: uint8, flat. Raises BlockUnavailable once the block is closed."""
         return self._read()
 
     @property
     def layers(self) -> list[Layer]:
-        """In the order of the slot."""
-        found = []
+        """The shard's layers, in the order of the slot."""
+        layers = []
         start = 0
         for page in self.spec.pages:
             nbytes = self.spec.blocks_per_key * page.page_bytes
             spec = tensor_spec(page, self.spec.blocks_per_key)
             name = page.layer.name if page.layer else ""
-            found.append(Layer(spec.dtype, spec.shape, spec.layout, name, self._part(start, nbytes)))
+            layers.append(Layer(spec.dtype, spec.shape, spec.layout, name, self._part(start, nbytes)))
             start += nbytes
-        return found
+        return layers
 
     def _part(self, start: int, nbytes: int) -> Callable[[], Bytes]:
         return lambda: self._read()[start : start + nbytes]
@@ -140,14 +145,14 @@ class Shard:
 
 
 class Block:
-    """What one key names: one shard for each rank. From the pool it is pinned there until ``close``, and read-only.
+    """What one key names: one shard for each rank. A block from the pool is read-only and pinned there until ``close``.
 
     Attributes:
         geometry: of its namespace.
         group: its KV cache group.
         key: its hash.
         shards: by rank.
-        first_block: engine blocks at the start of each layer that hold nothing that was stored.
+        first_block: engine blocks at the start of each layer that were not stored.
     """
 
     def __init__(
@@ -183,21 +188,21 @@ class Block:
         """A block over the caller's memory: the bytes of each rank's shard. Raises ValueError where they do not fit."""
         if len(shards) != geometry.world_size:
             raise ValueError(f"A block of this namespace has {geometry.world_size} shards, not {len(shards)}.")
-        made = []
+        parts = []
         for rank, data in enumerate(shards):
             expected = geometry.shard_bytes(rank, group)
             if data.nbytes != expected:
                 raise ValueError(f"The shard of rank {rank} has {expected} bytes, not {data.nbytes}.")
-            made.append(Shard(rank, geometry.shards[rank][group], _over(data), 0))
-        return cls(geometry, group, key, made, first_block)
+            parts.append(Shard(rank, geometry.shards[rank][group], _reader_of(data), 0))
+        return cls(geometry, group, key, parts, first_block)
 
     @property
     def closed(self) -> bool:
-        """It was closed; its bytes are out of reach."""
+        """Whether it was closed; its bytes cannot be read any more."""
         return self._close is None
 
     def copy(self) -> Block:
-        """The same block in memory of its own: writable, and not held in the pool."""
+        """The same block in memory of its own: writable, and not pinned."""
         return Block.of_bytes(
             self.geometry, self.group, self.key, [shard.data.copy() for shard in self.shards], self.first_block
         )
@@ -212,7 +217,7 @@ class Block:
                 )
 
     def close(self) -> None:
-        """Let it go. Repeatable."""
+        """Unpin the block. Repeatable."""
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -227,13 +232,13 @@ class Block:
         return f"Block({self.key.hex()[:16]}, group {self.group}, {len(self.shards)} shards)"
 
 
-def gone(key: bytes) -> BlockUnavailable:
-    """What reading a block raises that nobody holds any more."""
+def not_held(key: bytes) -> BlockUnavailable:
+    """The error of reading a block that is not pinned any more."""
     return BlockUnavailable(
         f"Block {key.hex()[:16]} is not held any more (it was closed, or the daemon ended the session); get it again."
     )
 
 
-def _over(data: Bytes) -> Callable[[], Bytes]:
+def _reader_of(data: Bytes) -> Callable[[], Bytes]:
     flat = data.reshape(-1).view(np.uint8)
     return lambda: flat

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from kvoffd_client.admin_client import AdminClient, AdminSession
-from kvoffd_client.blocks.block import Block, Bytes, Shard, checksum_of, gone
+from kvoffd_client.blocks.block import Block, Bytes, Shard, checksum_of, not_held
 from kvoffd_client.blocks.block_session import BlockSession, Lease, OpenedPool
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import BlockUnavailable, DaemonUnavailable, KvoffdClientError
@@ -50,15 +50,15 @@ class BlockClient(AdminClient):
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = OPTIONS) -> None:
         super().__init__(directory, options)
         self._pool: tuple[int, Bytes] | None = None
-        """By generation of the connection, the mapping."""
+        """The connection's generation, and the mapping."""
         self._staging: tuple[int, int, SharedMemory] | None = None
-        """Generation, segment id and memory that blocks are put from."""
+        """The connection's generation, the segment's id, and the memory that blocks are put from."""
         self._geometries: dict[bytes, Geometry] = {}
 
     # --- namespaces ------------------------------------------------------------------------------
 
     def find_namespace(self, namespace: str | bytes) -> bytes:
-        """The fingerprint of an open namespace. Raises ValueError where none or several are meant."""
+        """The fingerprint of an open namespace. Raises ValueError where none or several have the name."""
         if isinstance(namespace, bytes):
             return namespace
         found = [
@@ -172,7 +172,7 @@ class BlockClient(AdminClient):
         def reader(shard: b.HeldShard) -> Callable[[], Bytes]:
             def read() -> Bytes:
                 if block.closed or not lease.alive:
-                    raise gone(key)
+                    raise not_held(key)
                 return pool[shard.offset_bytes : shard.offset_bytes + shard.length]
 
             return read
@@ -191,7 +191,7 @@ class BlockClient(AdminClient):
             self._release(lease)
 
     def _mapped_pool(self) -> tuple[int, Bytes]:
-        """The daemon's pool, mapped for reading only: once for each connection, whose generation comes with it."""
+        """The connection's generation and the daemon's pool, mapped for reading only, once for each connection."""
         if self._pool is not None and self._pool[0] == self._generation():
             return self._pool
         generation = 0
@@ -255,7 +255,7 @@ class BlockClient(AdminClient):
         return state == b.PUT_STORED
 
     def staging(self, nbytes: int) -> SharedMemory:
-        """Memory of at least so many bytes that blocks are put from; the daemon has it attached."""
+        """Memory of at least ``nbytes`` that blocks are put from, attached to the daemon."""
         generation = self._generation()
         if self._staging is not None and self._staging[0] == generation and self._staging[2].size_bytes >= nbytes:
             return self._staging[2]
@@ -296,7 +296,7 @@ class BlockClient(AdminClient):
         return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
 
     def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
-        """Take pins back; returns how many there were."""
+        """Undo ``pin``; returns how many blocks were pinned."""
         return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), False).count
 
     # --- inside ----------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ class BlockClient(AdminClient):
         return session
 
     def _generation(self) -> int:
-        """Of the connection that is up; 0 where none is."""
+        """The generation of the connection; 0 where none is up."""
         connection = self._connection
         return connection.session.generation if connection is not None and connection.session.usable else 0
 
     def close(self) -> None:
-        """End the session: blocks that are open are held no more. Repeatable."""
+        """End the session: blocks that are open cannot be read any more. Repeatable."""
         super().close()
         self._pool = None
         if self._staging is not None:
@@ -322,5 +322,5 @@ class BlockClient(AdminClient):
 
 
 def put_shard(offset_bytes: int, checksum: int) -> b.PutShard:
-    """Where a shard lies in the staging memory, as the wire has it."""
+    """A shard's place in the staging memory and its checksum, as the wire has them."""
     return b.PutShard(offset_bytes, checksum.to_bytes(b.CHECKSUM_BYTES, "big"))

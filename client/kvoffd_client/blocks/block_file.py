@@ -8,7 +8,7 @@ by block, rank by rank, without gaps. ``__metadata__`` holds
 * ``namespace``: the geometry, see ``Geometry.to_json``,
 * ``blocks``: ``group:key:first block:checksums`` of each block, in the order of the file, with ``;`` between. Checksums
   are those of the shards by rank, XXH3 of 64 bits in hex, with ``,`` between,
-* ``checksum``: XXH3 of ``namespace``, a blank and ``blocks``; so that no byte of them is believed by accident.
+* ``checksum``: XXH3 of ``namespace``, a blank and ``blocks``; so that damage to them is found.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Entry:
 
     @classmethod
     def of(cls, block: Block) -> Entry:
-        """Of a block that has been verified, or that nobody took checksums of."""
+        """The entry of a block that has been verified, or that has no checksums yet."""
         sums = tuple(shard.checksum or checksum_of(shard.data.data) for shard in block.shards)
         return cls(block.group, block.key, block.first_block, sums)
 
@@ -69,7 +69,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """As the metadata has it."""
+        """The entry as the metadata has it."""
         sums = ",".join(f"{item:016x}" for item in self.checksums)
         return f"{self.group}:{self.key.hex()}:{self.first_block}:{sums}"
 
@@ -98,7 +98,7 @@ def tensors_of(geometry: Geometry, entry: Entry, start: int) -> Iterator[tuple[s
 
 
 def _runs(shard: ShardSpec) -> Iterator[tuple[int, int, str, list[int], int]]:
-    """Neighbouring layers of one kind: first and last, dtype, shape and bytes of all of them."""
+    """Runs of equal neighbouring layers: first layer, last layer, dtype, shape and bytes of the run."""
     specs = [(page.page_bytes, tensor_spec(page, shard.blocks_per_key)) for page in shard.pages]
     first = 0
     for last, spec in enumerate(specs):
@@ -127,11 +127,11 @@ def metadata_of(geometry: Geometry, entries: Iterable[Entry]) -> dict[str, str]:
         "version": VERSION,
         "namespace": namespace,
         "blocks": blocks,
-        "checksum": _sum_of_lists(namespace, blocks),
+        "checksum": _metadata_checksum(namespace, blocks),
     }
 
 
-def _sum_of_lists(namespace: str, blocks: str) -> str:
+def _metadata_checksum(namespace: str, blocks: str) -> str:
     return f"{checksum_of(f'{namespace} {blocks}'.encode()):016x}"
 
 
@@ -141,7 +141,7 @@ def room_without_blocks(geometry: Geometry) -> int:
 
 
 def room_for(geometry: Geometry, counts: Sequence[int]) -> int:
-    """Bytes in which the length and the header of a file fit that holds so many blocks of each group; aligned."""
+    """Bytes for the length and the header of a file with ``counts`` blocks of each group; aligned."""
     sums = (0,) * geometry.world_size
     room = room_without_blocks(geometry)
     for group, count in enumerate(counts):
@@ -151,7 +151,7 @@ def room_for(geometry: Geometry, counts: Sequence[int]) -> int:
 
 
 def entry_room(geometry: Geometry, entry: Entry) -> int:
-    """Bytes that a block takes of the header, wherever in a file it lies."""
+    """The most bytes that a block takes in the header, wherever in the file it lies."""
     return len(msgspec.json.encode(dict(tensors_of(geometry, entry, 10**18)))) + len(entry.text) + 2
 
 
@@ -193,23 +193,23 @@ class BlockFile:
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            raise self._foreign("it does not begin as safetensors do")
+            raise self._not_ours("it does not begin as safetensors do")
         raw = self._file.read(length)
         try:
             header = _items.decode(raw)
             metadata = _metadata.decode(header.pop("__metadata__", msgspec.Raw(b"{}")))
             tensors = {name: _tensor.decode(item) for name, item in header.items()}
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._foreign(f"its header is damaged: {error}") from error
+            raise self._not_ours(f"its header is damaged: {error}") from error
         if metadata.get("format") != FORMAT:
-            raise self._foreign("it holds other tensors than blocks")
+            raise self._not_ours("it holds other tensors than blocks")
         if metadata.get("version") != VERSION:
             raise BlockFileError(
                 f"{self.path} has version {metadata.get('version')!r} of the format, this kvoffd reads {VERSION}; "
                 "install the release that wrote it."
             )
         namespace, blocks = metadata.get("namespace", ""), metadata.get("blocks", "")
-        if metadata.get("checksum") != _sum_of_lists(namespace, blocks):
+        if metadata.get("checksum") != _metadata_checksum(namespace, blocks):
             raise BlockFileError(
                 f"{self.path} is damaged: its list of blocks does not have its checksum. Export again."
             )
@@ -217,7 +217,7 @@ class BlockFile:
             self.geometry = Geometry.of_json(namespace)
             self.entries = [Entry.parse(item) for item in blocks.split(";") if item]
         except ValueError as error:
-            raise self._foreign(str(error)) from error
+            raise self._not_ours(str(error)) from error
         self._data_at = LENGTH_BYTES + length
         self._check_tensors(tensors)
         if size != self._data_at + self.data_bytes:
@@ -227,7 +227,7 @@ class BlockFile:
             )
 
     def _check_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The tensors must be what the list of blocks says: else one of the two is not to be believed."""
+        """The tensors must be those of the listed blocks: else one of the two is damaged."""
         geometry = self.geometry
         expected: dict[str, Tensor] = {}
         self._starts: list[int] = []
@@ -238,15 +238,15 @@ class BlockFile:
                 or len(entry.key) != geometry.key_bytes
                 or len(entry.checksums) != geometry.world_size
             ):
-                raise self._foreign("its blocks do not fit its namespace")
+                raise self._not_ours("its blocks do not fit its namespace")
             self._starts.append(start)
             expected.update(tensors_of(geometry, entry, start))
             start += geometry.block_bytes(entry.group)
         self.data_bytes = start
         if tensors != expected:
-            raise self._foreign("its tensors are not those of its blocks")
+            raise self._not_ours("its tensors are not those of its blocks")
 
-    def _foreign(self, why: str) -> BlockFileError:
+    def _not_ours(self, why: str) -> BlockFileError:
         return BlockFileError(f"{self.path} is no file of blocks: {why}. `kvoffd-cli export` writes such files.")
 
     def read(self, number: int, into: Bytes) -> None:

@@ -1,4 +1,4 @@
-"""The session of who opens blocks: an administrator's, with leases, the pool's descriptor and attached memory."""
+"""The session of a ``BlockClient``: an administrator's, with leases, the pool's descriptor and attached memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class BlockSession(AdminSession):
         self._on_answer = on_answer
 
     def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
-        """An answer over the lifeline, or what any session may be told."""
+        """Take an answer to an exchange; other messages go to ``Session``."""
         if isinstance(message, PoolOpened | PoolRefused | Attached | AttachRefused) and self._on_answer is not None:
             on_answer, self._on_answer = self._on_answer, None
             on_answer(message)

@@ -32,10 +32,10 @@ from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_STORED, PutShard
 from kvoffd_proto.messages import READY
 
 BATCH_BYTES = 64 << 20
-"""Blocks that are pinned at a time."""
+"""Bytes of the blocks that an export pins at a time."""
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are done, and all there are to do."""
+"""Called with the bytes that are done and the bytes in all."""
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Exported:
     """What an export did.
 
     Attributes:
-        blocks: in the file.
-        nbytes: of these blocks.
-        resumed: of the blocks, those that an earlier attempt had written.
-        evicted: blocks that went out of the pool before their turn.
+        blocks: blocks in the file.
+        nbytes: bytes of these blocks.
+        resumed: how many of them an earlier attempt had written.
+        evicted: blocks that were evicted before they were read.
         damaged: keys of blocks that do not have their checksum; they are left out.
         late: blocks that came into the pool after the first attempt and found no room in the file's header.
     """
@@ -60,7 +60,7 @@ class Exported:
 
 
 class _Plan(msgspec.Struct, frozen=True):
-    """First line of the log: what the file is of."""
+    """First line of the log: the geometry of the file's blocks, and the bytes of its header."""
 
     namespace: str
     room: int
@@ -89,7 +89,7 @@ def export_blocks(
         raise BlockFileError(f"{path} exists; remove it or name another file.")
     geometry = client.geometry(namespace)
     wanted = _wanted(client, geometry, prefixes) if keys is None else list(keys)
-    part = _Part(path, geometry, [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))])
+    part = _PartialFile(path, geometry, [sum(group == of for of, _ in wanted) for group in range(len(geometry.groups))])
     try:
         done = Exported(resumed=len(part.entries))
         written = {(entry.group, entry.key) for entry in part.entries}
@@ -115,7 +115,7 @@ def _wanted(client: BlockClient, geometry: Geometry, prefixes: Sequence[str]) ->
 def _write(
     client: BlockClient,
     geometry: Geometry,
-    part: _Part,
+    part: _PartialFile,
     wanted: Sequence[tuple[int, bytes]],
     done: Exported,
     progress: Progress,
@@ -146,8 +146,8 @@ def _write(
             progress(passed, total)
 
 
-class _Part:
-    """The file while it is not whole."""
+class _PartialFile:
+    """The file of an export that is not finished, and its log."""
 
     def __init__(self, path: Path, geometry: Geometry, counts: Sequence[int]) -> None:
         self._path = path.with_name(path.name + ".part")
@@ -155,16 +155,10 @@ class _Part:
         self._geometry = geometry
         self.entries: list[Entry] = []
         self.data_bytes = 0
+        self._fd = self._log = -1
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise BlockFileError(f"{self._path} cannot be written ({error.strerror}).") from error
-        try:
-            self._log = os.open(self._log_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            os.close(self._fd)
-            raise BlockFileError(f"{self._log_path} cannot be written ({error.strerror}).") from error
-        try:
+            self._fd = _open(self._path)
+            self._log = _open(self._log_path)
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._resume():
                 self._begin(counts)
@@ -177,20 +171,20 @@ class _Part:
 
     def _begin(self, counts: Sequence[int]) -> None:
         # Blocks that come while it runs, or until it is resumed, should find room too.
-        self._room = room_for(self._geometry, [count + count // 8 + 8 * bool(count) for count in counts])
-        if self._room > MAX_HEADER_BYTES:
+        self._header_room = room_for(self._geometry, [count + count // 8 + 8 * bool(count) for count in counts])
+        if self._header_room > MAX_HEADER_BYTES:
             raise BlockFileError(
                 f"{sum(counts)} blocks are more than one file of safetensors can list; export them in parts, with "
                 "--prefix 0 to --prefix f for instance."
             )
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._log, 0)
-        self._used = room_without_blocks(self._geometry)
+        self._header_bytes = room_without_blocks(self._geometry)
         self._log_at = 0
-        self._note(msgspec.json.encode(_Plan(self._geometry.to_json(), self._room)).decode())
+        self._log_line(msgspec.json.encode(_Plan(self._geometry.to_json(), self._header_room)).decode())
 
     def _resume(self) -> bool:
-        """Take up what an earlier attempt left; False where it left nothing to go on with."""
+        """Go on where an earlier attempt stopped; False where there was none."""
         with open(self._log, "rb", closefd=False) as log:
             lines = log.read().split(b"\n")[:-1]
         if not lines:
@@ -199,26 +193,26 @@ class _Part:
             plan = msgspec.json.decode(lines[0], type=_Plan)
             entries = [Entry.parse(line.decode()) for line in lines[1:]]
         except (msgspec.MsgspecError, ValueError) as error:
-            raise self._of_another(f"its log cannot be read: {error}") from error
+            raise self._cannot_resume(f"its log cannot be read: {error}") from error
         geometry = self._geometry
         if plan.namespace != geometry.to_json():
-            raise self._of_another("it is of another namespace, or an engine has described its layers since")
-        self._room = plan.room
-        self._used = room_without_blocks(geometry)
+            raise self._cannot_resume("it is of another namespace, or an engine has described its layers since")
+        self._header_room = plan.room
+        self._header_bytes = room_without_blocks(geometry)
         self._log_at = len(lines[0]) + 1
         for entry, line in zip(entries, lines[1:], strict=True):
             if not self._is_whole(entry):
                 break  # the machine lost it, or the attempt was killed within it: from here on again
-            self._enter(entry)
+            self._add_entry(entry)
             self._log_at += len(line) + 1
         os.ftruncate(self._log, self._log_at)
         return True
 
-    def _of_another(self, why: str) -> BlockFileError:
+    def _cannot_resume(self, why: str) -> BlockFileError:
         return BlockFileError(f"{self._path} cannot be gone on with: {why}. Remove it or name another file.")
 
     def _is_whole(self, entry: Entry) -> bool:
-        at = self._room + self.data_bytes
+        at = self._header_room + self.data_bytes
         for rank, expected in enumerate(entry.checksums):
             nbytes = self._geometry.shard_bytes(rank, entry.group)
             data = np.empty(nbytes, np.uint8)
@@ -227,36 +221,36 @@ class _Part:
             at += nbytes
         return True
 
-    def _enter(self, entry: Entry) -> None:
+    def _add_entry(self, entry: Entry) -> None:
         self.entries.append(entry)
         self.data_bytes += self._geometry.block_bytes(entry.group)
-        self._used += entry_room(self._geometry, entry)
+        self._header_bytes += entry_room(self._geometry, entry)
 
     def add(self, block: Block) -> bool:
         """Append a block; False where the header has no room for it."""
         entry = Entry.of(block)
-        if self._used + entry_room(self._geometry, entry) > self._room:
+        if self._header_bytes + entry_room(self._geometry, entry) > self._header_room:
             return False
-        at = self._room + self.data_bytes
+        at = self._header_room + self.data_bytes
         for shard in block.shards:
             data = memoryview(shard.data.data)
             while data:
                 written = os.pwrite(self._fd, data, at)
                 at += written
                 data = data[written:]
-        self._note(entry.text)
-        self._enter(entry)
+        self._log_line(entry.text)
+        self._add_entry(entry)
         return True
 
-    def _note(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         data = line.encode() + b"\n"
         os.pwrite(self._log, data, self._log_at)
         self._log_at += len(data)
 
     def finish(self, path: Path) -> None:
         """Write the header and give the file its name."""
-        os.ftruncate(self._fd, self._room + self.data_bytes)
-        write_header(self._fd, self._geometry, self.entries, self._room)
+        os.ftruncate(self._fd, self._header_room + self.data_bytes)
+        write_header(self._fd, self._geometry, self.entries, self._header_room)
         os.fsync(self._fd)
         try:
             if path.exists():
@@ -270,12 +264,20 @@ class _Part:
 
     def close(self) -> None:
         """Close the descriptors."""
-        os.close(self._fd)
-        os.close(self._log)
+        for fd in (self._fd, self._log):
+            if fd >= 0:
+                os.close(fd)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise BlockFileError(f"{path} cannot be written ({error.strerror}).") from error
 
 
 BATCH_OF_POOL = 8
-"""One part in so many is put at a time; the daemon allows twice that."""
+"""Blocks are put in batches of at most this part of the pool; the daemon allows twice that."""
 
 
 @dataclass
@@ -283,8 +285,8 @@ class Imported:
     """What an import did.
 
     Attributes:
-        blocks: that were put.
-        nbytes: of these blocks.
+        blocks: blocks that were put.
+        nbytes: bytes of these blocks.
         present: blocks that were in the pool already.
         no_room: blocks that found no room.
         created: the namespace was not open before.
@@ -308,17 +310,17 @@ def import_blocks(
     """Put all blocks of ``file`` into the pool. The namespace is opened where no engine has done so.
 
     Args:
-        namespace: that the blocks must be of; None for whichever the file says.
+        namespace: the namespace that the blocks must be of; None for the file's.
         beside: open the file's namespace although one of the same label and another fingerprint is open.
 
     Raises:
-        BlockFileError: the file is damaged, or of another namespace than is meant.
+        BlockFileError: the file is damaged, or of another namespace than the one wanted.
         DaemonUnavailable, RequestRefused: the daemon went away or says no; called again it goes on.
     """
     geometry = file.geometry
-    _check_meant(client, geometry, namespace, beside)
+    _check_namespace(client, geometry, namespace, beside)
     done = Imported(created=client.restore_namespace(geometry))
-    there = {
+    present = {
         (group, info.key)
         for group in {entry.group for entry in file.entries}
         for info in client.list_blocks(geometry.fingerprint, group)
@@ -327,7 +329,7 @@ def import_blocks(
     passed = 0
     progress(0, file.data_bytes)
     most_bytes = min(STAGING_BYTES, client.stats().pool.pool_bytes // BATCH_OF_POOL)
-    for batch in _batches(file, there, most_bytes):
+    for batch in _batches(file, present, most_bytes):
         group, first_block = file.entries[batch[0]].group, file.entries[batch[0]].first_block
         states = _put(client, file, batch, group, first_block)
         stored = states.count(PUT_STORED)
@@ -341,18 +343,18 @@ def import_blocks(
     return done
 
 
-def _check_meant(client: BlockClient, geometry: Geometry, namespace: str | bytes | None, beside: bool) -> None:
-    """Raise BlockFileError where the file's blocks would serve nobody whom the operator means."""
-    open_ones = client.namespaces().namespaces
+def _check_namespace(client: BlockClient, geometry: Geometry, namespace: str | bytes | None, beside: bool) -> None:
+    """Raise BlockFileError where the engines that the operator wants to serve would not read the file's blocks."""
+    open_namespaces = client.namespaces().namespaces
     if namespace is not None:
         try:
-            meant = client.find_namespace(namespace)
+            wanted = client.find_namespace(namespace)
         except ValueError as error:
             raise BlockFileError(str(error)) from error
-        others = [info for info in open_ones if info.namespace == meant and meant != geometry.fingerprint]
+        others = [info for info in open_namespaces if info.namespace == wanted and wanted != geometry.fingerprint]
     else:
-        fingerprints = {info.namespace for info in open_ones}
-        same_label = [info for info in open_ones if info.label == geometry.label]
+        fingerprints = {info.namespace for info in open_namespaces}
+        same_label = [info for info in open_namespaces if info.label == geometry.label]
         others = same_label if geometry.fingerprint not in fingerprints and not beside else []
     if others:
         why = differing_fields(geometry.description, others[0].description)
@@ -363,11 +365,11 @@ def _check_meant(client: BlockClient, geometry: Geometry, namespace: str | bytes
         )
 
 
-def _batches(file: BlockFile, there: set[tuple[int, bytes]], most_bytes: int) -> Iterator[list[int]]:
+def _batches(file: BlockFile, present: set[tuple[int, bytes]], most_bytes: int) -> Iterator[list[int]]:
     """Numbers of the blocks to put, as many at a time as ``most_bytes`` hold, all of one group."""
     batch: list[int] = []
     for number, entry in enumerate(file.entries):
-        if (entry.group, entry.key) in there:
+        if (entry.group, entry.key) in present:
             continue
         nbytes = file.geometry.block_bytes(entry.group)
         # Only the first key of a request may begin with a hole.
