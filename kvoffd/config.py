@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.settings import (
     DiskSize,
     Kind,
@@ -32,6 +33,7 @@ from kvoffd.settings import (
     share_setting,
     size_setting,
 )
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import UnitError, exact_duration, exact_size, quoted
 
@@ -42,11 +44,8 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-EVICTION_POLICIES = ("lru", "arc")
 BLOCK_ACCESS = ("off", "read", "write")
 MIN_POOL_BYTES = 1024 * 1024
-
-DISK_WRITES = ("always", "reuse", "evict", "never")
 
 
 class ConfigError(Exception):
@@ -64,7 +63,7 @@ class Config:
     pool_bytes: int = size_setting(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
     log_level: str = choice_setting("info", LOG_LEVELS, "Least severity that is logged.")
     log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
-    eviction_policy: str = choice_setting("lru", EVICTION_POLICIES, "Which blocks go first when the pool is full.")
+    eviction_policy: str = choice_setting(DEFAULT_POLICY, POLICY_NAMES, "Which blocks go first when the pool is full.")
     pool_file: str = file_setting(
         "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
     )
@@ -77,8 +76,8 @@ class Config:
         "Directory of a local SSD that keeps blocks which leave the pool, and how much of it; may be given again."
     )
     disk_write: str = choice_setting(
-        "reuse",
-        DISK_WRITES,
+        TieringSettings.mode.value,
+        tuple(mode.value for mode in WriteMode),
         "What is written to disk: every block, those used twice or next to be evicted while the disk is idle, all that "
         "are next to be evicted, or none.",
     )
@@ -87,7 +86,7 @@ class Config:
     )
     disk_write_bytes_per_s: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
     disk_deadline_s: float = duration_setting(
-        5.0, 0.1, "A block that was asked for and has not come from disk by then is a miss."
+        TieringSettings.deadline_s, 0.1, "A block that was asked for and has not come from disk by then is a miss."
     )
     touch_threads: int = number_setting(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
     copy_threads: int = number_setting(

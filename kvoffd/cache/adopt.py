@@ -20,7 +20,7 @@ class Adoption(NamedTuple):
     """What became of the slots that an earlier daemon left."""
 
     blocks: int
-    """Ready again."""
+    """Blocks that are ready again."""
     slot_bytes: int
     """Pool bytes of these blocks."""
     namespaces: int
@@ -50,20 +50,20 @@ def plan_adoption(
     Args:
         slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
     """
-    known = {facts.fingerprint: facts for facts in namespaces if _is_sound(facts, slot_bytes)}
-    verdicts: dict[tuple[object, ...], bool] = {}
+    known = {namespace.fingerprint: namespace for namespace in namespaces if _is_sound(namespace, slot_bytes)}
+    fitting: dict[tuple[object, ...], bool] = {}
     found: dict[tuple[bytes, int, bytes], list[SlotRecord]] = {}
     refused: list[SlotRecord] = []
-    for record in slots:
-        of = record.fingerprint, record.group, record.rank, record.world_size, len(record.key)
-        kind = (*of, record.slot_bytes, record.length)
-        agrees = verdicts.get(kind)
-        if agrees is None:
-            agrees = verdicts[kind] = _agrees(record, known.get(record.fingerprint), slot_bytes)
-        if agrees and record.checksum:
-            found.setdefault((record.fingerprint, record.group, record.key), []).append(record)
+    for slot in slots:
+        owner = slot.fingerprint, slot.group, slot.rank, slot.world_size, len(slot.key)
+        kind = (*owner, slot.slot_bytes, slot.length)  # many slots, few kinds
+        fits = fitting.get(kind)
+        if fits is None:
+            fits = fitting[kind] = _fits(slot, known.get(slot.fingerprint), slot_bytes)
+        if fits and slot.checksum:
+            found.setdefault((slot.fingerprint, slot.group, slot.key), []).append(slot)
         else:
-            refused.append(record)
+            refused.append(slot)
     blocks: list[list[SlotRecord]] = []
     for (fingerprint, _, _), shards in found.items():
         world_size = known[fingerprint].world_size
@@ -81,37 +81,37 @@ def adopt(
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
     plan = plan_adoption(namespaces, slots, store.slot_bytes)
-    store.free([record.offset for record in plan.refused])
-    opened = {facts.fingerprint: _open(facts, store) for facts in plan.namespaces}
-    blocks.adopt(opened, plan.blocks)
+    store.free([slot.offset for slot in plan.refused])
+    opened = {record.fingerprint: _open(record, store) for record in plan.namespaces}
+    blocks.adopt(opened.values(), [(opened[shards[0].fingerprint], shards) for shards in plan.blocks])
     nbytes = sum(namespace.ready_bytes for namespace in opened.values())
     return opened, Adoption(len(plan.blocks), nbytes, len(opened), len(plan.refused))
 
 
-def _open(facts: NamespaceRecord, store: Pool) -> Namespace:
+def _open(record: NamespaceRecord, store: Pool) -> Namespace:
     namespace = Namespace(
-        facts.fingerprint, facts.label, facts.world_size, facts.key_bytes, facts.groups, facts.description
+        record.fingerprint, record.label, record.world_size, record.key_bytes, record.groups, record.description
     )
-    for rank, shard_bytes in enumerate(facts.shard_bytes):
+    for rank, shard_bytes in enumerate(record.shard_bytes):
         if shard_bytes is not None:
             slot_bytes = [store.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes]
             namespace.fix_shard_bytes(rank, shard_bytes, slot_bytes)
-    for rank, shards in enumerate(facts.shards[: facts.world_size]):
-        if shards is not None and tuple(map(shard_bytes_of, shards)) == facts.shard_bytes[rank]:
+    for rank, shards in enumerate(record.shards[: record.world_size]):
+        if shards is not None and tuple(map(shard_bytes_of, shards)) == record.shard_bytes[rank]:
             namespace.describe_shards(rank, shards)
     return namespace
 
 
-def _is_sound(facts: NamespaceRecord, slot_bytes: Callable[[int], int]) -> bool:
+def _is_sound(namespace: NamespaceRecord, slot_bytes: Callable[[int], int]) -> bool:
     """Whether this pool could have such a namespace."""
     if not (
-        facts.world_size == len(facts.shard_bytes) >= 1
-        and _MIN_KEY_BYTES <= facts.key_bytes <= _MAX_KEY_BYTES
-        and len(facts.groups) >= 1
+        namespace.world_size == len(namespace.shard_bytes) >= 1
+        and _MIN_KEY_BYTES <= namespace.key_bytes <= _MAX_KEY_BYTES
+        and len(namespace.groups) >= 1
     ):
         return False
-    for sizes in facts.shard_bytes:
-        if sizes is not None and (len(sizes) != len(facts.groups) or min(sizes) < 0):
+    for sizes in namespace.shard_bytes:
+        if sizes is not None and (len(sizes) != len(namespace.groups) or min(sizes) < 0):
             return False
         try:
             slot_bytes(max(sizes or (0,)))
@@ -120,12 +120,12 @@ def _is_sound(facts: NamespaceRecord, slot_bytes: Callable[[int], int]) -> bool:
     return True
 
 
-def _agrees(record: SlotRecord, facts: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
+def _fits(slot: SlotRecord, namespace: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
     """Whether a slot can hold a shard of that namespace."""
-    if facts is None or record.world_size != facts.world_size or record.rank >= facts.world_size:
+    if namespace is None or slot.world_size != namespace.world_size or slot.rank >= namespace.world_size:
         return False
-    sizes = facts.shard_bytes[record.rank]
-    if sizes is None or record.group >= len(sizes) or len(record.key) != facts.key_bytes:
+    sizes = namespace.shard_bytes[slot.rank]
+    if sizes is None or slot.group >= len(sizes) or len(slot.key) != namespace.key_bytes:
         return False
-    nbytes = sizes[record.group]
-    return record.length == nbytes and record.slot_bytes == slot_bytes(max(nbytes, 1))
+    nbytes = sizes[slot.group]
+    return slot.length == nbytes and slot.slot_bytes == slot_bytes(max(nbytes, 1))

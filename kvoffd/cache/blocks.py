@@ -1,73 +1,87 @@
-"""All blocks of the pool, in any state: their index, slots, pins and order, moved together or not at all."""
+"""All blocks of the pool in all states. Their index, slots, pins and order of eviction change together, and only here.
+
+A block's life, and the steps that take it from state to state::
+
+    ABSENT  -> WRITING   start_shards: a store begins to write its first shard
+    WRITING -> READY     finish_shards: the last missing shard is written
+    READY   -> WRITING   reopen_shard: a store offers more of the key than the block holds
+    WRITING -> ABSENT    abandon_shards: a store failed, and no other shard is there
+    WRITING -> LEAVING   drop: invalidated, corrupt, half stored for too long
+    READY   -> LEAVING   drop, evict
+    LEAVING -> ABSENT    at once; or with the last unpin, finish_shards or abandon_shards that it waits for
+    ABSENT  -> READY     adopt: an earlier daemon left it whole
+
+WRITING and READY blocks are in the index. A LEAVING block has left it at once, and keeps its slots until nothing holds
+them: a written shard is held by the block's pins, a shard that is being written by its store.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TypeAlias
 
-from kvoffd.cache.block import Block, BlockState, Shard
 from kvoffd.cache.eviction import choose_victims
-from kvoffd.cache.listener import CacheListener
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.hooks import CacheListener, TieringHooks
+from kvoffd.cache.namespace import Block, BlockState, Namespace, Shard
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.tiering_hooks import TieringHooks
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
 
 ABSENT, WRITING, READY, LEAVING = BlockState
-MAX_KEYS_TOLD = 1000
+INDEXED = (WRITING, READY)
+MAX_KEYS_PER_EVENT = 1000
 """Adopted keys in one call of the listener."""
 
-_ByBooks: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]
-"""Blocks of a namespace, a group and a state."""
+_Grouped: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]
+"""Blocks by namespace, group and state: what is counted, indexed and published together."""
 
 
 class Blocks:
-    """The steps of a block's life: ``absent -> writing -> ready -> absent``, or out by way of ``leaving``.
-
-    A block that is dropped while something holds it leaves the index at once, its slots when the last hold goes:
-    written shards with the last pin, a shard that is being written with the end of its store.
-    """
+    """The steps of a block's life. The caller sees to it that all pins are entered: see ``LeasedBlocks``."""
 
     def __init__(
         self, slots: Pool, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
     ) -> None:
+        self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
+        """By namespace and group: the blocks that are WRITING or READY."""
         self.block_at: dict[int, Block] = {}
         """By the offset of a slot in use, the block it belongs to."""
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified: dict[Shard, tuple[Block, int]] = {}
         """Shards that are not verified yet, with their block and rank; oldest first."""
-        self.kept: dict[Block, None] = {}
-        """Ready blocks with a pin of an operator, the earliest first. It ends when they are dropped."""
+        self.operator_pinned: dict[Block, None] = {}
+        """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
         """By offset, the size of slots that are never used again."""
         self.quarantined_bytes = 0
         self.pinned_blocks = 0
+        """Blocks with pins of any kind."""
         self.pinned_bytes = 0
         self.tiering: TieringHooks | None = None
+        """Who looks after the tiers below the pool; None while there are none."""
         self._slots = slots
         self._policy = policy
         self._listener = listener
         self._clock = clock
 
+    def add_namespace(self, namespace: Namespace) -> None:
+        """Make room for a namespace in the index."""
+        self.index[namespace] = tuple({} for _ in namespace.groups)
+
     # --- in --------------------------------------------------------------------------------------
 
     def take_slots(self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None) -> list[int]:
-        """Up to ``count`` slots, evicting what is not pinned, being written or spared; their offsets, ascending."""
+        """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending."""
         offsets = self._slots.take(slot_bytes, count, node)
         while (lacking := count - len(offsets)) > 0:
             victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected)
             if not victims:
                 break
-            self._evict(victims)
+            self.evict(victims)
             # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
             offsets.extend(self._slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
-
-    def give_back_slot(self, offset: int) -> None:
-        """Return a slot that was taken and not used."""
-        self._slots.free([offset])
 
     def start_shards(
         self,
@@ -80,10 +94,10 @@ class Blocks:
         first_blocks: Sequence[int],
     ) -> list[Block]:
         """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        index, block_at, half_stored = namespace.index[group], self.block_at, self.half_stored
+        index, block_at, half_stored = self.index[namespace][group], self.block_at, self.half_stored
         fresh = [Block(namespace, group, key) for key in keys if key not in index]
         index.update((block.key, block) for block in fresh)
-        namespace.move_all(fresh, ABSENT, WRITING)
+        self._move(fresh, ABSENT, WRITING)
         blocks = [index[key] for key in keys]
         added = 0
         for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
@@ -104,13 +118,13 @@ class Blocks:
         return blocks
 
     def reopen_shard(self, block: Block, rank: int) -> None:
-        """Take a written shard back to where it is to be written again. Nothing may pin the block."""
+        """Make a written shard one that is to be written again. Nothing may pin the block."""
         assert not block.pins
         block.shards[rank].written = False
         block.missing += 1
         if block.state is READY:
             self._policy.remove(block, evicted=False)
-            block.namespace.move(block, WRITING)
+            self._move([block], READY, WRITING)
             self._listener.removed(block.namespace, block.group, [block.key])
 
     def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int] = ()) -> int:
@@ -136,49 +150,19 @@ class Blocks:
             elif not block.writers:
                 self.half_stored[block] = self._clock()
         if written:
-            offsets, first_blocks, told = zip(*written, strict=True)
-            self._slots.mark_all_ready(offsets, first_blocks, shard_bytes, told)
+            offsets, first_blocks, written_sums = zip(*written, strict=True)
+            self._slots.mark_all_ready(offsets, first_blocks, shard_bytes, written_sums)
         if ready:
             self._make_ready(ready)
         return len(ready)
 
     def _make_ready(self, tail_first: Sequence[Block]) -> None:
         namespace = tail_first[0].namespace
-        namespace.move_all(tail_first, WRITING, READY)
+        self._move(tail_first, WRITING, READY)
         for block in tail_first:
             self._policy.insert(block)
         namespace.counters.stored_blocks += len(tail_first)
         self._listener.stored(namespace, tail_first[0].group, [block.key for block in reversed(tail_first)])
-
-    def adopt(self, namespaces: Mapping[bytes, Namespace], blocks: Sequence[Sequence[SlotRecord]]) -> None:
-        """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
-        made: list[Block] = []
-        for first, *_ in blocks:
-            namespace = namespaces[first.fingerprint]
-            block = namespace.index[first.group][first.key] = Block(namespace, first.group, first.key)
-            made.append(block)
-        fresh = _by_books(made)
-        for (namespace, _, _), found in fresh:
-            namespace.move_all(found, ABSENT, READY)
-        for block, records in zip(made, blocks, strict=True):
-            for record in records:
-                shard = block.shards[record.rank] = Shard(record.offset, record.slot_bytes)
-                shard.first_block = record.first_block
-                shard.written = True
-                shard.checksum = record.checksum
-                shard.verified = False
-                self.unverified[shard] = (block, record.rank)
-                block.slot_bytes += record.slot_bytes
-                self.block_at[record.offset] = block
-            block.namespace.bytes_in[READY] += block.slot_bytes
-            block.missing = 0
-            self._policy.insert(block)
-        for namespace in namespaces.values():
-            self._listener.cleared(namespace)
-        for (namespace, group, _), found in fresh:
-            keys = [block.key for block in found]
-            for start in range(0, len(keys), MAX_KEYS_TOLD):
-                self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_TOLD])
 
     def abandon_shards(self, blocks: Sequence[Block], rank: int) -> None:
         """A store failed: its shards go; what other ranks wrote of the blocks waits for another one."""
@@ -187,16 +171,59 @@ class Blocks:
             if block.state is WRITING and not block.writers:
                 self.half_stored[block] = self._clock()
 
+    def adopt(self, namespaces: Iterable[Namespace], blocks: Sequence[tuple[Namespace, Sequence[SlotRecord]]]) -> None:
+        """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
+        for namespace in namespaces:
+            self.add_namespace(namespace)
+        made: list[Block] = []
+        for namespace, (first, *_) in blocks:
+            block = self.index[namespace][first.group][first.key] = Block(namespace, first.group, first.key)
+            made.append(block)
+        grouped = _group(made)
+        for _, alike in grouped:
+            self._move(alike, ABSENT, READY)
+        for block, (_, slots) in zip(made, blocks, strict=True):
+            for slot in slots:
+                shard = block.shards[slot.rank] = Shard(slot.offset, slot.slot_bytes)
+                shard.first_block = slot.first_block
+                shard.written = True
+                shard.checksum = slot.checksum
+                shard.verified = False
+                self.unverified[shard] = (block, slot.rank)
+                block.slot_bytes += slot.slot_bytes
+                self.block_at[slot.offset] = block
+            block.namespace.bytes_in[READY] += block.slot_bytes
+            block.missing = 0
+            self._policy.insert(block)
+        for namespace in self.index:
+            self._listener.cleared(namespace)
+        for (namespace, group, _), alike in grouped:
+            keys = [block.key for block in alike]
+            for start in range(0, len(keys), MAX_KEYS_PER_EVENT):
+                self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_PER_EVENT])
+
     # --- out -------------------------------------------------------------------------------------
 
+    def evict(self, blocks: Sequence[Block]) -> None:
+        """Let ready blocks go that nothing pins, because others need the room."""
+        if self.tiering is not None:
+            self.tiering.evicted(blocks)
+        for block in blocks:
+            assert block.state is READY
+            assert not block.pins
+            self._policy.remove(block, evicted=True)
+        for (namespace, group, _), alike in self._leave(blocks):
+            namespace.counters.evicted_blocks += len(alike)
+            self._listener.removed(namespace, group, [block.key for block in alike])
+
     def drop(self, blocks: Sequence[Block]) -> None:
-        """Take blocks out of the index. It is the caller who tells the listener."""
+        """Take blocks out of the index, ready or not. The caller tells the listener."""
         for block in blocks:
             if block.state is READY:
                 self._policy.remove(block, evicted=False)
             self.half_stored.pop(block, None)
-            if block in self.kept:
-                del self.kept[block]
+            if block in self.operator_pinned:
+                del self.operator_pinned[block]
                 self.unpin([block])
             block.namespace.counters.invalidated_blocks += 1
         self._leave(blocks)
@@ -212,7 +239,7 @@ class Blocks:
         return len(stale)
 
     def mark_verified(self, shard: Shard) -> None:
-        """Its bytes are those that were stored."""
+        """The shard's bytes are those that were stored, or are about to be written anew."""
         shard.verified = True
         self.unverified.pop(shard, None)
 
@@ -222,43 +249,32 @@ class Blocks:
         shard.corrupt = True
         self.unverified.pop(shard, None)
         readable = block.state is READY
-        if readable or block.state is WRITING:
+        if block.state in INDEXED:
             self.drop([block])
         if readable:
             self._listener.removed(block.namespace, block.group, [block.key])
 
-    def _evict(self, blocks: Sequence[Block]) -> None:
-        if self.tiering is not None:
-            self.tiering.evicted(blocks)
-        for block in blocks:
-            assert block.state is READY
-            assert not block.pins
-            self._policy.remove(block, evicted=True)
-        for (namespace, group, _), alike in self._leave(blocks):
-            namespace.counters.evicted_blocks += len(alike)
-            self._listener.removed(namespace, group, [block.key for block in alike])
-
-    def _leave(self, blocks: Sequence[Block]) -> _ByBooks:
-        """Take blocks out of the index and let their slots go as soon as may be; returns them by their books before."""
-        by_books = _by_books(blocks)
-        for (namespace, group, state), alike in by_books:
-            index = namespace.index[group]
+    def _leave(self, blocks: Sequence[Block]) -> _Grouped:
+        """Take blocks out of the index and free the slots that nothing holds. Returns them by their state before."""
+        grouped = _group(blocks)
+        for (namespace, group, state), alike in grouped:
+            index = self.index[namespace][group]
             for block in alike:
                 del index[block.key]
-            namespace.move_all(alike, state, LEAVING)
+            self._move(alike, state, LEAVING)
         self._free_written([block for block in blocks if not block.pins])
         for block in blocks:
             if block.pins:
                 for shard in block.shards.values():
                     if shard.written:  # who holds it may go on reading, but a successor must not bring it back
                         self._slots.revoke_record(shard.offset)
-        return by_books
+        return grouped
 
     def _free_written(self, blocks: Iterable[Block]) -> None:
         self._free_shards([(block, rank) for block in blocks for rank, shard in block.shards.items() if shard.written])
 
     def _free_shards(self, shards: Sequence[tuple[Block, int]]) -> None:
-        """Give slots back, by block and rank; a block without any is gone."""
+        """Free slots, given by block and rank; a block without any is ABSENT again."""
         offsets: list[int] = []
         gone: list[Block] = []
         for block, rank in shards:
@@ -278,13 +294,30 @@ class Blocks:
             self.quarantined[shard.offset] = shard.slot_bytes
             self.quarantined_bytes += shard.slot_bytes
         self._slots.free(offsets)
-        for (namespace, group, state), alike in _by_books(gone):
+        for (namespace, group, state), alike in _group(gone):
             if state is WRITING:
                 for block in alike:
-                    del namespace.index[group][block.key]
-            namespace.move_all(alike, state, ABSENT)
+                    del self.index[namespace][group][block.key]
+            self._move(alike, state, ABSENT)
 
-    # --- pins ------------------------------------------------------------------------------------
+    # --- state and pins --------------------------------------------------------------------------
+
+    def _move(self, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
+        """Change the state of blocks of one group that are all in ``before``, and with it what is counted by state."""
+        if not blocks:
+            return
+        nbytes = 0
+        for block in blocks:
+            nbytes += block.slot_bytes
+            block.state = after
+        namespace = blocks[0].namespace
+        namespace.blocks_in[before] -= len(blocks)
+        namespace.bytes_in[before] -= nbytes
+        namespace.blocks_in[after] += len(blocks)
+        namespace.bytes_in[after] += nbytes
+        if before in INDEXED or after in INDEXED:
+            keys = b"".join([block.key for block in blocks])
+            namespace.key_states[blocks[0].group].set(keys, after if after in INDEXED else ABSENT)
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Keep the bytes of complete blocks where they are, once more for each time a block is named."""
@@ -311,9 +344,8 @@ class Blocks:
         self.pinned_bytes -= loose_bytes
 
 
-def _by_books(blocks: Iterable[Block]) -> _ByBooks:
-    """Blocks that are in the same books together: those of a namespace, a group and a state."""
-    alike: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
+def _group(blocks: Iterable[Block]) -> _Grouped:
+    grouped: dict[tuple[Namespace, int, BlockState], list[Block]] = {}
     for block in blocks:
-        alike.setdefault((block.namespace, block.group, block.state), []).append(block)
-    return alike.items()
+        grouped.setdefault((block.namespace, block.group, block.state), []).append(block)
+    return grouped.items()

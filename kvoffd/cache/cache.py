@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from kvoffd.cache.adopt import Adoption, adopt
-from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.integrity import ChecksumCheck, Integrity
-from kvoffd.cache.invariants import PoolUsage, audit
-from kvoffd.cache.listener import CacheListener
-from kvoffd.cache.lookup import LookupAnswer, Lookups
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.pins import OperatorPins
+from kvoffd.cache.hooks import CacheListener, TieringHooks
+from kvoffd.cache.integrity import Integrity
+from kvoffd.cache.lookup import LeasedBlocks
+from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.ticket import LoadTicket, StoreTicket
-from kvoffd.cache.tiering_hooks import TieringHooks
-from kvoffd.errors import NotReady, UnknownLease, UnknownNamespace
+from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.tiering.transfers import TierTransfers
 from kvoffd_proto.blocks import ShardSpec
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
+OPERATORS_PART = 2
+"""Operators may pin one part in so many of the pool: engines must still find room."""
 
 
-class BlockCache:
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Pool bytes by use. free + writing + ready + leaving + quarantined = pool."""
+
+    free_bytes: int
+    writing_bytes: int
+    ready_bytes: int
+    leaving_bytes: int
+    pinned_bytes: int
+    """Of the ready and leaving bytes, those that a lease, an operator or a running copy needs."""
+    quarantined_bytes: int = 0
+    """In slots that lost what was stored in them."""
+
+
+class BlockCache(LeasedBlocks):
     """Blocks of all namespaces in one pool. Pure and synchronous; one thread at a time.
 
-    A block lives ``absent -> writing -> ready -> absent``. Dropped while a lease, a load or a store still holds it,
-    it leaves the index at once and its slots later. Every method either raises KvoffdError and changes nothing, or
-    does all it says; every ticket must be ended exactly once, after the last byte of its copy has moved.
+    ``blocks`` says how a block lives. Every method either raises KvoffdError and changes nothing, or does all it says;
+    every ticket must be ended exactly once, after the last byte of its copy has moved.
     """
 
     def __init__(
@@ -43,27 +55,21 @@ class BlockCache:
         half_stored_timeout_s: float = 60.0,
         lease_ttl_s: float = 30.0,
     ) -> None:
+        super().__init__(Blocks(slots, policy, listener, clock), policy, clock, lease_ttl_s)
         self.slots = slots
-        self.policy = policy
-        self._blocks = Blocks(slots, policy, listener, clock)
-        self._lookups = Lookups(self._blocks, policy, clock, lease_ttl_s)
-        self._settle = self._lookups.settle
-        self.leases = self._lookups.leases
-        self.integrity = Integrity(self._blocks)
-        self.operator_pins = OperatorPins(self._blocks, slots.pool_bytes)
+        self.integrity = Integrity(self)
+        self.stores: set[StoreTicket] = set()
+        """Tickets of running stores and promotions."""
+        self.loads: set[LoadTicket] = set()
+        """Tickets of running loads."""
         self._listener = listener
-        self._clock = clock
         self._half_stored_timeout_s = half_stored_timeout_s
         self._namespaces: dict[bytes, Namespace] = {}
-        self._stores: set[StoreTicket] = set()
-        self._loads: set[LoadTicket] = set()
-        self.exchange = TierTransfers(self, self._blocks, self._stores, self._settle)
-        self._tiering: TieringHooks | None = None
 
-    def attach(self, below: TieringHooks) -> None:
+    def attach(self, tiering: TieringHooks) -> None:
         """Have the tiers below the pool looked after from now on. Once."""
-        assert self._tiering is None
-        self._tiering = self._blocks.tiering = below
+        assert self.blocks.tiering is None
+        self.blocks.tiering = tiering
 
     # --- namespaces ------------------------------------------------------------------------------
 
@@ -100,6 +106,7 @@ class BlockCache:
             return known, False
         namespace = Namespace(fingerprint, label, world_size, key_bytes, groups, description)
         self._namespaces[fingerprint] = namespace
+        self.blocks.add_namespace(namespace)
         return namespace, True
 
     def set_shard_bytes(
@@ -116,61 +123,73 @@ class BlockCache:
         if shards is not None:
             news |= namespace.describe_shards(rank, shards)
         if news:
-            self.slots.note_namespace(namespace.facts())
+            self.slots.note_namespace(namespace.record())
 
     def adopt(self, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]) -> Adoption:
         """Take over what an earlier daemon left, before anything else: ``slots`` are handed out by the slot store.
 
-        What is whole is ready at once, and told to the listener; the other slots are freed.
+        Whole blocks are ready at once, and told to the listener; the other slots are freed.
         """
         assert not self._namespaces
-        self._namespaces, adoption = adopt(self._blocks, self.slots, namespaces, slots)
+        self._namespaces, adoption = adopt(self.blocks, self.slots, namespaces, slots)
         return adoption
 
-    # --- look up ---------------------------------------------------------------------------------
-
-    def lookup(
-        self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]], again: bool = False
-    ) -> LookupAnswer:
-        """Say which keys are ready, and pin those under the lease: see ``Lookups``."""
-        return self._lookups.lookup(namespace, lease_id, owner, groups, again)
-
-    def hold(self, namespace: Namespace, lease_id: int, owner: int, group: int, keys: bytes) -> list[Block | None]:
-        """As a lookup of one group, but for an operator: see ``Lookups``."""
-        return self._lookups.hold(namespace, lease_id, owner, group, keys)
-
-    def touch(self, lease_id: int) -> None:
-        """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
-        self._lookups.touch(lease_id)
-
-    def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
-        """Give leases their full time again; returns those that are not alive, or not the owner's."""
-        return self._lookups.renew(owner, lease_ids)
-
-    def release(self, owner: int, lease_ids: Iterable[int]) -> int:
-        """End leases of the owner; those that are not alive are no error. Returns how many ended."""
-        leases = [self.leases.owned(owner, lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        return self._lookups.end([lease for lease in leases if lease is not None])
-
-    def end_owner(self, owner: int) -> int:
-        """End all leases of a session that is gone. Returns how many. Its tickets end when its copies have."""
-        return self._lookups.end(self.leases.of_owner(owner))
+    # --- time and operators ----------------------------------------------------------------------
 
     def expire(self) -> int:
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
         now = self._clock()
-        ended = self._lookups.end(self.leases.overdue(now))
-        return ended + self._blocks.drop_half_stored(now - self._half_stored_timeout_s)
+        ended = self._end(self.leases.overdue(now))
+        return ended + self.blocks.drop_half_stored(now - self._half_stored_timeout_s)
 
     def pin(self, namespace: Namespace, group: int, keys: bytes) -> int:
-        """Keep ready blocks for an operator; returns how many were not kept before. See OperatorPins."""
+        """Pin ready blocks for an operator; returns how many were not pinned so before.
+
+        The pin is the daemon's and not a session's: it lasts until it is taken back, until the block is dropped, or
+        until the daemon ends. A successor adopts the block without it.
+
+        Raises:
+            BadGeometry, BadKeys.
+            KvoffdError: NOT_READY, one of the blocks is not; NO_ROOM, together they would be more than may be pinned.
+        """
         split = namespace.split(group, keys)
-        self._settle()
-        return self.operator_pins.pin(namespace, group, split)
+        blocks = self.blocks
+        found = [blocks.index[namespace][group].get(key) for key in dict.fromkeys(split)]
+        ready = [block for block in found if block is not None and block.state is READY]
+        if len(ready) < len(found):
+            raise KvoffdError(
+                f"{len(found) - len(ready)} of the {len(found)} blocks are not in the pool, or not completely; only "
+                "ready ones can be pinned.",
+                ErrorCode.NOT_READY,
+            )
+        fresh = [block for block in ready if block not in blocks.operator_pinned]
+        pinned_bytes = self.operator_pinned_bytes + sum(block.slot_bytes for block in fresh)
+        most_bytes = self.slots.pool_bytes // OPERATORS_PART
+        if pinned_bytes > most_bytes:
+            raise KvoffdError(
+                f"{pinned_bytes} bytes would be pinned by operators, and {most_bytes} may be, half of the pool; unpin "
+                "others first.",
+                ErrorCode.NO_ROOM,
+            )
+        blocks.operator_pinned.update(dict.fromkeys(fresh))
+        blocks.pin(fresh)
+        return len(fresh)
 
     def unpin(self, namespace: Namespace, group: int, keys: bytes) -> int:
-        """Undo ``pin``; returns how many were kept."""
-        return self.operator_pins.unpin(namespace, group, namespace.split(group, keys))
+        """Undo ``pin``; returns how many pins there were. Keys without one are no error."""
+        split = namespace.split(group, keys)
+        blocks = self.blocks
+        found = [blocks.index[namespace][group].get(key) for key in dict.fromkeys(split)]
+        pinned = [block for block in found if block is not None and block in blocks.operator_pinned]
+        for block in pinned:
+            del blocks.operator_pinned[block]
+        blocks.unpin(pinned)
+        return len(pinned)
+
+    @property
+    def operator_pinned_bytes(self) -> int:
+        """Pool bytes of the blocks that operators pinned."""
+        return sum(block.slot_bytes for block in self.blocks.operator_pinned)
 
     # --- store -----------------------------------------------------------------------------------
 
@@ -192,35 +211,35 @@ class BlockCache:
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys, distinct=True)
-        self._settle()
-        index = namespace.index[group]
+        blocks = self.blocks
+        index = blocks.index[namespace][group]
         ticket = StoreTicket(namespace, rank, group)
-        wanted: list[int] = []
+        lacking: list[int] = []
         slot_for: dict[int, int] = {}
         narrow: list[Block] = []
         for number, key in enumerate(split):
             if (block := index.get(key)) is None:
-                wanted.append(number)
+                lacking.append(number)
                 continue
             ticket.present.append(block)
             if (shard := block.shards.get(rank)) is None:
-                wanted.append(number)
+                lacking.append(number)
             elif shard.written and not block.pins and (0 if number else first_block) < shard.first_block:
                 # It holds less of the key than is offered now, and nobody reads it.
                 narrow.append(block)
                 slot_for[number] = shard.offset
         protected = set(ticket.present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
-        slot_for.update(zip(wanted, self._blocks.take_slots(slot_bytes, len(wanted), protected, node), strict=False))
+        slot_for.update(zip(lacking, blocks.take_slots(slot_bytes, len(lacking), protected, node), strict=False))
         for block in narrow:
-            self._blocks.reopen_shard(block, rank)
-        if narrow and self._tiering is not None:  # so does what a tier has of it
-            self._tiering.forget(namespace, group, [block.key for block in narrow])
-        ticket.dropped = [number for number in wanted if number not in slot_for]
+            blocks.reopen_shard(block, rank)
+        if narrow and blocks.tiering is not None:  # so does what a tier has of it
+            blocks.tiering.forget(namespace, group, [block.key for block in narrow])
+        ticket.dropped = [number for number in lacking if number not in slot_for]
         namespace.counters.dropped_keys += len(ticket.dropped)
         ticket.copy = sorted(slot_for)
         ticket.offsets = [slot_for[number] for number in ticket.copy]
-        ticket.blocks = self._blocks.start_shards(
+        ticket.blocks = blocks.start_shards(
             namespace,
             group,
             [split[number] for number in ticket.copy],
@@ -229,23 +248,24 @@ class BlockCache:
             slot_bytes,
             [0 if number else first_block for number in ticket.copy],
         )
-        self._stores.add(ticket)
+        self.stores.add(ticket)
         return ticket
 
     def commit_store(self, ticket: StoreTicket) -> int:
         """End a store whose bytes are all in place. Returns how many blocks became ready by it."""
-        self._stores.remove(ticket)
+        self.stores.remove(ticket)
         shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
         assert shard_bytes is not None
-        ready = self._blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
-        if ready and self._tiering is not None:
-            self._tiering.stored([block for block in ticket.blocks if block.state is READY])
+        blocks = self.blocks
+        ready = blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
+        if ready and blocks.tiering is not None:
+            blocks.tiering.stored([block for block in ticket.blocks if block.state is READY])
         return ready
 
     def abort_store(self, ticket: StoreTicket) -> None:
         """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
-        self._stores.remove(ticket)
-        self._blocks.abandon_shards(ticket.blocks, ticket.rank)
+        self.stores.remove(ticket)
+        self.blocks.abandon_shards(ticket.blocks, ticket.rank)
 
     # --- load ------------------------------------------------------------------------------------
 
@@ -259,7 +279,6 @@ class BlockCache:
         """
         namespace.slot_bytes(rank, group)
         split = namespace.split(group, keys)
-        self._settle()
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
@@ -269,9 +288,9 @@ class BlockCache:
         shards = [block.shards[rank] for block in blocks]
         if len(blocks) < len(found) or any(shard.first_block or shard.corrupt for shard in shards):
             self._refuse_unreadable(found, rank, group, first_block)
-        self._blocks.pin(blocks)
+        self.blocks.pin(blocks)
         ticket = LoadTicket(namespace, rank, lease_id, blocks, [shard.offset for shard in shards], shards)
-        self._loads.add(ticket)
+        self.loads.add(ticket)
         return ticket
 
     def _refuse_unreadable(self, found: Sequence[Block | None], rank: int, group: int, first_block: int) -> None:
@@ -288,21 +307,13 @@ class BlockCache:
     def end_load(self, tickets: Sequence[LoadTicket], ok: bool) -> None:
         """End the tickets of one job. The lease ends with the last rank of the world that loaded well under it."""
         for ticket in tickets:
-            self._loads.remove(ticket)
-            self._blocks.unpin(ticket.blocks)
+            self.loads.remove(ticket)
+            self.blocks.unpin(ticket.blocks)
         lease = self.leases.get(tickets[0].lease_id) if tickets and ok else None
         if lease is not None:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
-                self._lookups.end([lease])
-
-    def judge(self, look: ChecksumCheck, found: int) -> bool:
-        """Note that the bytes of a look hash to ``found``; False where they are wrong, and the block is dropped."""
-        self._settle()
-        sound = self.integrity.judge(look, found)
-        if not sound and self._tiering is not None:
-            self._tiering.forget(look.block.namespace, look.block.group, [look.block.key])
-        return sound
+                self._end([lease])
 
     # --- drop ------------------------------------------------------------------------------------
 
@@ -311,31 +322,30 @@ class BlockCache:
 
         Returns how many there were.
         """
-        split = [(group, namespace.split(group, keys)) for group, keys in groups]
-        self._settle()
+        split = [(group, dict.fromkeys(namespace.split(group, keys))) for group, keys in groups]
+        tiering = self.blocks.tiering
         dropped = 0
         for group, keys in split:
-            index = namespace.index[group]
-            blocks = [index[key] for key in dict.fromkeys(keys) if key in index]
-            readable = [block.key for block in blocks if block.state is READY]
-            self._blocks.drop(blocks)
+            index = self.blocks.index[namespace][group]
+            found = [index[key] for key in keys if key in index]
+            readable = [block.key for block in found if block.state is READY]
+            self.blocks.drop(found)
             if readable:
                 self._listener.removed(namespace, group, readable)
-            dropped += len(blocks)
-            if self._tiering is not None:
-                gone = dict.fromkeys(keys)
-                own = {block.key for block in blocks}
-                dropped += sum(key not in own and self._tiering.has(namespace, group, key) for key in gone)
-                self._tiering.forget(namespace, group, gone)
+            dropped += len(found)
+            if tiering is not None:
+                in_pool = {block.key for block in found}
+                dropped += sum(key not in in_pool and tiering.has(namespace, group, key) for key in keys)
+                tiering.forget(namespace, group, keys)
         return dropped
 
-    def give_up(self, blocks: Iterable[Block]) -> None:
-        """Drop those of the blocks that are incomplete: nobody will complete them. What a tier has of them stays."""
-        self._blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING])
+    def drop_incomplete(self, blocks: Iterable[Block]) -> None:
+        """Drop those of the blocks that lack a shard: nobody will complete them. What a tier has of them stays."""
+        self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING])
 
     def reset(self, namespace: Namespace) -> int:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
-        self._lookups.end([lease for lease in self.leases if lease.namespace is namespace])
+        self._end([lease for lease in self.leases if lease.namespace is namespace])
         return self.clear(namespace)
 
     def clear(self, namespace: Namespace | None = None) -> int:
@@ -343,48 +353,23 @@ class BlockCache:
 
         Returns how many there were.
         """
-        self._settle()
+        tiering = self.blocks.tiering
         dropped = 0
         for one in [namespace] if namespace is not None else self.namespaces:
-            blocks = [block for index in one.index for block in index.values()]
-            if self._tiering is not None:
-                both = sum(self._tiering.has(one, block.group, block.key) for block in blocks)
-                dropped += self._tiering.forget_all(one) - both
-            self._blocks.drop(blocks)
+            found = [block for index in self.blocks.index[one] for block in index.values()]
+            if tiering is not None:
+                in_both = sum(tiering.has(one, block.group, block.key) for block in found)
+                dropped += tiering.forget_all(one) - in_both
+            self.blocks.drop(found)
             self._listener.cleared(one)
-            dropped += len(blocks)
+            dropped += len(found)
         return dropped
-
-    # --- books -----------------------------------------------------------------------------------
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Blocks under a lease or a running load."""
-        self._settle()
-        return self._blocks.pinned_blocks
 
     def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""
-        self._settle()
         writing, ready, leaving = (
             sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
             for state in (WRITING, READY, LEAVING)
         )
-        return PoolUsage(
-            self.slots.free_bytes, writing, ready, leaving, self._blocks.pinned_bytes, self._blocks.quarantined_bytes
-        )
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where an invariant is broken. Looks at every block: for tests and the simulator."""
-        balance = self.pool_usage()
-        audit(
-            self.slots,
-            self.policy,
-            self._blocks,
-            self.namespaces,
-            self.leases,
-            self._stores,
-            self._loads,
-            self.exchange.writes,
-            balance,
-        )
+        blocks = self.blocks
+        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, blocks.pinned_bytes, blocks.quarantined_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from kvoffd.cache.block import Block, BlockState
+from kvoffd.cache.namespace import Block, BlockState
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.pool.pool import Pool
 

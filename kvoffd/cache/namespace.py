@@ -1,25 +1,88 @@
-"""A namespace: engines whose bytes are interchangeable, with its own index."""
+"""What the pool holds: blocks, each made of one shard per rank, and the namespaces that they belong to.
+
+Here is what is known of each. ``blocks`` says how they change: only it writes a block's state, pins and shards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
-from kvoffd.cache.block import Block, BlockState
 from kvoffd.cache.key_states import KeyStates
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd.pool.records import NamespaceRecord
+from kvoffd_proto import messages
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
-_INDEXED = (BlockState.WRITING, BlockState.READY)
+
+class BlockState(IntEnum):
+    """Where a block is in its life; see ``blocks`` for the transitions. Lookups answer with the first three.
+
+    A block that is brought up from a tier is WRITING, and lookups call it PENDING.
+    """
+
+    ABSENT = messages.ABSENT
+    """In no index and without slots: new, or gone."""
+    WRITING = messages.WRITING
+    """In the index, but a shard is missing or not completely written."""
+    READY = messages.READY
+    """In the index, all shards written: may be read, and evicted when nothing pins it."""
+    LEAVING = 4
+    """Out of the index for good, its slots still held by a pin or a running write."""
+
+
+class Shard:
+    """One rank's part of a block, in its slot."""
+
+    __slots__ = ("checksum", "corrupt", "first_block", "offset", "slot_bytes", "verified", "written")
+
+    def __init__(self, offset: int, slot_bytes: int) -> None:
+        self.offset = offset
+        self.slot_bytes = slot_bytes
+        self.first_block = 0
+        """Engine blocks at the start of the key that were left out; the written range begins behind them."""
+        self.written = False
+        """False while a store writes the shard, and only then."""
+        self.checksum = 0
+        """Checksum of the bytes that were stored; 0 while they are written, or where none was taken."""
+        self.verified = True
+        """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum."""
+        self.corrupt = False
+        """The bytes are not those that were stored: nobody may read them, and the slot is never used again."""
+
+
+class Block:
+    """What one key names. Compared by identity: a key that is stored anew is another block."""
+
+    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state")
+
+    def __init__(self, namespace: Namespace, group: int, key: bytes) -> None:
+        self.namespace = namespace
+        self.group = group
+        self.key = key
+        self.state = BlockState.ABSENT
+        self.pins = 0
+        """Leases, operators, running loads and demotions that need the bytes to stay."""
+        self.shards: dict[int, Shard] = {}
+        """By rank: the shards that are written or being written."""
+        self.missing = namespace.world_size
+        """Shards that are not written yet; 0 makes the block ready."""
+        self.slot_bytes = 0
+        """Pool bytes of all its slots."""
+
+    @property
+    def writers(self) -> int:
+        """Stores that are writing a shard of the block now."""
+        return len(self.shards) + self.missing - self.namespace.world_size
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened in a namespace since it was opened. The bytes are counted by who copies them."""
+    """What happened in a namespace since it was opened. Who copies the bytes counts them."""
 
     lookups: int = 0
     keys_asked: int = 0
@@ -35,7 +98,7 @@ class Counters:
 
 
 class Namespace:
-    """Geometry, index and books of one fingerprint. Compared by identity; it is never closed."""
+    """Geometry and counts of one fingerprint. Compared by identity; it is never closed."""
 
     def __init__(
         self,
@@ -53,19 +116,17 @@ class Namespace:
         self.groups = tuple(groups)
         self.description = description
         self.counters = Counters()
-        self.index: tuple[dict[bytes, Block], ...] = tuple({} for _ in self.groups)
-        """By group: the blocks that are being written or ready."""
         self.blocks_in = [0] * (max(BlockState) + 1)
         """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
         self.bytes_in = [0] * (max(BlockState) + 1)
         """By state, the pool bytes of its blocks."""
+        self.key_states = tuple(KeyStates(key_bytes) for _ in self.groups)
+        """By group: the states of the keys in the index."""
+        self.nodes: dict[int, int | None] = {}
+        """By rank, the NUMA node that its last store asked slots on: what comes up from a tier goes there too."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
-        self.nodes: dict[int, int | None] = {}
-        """By rank, the NUMA node that its last store wanted its slots on: what comes up from a tier goes there too."""
-        self._states = tuple(KeyStates(key_bytes) for _ in self.groups)
-        """By group: the states of the blocks in the index, which only ``move`` and ``move_all`` change."""
         self._key_type = np.dtype((np.void, key_bytes))
 
     @property
@@ -75,7 +136,7 @@ class Namespace:
 
     @property
     def ready_bytes(self) -> int:
-        """Pool bytes of those blocks."""
+        """Pool bytes of the blocks that can be read."""
         return self.bytes_in[BlockState.READY]
 
     @property
@@ -109,11 +170,7 @@ class Namespace:
     def states_of(self, group: int, keys: bytes) -> bytes:
         """ABSENT, WRITING or READY, one byte a key. Raises BadGeometry, BadKeys."""
         self.check_keys(group, keys)
-        return self._states[group].of(keys)
-
-    def indexed(self, group: int) -> int:
-        """Keys that ``states_of`` does not call absent."""
-        return len(self._states[group])
+        return self.key_states[group].of(keys)
 
     def split(self, group: int, keys: bytes, *, distinct: bool = False) -> list[bytes]:
         """Cut ``keys`` of ``group`` into single keys.
@@ -133,7 +190,7 @@ class Namespace:
         return self._shard_bytes[rank]
 
     def shards(self, rank: int) -> tuple[ShardSpec, ...] | None:
-        """By group, what that rank's shard of a block is made of; None where nobody told."""
+        """By group, what that rank's shard of a block is made of; None where no worker described it."""
         return self._shards[rank]
 
     def describe_shards(self, rank: int, shards: Sequence[ShardSpec]) -> bool:
@@ -142,12 +199,12 @@ class Namespace:
         Nothing is decided by it: engines that agree on a shard's bytes may differ in what they call its layers.
         """
         known = self._shards[rank]
-        if known is not None and (_told(known) or not _told(shards)):
+        if known is not None and (_names_layers(known) or not _names_layers(shards)):
             return False
         self._shards[rank] = tuple(shards)
         return True
 
-    def facts(self) -> NamespaceRecord:
+    def record(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
         return NamespaceRecord(
             self.fingerprint,
@@ -192,27 +249,7 @@ class Namespace:
         self.check_group(group)
         return sizes[group]
 
-    def move(self, block: Block, state: BlockState) -> None:
-        """Take a block of this namespace to another state, in the books too. In the index it must be by now."""
-        self.move_all([block], block.state, state)
 
-    def move_all(self, blocks: Sequence[Block], before: BlockState, state: BlockState) -> None:
-        """As ``move``, for blocks of one group that are all in the state ``before``."""
-        if not blocks:
-            return
-        nbytes = 0
-        for block in blocks:
-            nbytes += block.slot_bytes
-            block.state = state
-        self.blocks_in[before] -= len(blocks)
-        self.bytes_in[before] -= nbytes
-        self.blocks_in[state] += len(blocks)
-        self.bytes_in[state] += nbytes
-        if before in _INDEXED or state in _INDEXED:
-            keys = b"".join([block.key for block in blocks])
-            self._states[blocks[0].group].set(keys, state if state in _INDEXED else BlockState.ABSENT)
-
-
-def _told(shards: Sequence[ShardSpec]) -> bool:
+def _names_layers(shards: Sequence[ShardSpec]) -> bool:
     """Whether any layer has more than a size."""
     return any(page.layer is not None for shard in shards for page in shard.pages)

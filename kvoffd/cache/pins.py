@@ -1,72 +1,125 @@
-"""Pins of operators: blocks that stay though nobody reads them."""
+"""What keeps blocks where they are: leases of sessions, and tickets of running stores and loads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
 
-from kvoffd.cache.block import Block, BlockState
-from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.namespace import Namespace
-from kvoffd.errors import KvoffdError
-from kvoffd_proto.errors import ErrorCode
-
-MOST_OF_POOL = 2
-"""One part in so many may be pinned: engines must still find room."""
+from kvoffd.cache.namespace import Block, Namespace, Shard
 
 
-class OperatorPins:
-    """One pin each on ready blocks. It is the daemon's and not a session's: it lasts until it is taken back, until the
-    block is dropped, or until the daemon ends. A successor adopts the block without it.
-    """
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Read pins on the ready blocks of one lookup: one for each time a key was asked for, normally once."""
 
-    def __init__(self, blocks: Blocks, pool_bytes: int) -> None:
-        self._blocks = blocks
-        self._most_bytes = pool_bytes // MOST_OF_POOL
-
-    def __contains__(self, block: Block) -> bool:
-        return block in self._blocks.kept
+    lease_id: int
+    owner: int
+    """The session that asked."""
+    namespace: Namespace
+    deadline: float = 0.0
+    """Time of the clock, in seconds, from which the lease may be ended."""
+    blocks: dict[int, list[Block]] = field(default_factory=dict)
+    """By group, in the order of the request: root first."""
+    loaded_ranks: set[int] = field(default_factory=set)
+    """Ranks that have loaded under the lease."""
 
     @property
-    def blocks(self) -> list[Block]:
-        """Those that are pinned, the earliest first."""
-        return list(self._blocks.kept)
+    def pinned(self) -> int:
+        """Pins under the lease."""
+        return sum(map(len, self.blocks.values()))
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Pool bytes of these blocks."""
-        return sum(block.slot_bytes for block in self._blocks.kept)
+    def by_key(self, group: int) -> dict[bytes, Block]:
+        """The lease's blocks of one group. Made on each call: most leases are read once, by one load."""
+        return {block.key: block for block in self.blocks.get(group, ())}
 
-    def pin(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> int:
-        """Pin those of the keys that are ready; returns how many were not pinned before.
 
-        Raises:
-            KvoffdError: NOT_READY, one of them is not; NO_ROOM, together they would be more than may be pinned.
-        """
-        found = [namespace.index[group].get(key) for key in dict.fromkeys(keys)]
-        fresh = [block for block in found if block is not None and block.state is BlockState.READY]
-        if len(fresh) < len(found):
-            raise KvoffdError(
-                f"{len(found) - len(fresh)} of the {len(found)} blocks are not in the pool, or not completely; only "
-                "ready ones can be pinned.",
-                ErrorCode.NOT_READY,
-            )
-        fresh = [block for block in fresh if block not in self._blocks.kept]
-        wanted = self.pinned_bytes + sum(block.slot_bytes for block in fresh)
-        if wanted > self._most_bytes:
-            raise KvoffdError(
-                f"{wanted} bytes would be pinned by operators, and {self._most_bytes} may be, half of the pool; unpin "
-                "others first.",
-                ErrorCode.NO_ROOM,
-            )
-        self._blocks.kept.update(dict.fromkeys(fresh))
-        self._blocks.pin(fresh)
-        return len(fresh)
+class LeaseTable:
+    """The live leases, by id and by owner. All have the same time to live, so the dict is in order of deadline."""
 
-    def unpin(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> int:
-        """Take pins back; returns how many there were. Keys without one are no error."""
-        found = [namespace.index[group].get(key) for key in dict.fromkeys(keys)]
-        kept = [block for block in found if block is not None and block in self._blocks.kept]
-        for block in kept:
-            del self._blocks.kept[block]
-        self._blocks.unpin(kept)
-        return len(kept)
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._leases: dict[int, Lease] = {}
+        self._by_owner: dict[int, set[int]] = {}
+
+    def add(self, lease: Lease, now: float) -> None:
+        """Enter a new lease, alive until ``now`` plus the time to live."""
+        assert lease.lease_id not in self._leases
+        lease.deadline = now + self._ttl_s
+        self._leases[lease.lease_id] = lease
+        self._by_owner.setdefault(lease.owner, set()).add(lease.lease_id)
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease, if it is alive."""
+        return self._leases.get(lease_id)
+
+    def owned(self, owner: int, lease_id: int) -> Lease | None:
+        """The lease, if it is alive and belongs to ``owner``."""
+        lease = self._leases.get(lease_id)
+        return lease if lease is not None and lease.owner == owner else None
+
+    def renew(self, lease: Lease, now: float) -> None:
+        """Put the deadline off, and the lease to the end of the order."""
+        lease.deadline = now + self._ttl_s
+        self._leases[lease.lease_id] = self._leases.pop(lease.lease_id)
+
+    def remove(self, lease: Lease) -> None:
+        """Remove a lease that ended."""
+        del self._leases[lease.lease_id]
+        owned = self._by_owner[lease.owner]
+        owned.remove(lease.lease_id)
+        if not owned:
+            del self._by_owner[lease.owner]
+
+    def overdue(self, now: float) -> list[Lease]:
+        """Leases whose deadline has come."""
+        return list(takewhile(lambda lease: lease.deadline <= now, self._leases.values()))
+
+    def of_owner(self, owner: int) -> list[Lease]:
+        """The owner's leases."""
+        return [self._leases[lease_id] for lease_id in self._by_owner.get(owner, ())]
+
+    def count_of(self, owner: int) -> int:
+        """Number of the owner's leases."""
+        return len(self._by_owner.get(owner, ()))
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+
+@dataclass(slots=True, eq=False)
+class StoreTicket:
+    """One group of a running store. Indices count the keys of the request; keys in neither list are present already."""
+
+    namespace: Namespace
+    rank: int
+    group: int
+    copy: list[int] = field(default_factory=list)
+    """Indices of the keys to copy, ascending."""
+    offsets: list[int] = field(default_factory=list)
+    """Pool offset in bytes of the slot for each key to copy."""
+    dropped: list[int] = field(default_factory=list)
+    """Indices of the keys that found no room, ascending."""
+    blocks: list[Block] = field(default_factory=list)
+    """The block for each key to copy; this rank's shard of it belongs to the ticket until its end."""
+    present: list[Block] = field(default_factory=list)
+    """Blocks of the job that were there before, not to be evicted for its other keys."""
+    checksums: list[int] = field(default_factory=list)
+    """Checksum of the shard for each key to copy, set before the ticket is committed; empty where none are taken."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadTicket:
+    """One group of a running load. Its blocks stay until its end, whatever becomes of the lease."""
+
+    namespace: Namespace
+    rank: int
+    lease_id: int
+    blocks: list[Block]
+    offsets: list[int]
+    """Pool offset in bytes of the slot of each key."""
+    shards: list[Shard]
+    """The shard of each key."""

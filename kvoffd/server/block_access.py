@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.ticket import StoreTicket
+from kvoffd.cache.pins import StoreTicket
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, OutOfBounds
 from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
 from kvoffd.server.session import Session
@@ -262,7 +262,7 @@ class PutRunner:
         for number in lacking:
             states[number] = PUT_NO_ROOM
         if lacking:
-            self._cache.give_up(
+            self._cache.drop_incomplete(
                 block
                 for ticket in put.tickets
                 for number, block in zip(ticket.copy, ticket.blocks, strict=True)

@@ -12,15 +12,14 @@ from enum import StrEnum
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.listener import TierEvents
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.format import digest
 from kvoffd.pool.pool import Pool
 from kvoffd.server.report import filled
 from kvoffd.settings import DiskSize
-from kvoffd.tiering.demotion import WriteMode
-from kvoffd.tiering.manager import TieringManager, TieringSettings
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.manager import TierEvents, TieringManager
 from kvoffd.tiers.disk.errors import OpeningStopped
 from kvoffd.tiers.disk.tier import DiskTier
 from kvoffd.tiers.tier import TierListener, TierStats

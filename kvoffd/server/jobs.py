@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.cache.ticket import LoadTicket, StoreTicket
+from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.errors import BadBlockIds, BadKeys, NotReady
 from kvoffd.observe.meters import RateMeter
 from kvoffd.server.registration import Registration
@@ -229,7 +229,7 @@ class JobRunner:
             if ticket.blocks:
                 job.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
             # So that others may store these keys, elsewhere in the pool.
-            self._cache.give_up(ticket.blocks)
+            self._cache.drop_incomplete(ticket.blocks)
         self._answer(job, ErrorCode.SESSION_ENDED if job.session.ended else ErrorCode.DEADLINE, 0)
         job.session.job_hangs(job)
 
@@ -302,7 +302,7 @@ class JobRunner:
         every = self._verify_due >= 1.0
         self._verify_due -= every
         integrity = self._cache.integrity
-        job.looks = [look for ticket in job.load_tickets for look in integrity.looks_of_load(ticket, every)]
+        job.looks = [look for ticket in job.load_tickets for look in integrity.checks_of_load(ticket, every)]
         if not job.looks:
             return None
         slots = [(look.offset, look.length) for look in job.looks]
@@ -312,7 +312,7 @@ class JobRunner:
         """Act on what the load's slots hashed to; False where it was given wrong bytes, or nearly was."""
         if job.inspection is not None and job.looks:
             for look, found in zip(job.looks, job.inspection.sums, strict=True):
-                if found and not self._cache.judge(look, found):
+                if found and not self._cache.integrity.apply(look, found):
                     logger.error("%s", wrong_bytes(look))
         if not self._cache.integrity.mismatches:
             return True

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-from kvoffd.cache.block import Block
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.session import Session
@@ -53,13 +52,13 @@ class BlockAccess:
         Raises BadGeometry, BadKeys for a prefix that is not hex digits.
         """
         namespace.check_group(group)
-        index = namespace.index[group]
+        index = self._cache.blocks.index[namespace][group]
         if not start:
             whole, odd = _prefix(prefix)
             if pinned:
                 found = [
                     block.key
-                    for block in self._cache.operator_pins.blocks
+                    for block in self._cache.blocks.operator_pinned
                     if block.namespace is namespace and block.group == group
                 ]
             else:

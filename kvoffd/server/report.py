@@ -50,7 +50,7 @@ class Reporter:
         """All counters."""
         service, cache = self._service, self._service.cache
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        pins = cache.operator_pins
+        operator_pinned = cache.blocks.operator_pinned
         return filled(
             m.StatsReply,
             service,
@@ -65,6 +65,7 @@ class Reporter:
             load=self._direction(Direction.LOAD),
             lookup_latency=service.lookup_latency.summary(),
             leases=len(cache.leases),
+            pinned_blocks=cache.blocks.pinned_blocks,
             sessions=len(self._shown_sessions()),
             lookups_per_second=service.lookup_rate.per_second(),
             errors=dict(service.errors),
@@ -76,7 +77,13 @@ class Reporter:
                 for namespace in cache.namespaces
             ],
             integrity=filled(m.IntegrityStats, cache.integrity),
-            blocks=filled(m.BlockAccessStats, pins, service.desk, service.puts, pinned_blocks=len(pins.blocks)),
+            blocks=filled(
+                m.BlockAccessStats,
+                service.desk,
+                service.puts,
+                pinned_blocks=len(operator_pinned),
+                pinned_bytes=cache.operator_pinned_bytes,
+            ),
             below=self._tiering(),
             disks=service.disks.report() if service.disks is not None else [],
         )

@@ -66,7 +66,7 @@ class Scrubber:
             nbytes = 0
             stop = min(len(run.offsets), run.done + _STEP_SLOTS)
             while run.done < stop and nbytes < STEP_BYTES:
-                found = integrity.looks_at(run.offsets[run.done : run.done + 1])
+                found = integrity.checks_at(run.offsets[run.done : run.done + 1])
                 looks += found
                 nbytes += sum(look.length for look in found)
                 run.done += 1
@@ -79,7 +79,7 @@ class Scrubber:
         """Act on what the slots of a step hash to."""
         run = self._run if self._run is not None and self._run.step else None
         for look, found in zip(looks, sums, strict=True):
-            sound = self._cache.judge(look, found)
+            sound = self._cache.integrity.apply(look, found)
             if not sound:
                 logger.error("%s", wrong_bytes(look))
             if run is not None:

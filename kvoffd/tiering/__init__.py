@@ -1,1 +1,46 @@
-"""Between the pool and the tiers below it: what goes down and when, what comes up again, and how much at once."""
+"""Between the pool and the tiers below it: what is written to a tier and when, what is brought up, how much at once.
+
+Here are the settings; ``manager`` has the whole, ``demotion`` and ``promotion`` the two directions, and ``transfers``
+what both do to the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WriteMode(StrEnum):
+    """What is written to a tier."""
+
+    ALWAYS = "always"
+    """Every block, as soon as it is ready."""
+    REUSE = "reuse"
+    """A block that was found by a lookup, so that it has been of use twice; and while the tier is idle, what is next to
+    be evicted."""
+    EVICT = "evict"
+    """What is next to be evicted."""
+    NEVER = "never"
+    """Nothing. The tier is only read."""
+
+
+@dataclass(frozen=True)
+class TieringSettings:
+    """How much may happen at once.
+
+    Attributes:
+        mode: what is written.
+        per_day_bytes, per_second_bytes: bounds on writing; 0 for none.
+        deadline_s: a block that was requested and is not up after so many seconds is absent.
+        max_promoting_bytes: bound on the pool bytes that promotions hold, beside an eighth of the pool.
+        max_writing_bytes: bound on the bytes that are being written, beside a sixteenth of the pool.
+        trickle_bytes: what is written from one tick to the next while engines copy, which goes first.
+    """
+
+    mode: WriteMode = WriteMode.REUSE
+    per_day_bytes: int = 0
+    per_second_bytes: int = 0
+    deadline_s: float = 5.0
+    max_promoting_bytes: int = 2**30
+    max_writing_bytes: int = 16 * 2**20
+    trickle_bytes: int = 8 * 2**20

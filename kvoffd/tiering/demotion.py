@@ -3,44 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 from itertools import islice
 
-from kvoffd.cache.block import Block, BlockState
-from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.tiering.budget import WriteBudget
-from kvoffd.tiering.transfers import TierTransfers, WriteTicket, copy_of
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Block, BlockState
+from kvoffd.tiering import WriteMode
+from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block
 from kvoffd.tiers.tier import Tier, TierResult
 
 MAX_COLD_BLOCKS = 1024
-"""Blocks at the cold end that are looked at in one tick."""
-LEAST_SWEPT = 1024
-"""Blocks that may wait before those that have left the pool are looked for among them."""
+"""Blocks at the cold end of the policy's order that are looked at in one tick."""
+MIN_SWEPT_BLOCKS = 1024
+"""Blocks that may wait before those that have left the pool are removed from among them."""
+DAY_S = 86_400.0
+SAVED_SHARE = 1 / 8
+"""Share of a day's bytes that may be saved up and written at once."""
+RATE_SAVED_S = 0.25
+"""Seconds of the rate that may be saved up."""
 
 
-class WriteMode(StrEnum):
-    """What is written."""
+class _TokenBucket:
+    """Fills at a rate up to a bound. What is larger than the bound takes it below 0, which is filled up first."""
 
-    ALWAYS = "always"
-    """Every block, as soon as it is ready."""
-    REUSE = "reuse"
-    """A block that was found by a lookup, so that it has been of use twice; and while nothing else is to be done, what
-    is next to be evicted."""
-    EVICT = "evict"
-    """What is next to be evicted."""
-    NEVER = "never"
-    """Nothing: what is there is read, and that is all."""
+    def __init__(self, bytes_per_second: float, bound: float, now: float) -> None:
+        self._rate = bytes_per_second
+        self._bound = bound
+        self._level = bound
+        self._filled_at = now
+
+    def level(self, now: float) -> float:
+        self._level = min(self._bound, self._level + self._rate * max(0.0, now - self._filled_at))
+        self._filled_at = now
+        return self._level
+
+    def allows(self, nbytes: int, now: float) -> bool:
+        return self.level(now) >= min(nbytes, self._bound)
+
+    def take(self, nbytes: int) -> None:
+        self._level -= nbytes
+
+
+class WriteBudget:
+    """Bytes per day and per second that may be written; 0 is no limit. No 24 hours see more than the day's bytes.
+
+    Flash wears out, and a disk that writes reads slowly.
+    """
+
+    def __init__(self, per_day_bytes: int, per_second_bytes: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        now = clock()
+        saved = per_day_bytes * SAVED_SHARE
+        self._day = _TokenBucket((per_day_bytes - saved) / DAY_S, saved, now) if per_day_bytes else None
+        second = _TokenBucket(per_second_bytes, per_second_bytes * RATE_SAVED_S, now) if per_second_bytes else None
+        self._buckets = [bucket for bucket in (self._day, second) if bucket is not None]
+
+    def take(self, nbytes: int) -> bool:
+        """Take so many bytes out of both budgets, or none."""
+        now = self._clock()
+        if not all(bucket.allows(nbytes, now) for bucket in self._buckets):
+            return False
+        for bucket in self._buckets:
+            bucket.take(nbytes)
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Return bytes that were taken and not written."""
+        for bucket in self._buckets:
+            bucket.take(-nbytes)
+
+    @property
+    def spent(self) -> bool:
+        """Whether it is the day's bytes that do not suffice for anything now."""
+        return self._day is not None and self._day.level(self._clock()) <= 0
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What the day's budget allows to write now; None where it has no limit."""
+        return max(0, int(self._day.level(self._clock()))) if self._day is not None else None
 
 
 class Demoter:
-    """Blocks that must go down wait in order; those at the policy's cold end follow when room in the pool is short.
+    """Writes blocks to a tier: first those that wait for it in order, then those at the cold end of the policy's order
+    when room in the pool is short.
 
     They are written ahead of their eviction, so that no eviction waits: a block that is evicted before its turn is
     gone.
 
     Args:
         under_way_bytes: bytes that may be read out of the pool at once, and are pinned that long.
-        cold_bytes: how much of the cold end is kept written, while less than twice of it is free.
         idle: whether nobody waits for the tier to read.
         engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
             interpreter from them.
@@ -49,33 +99,32 @@ class Demoter:
 
     def __init__(
         self,
-        exchange: TierTransfers,
+        cache: BlockCache,
+        transfers: TierTransfers,
         tier: Tier,
-        policy: EvictionPolicy,
-        free_bytes: Callable[[], int],
         mode: WriteMode,
         budget: WriteBudget,
         under_way_bytes: int,
-        cold_bytes: int,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
         trickle_bytes: int,
     ) -> None:
-        self._exchange = exchange
+        self._policy = cache.policy
+        self._slots = cache.slots
+        self._transfers = transfers
         self._tier = tier
-        self._policy = policy
-        self._free_bytes = free_bytes
         self.mode = mode
         self.budget = budget
         self._under_way_limit = under_way_bytes
-        self._cold_bytes = cold_bytes
+        self._cold_bytes = cache.slots.pool_bytes // 16
+        """How much of the cold end is kept written, while less than twice of it is free."""
         self._idle = idle
         self._engines_busy = engines_busy
-        self._trickle_bytes = self._allowance = trickle_bytes
-        self._due: dict[Block, None] = {}
-        self._swept_at = LEAST_SWEPT
+        self._trickle_bytes = self._trickle_left = trickle_bytes
+        self._waiting: dict[Block, None] = {}
+        self._sweep_at = MIN_SWEPT_BLOCKS
         self._cold: dict[Block, None] = {}
-        self._moving: dict[Block, WriteTicket] = {}
+        self._under_way: dict[Block, Demotion] = {}
         self.under_way_bytes = 0
         self.written_blocks = 0
         self.written_bytes = 0
@@ -85,112 +134,113 @@ class Demoter:
     @property
     def busy(self) -> bool:
         """Whether anything is being written."""
-        return bool(self._moving)
+        return bool(self._under_way)
 
     @property
     def waiting_blocks(self) -> int:
         """Blocks that wait for being written."""
-        return len(self._due)
+        return len(self._waiting)
 
     def stored(self, blocks: Iterable[Block]) -> None:
-        """These became ready."""
+        """Note blocks that became ready."""
         if self.mode is WriteMode.ALWAYS:
-            self._due.update(dict.fromkeys(blocks))
+            self._waiting.update(dict.fromkeys(blocks))
 
     def used(self, blocks: Sequence[Block]) -> None:
-        """These were found by a lookup."""
+        """Note blocks of one group that a lookup found."""
         if self.mode is not WriteMode.REUSE or not blocks:
             return
         index = self._tier.index(blocks[0].namespace.fingerprint, blocks[0].group)
-        self._due.update(dict.fromkeys([block for block in blocks if block.key not in index]))
+        self._waiting.update(dict.fromkeys([block for block in blocks if block.key not in index]))
 
     def stop(self) -> None:
         """Begin nothing any more."""
         self.mode = WriteMode.NEVER
-        self._due.clear()
+        self._waiting.clear()
         self._cold.clear()
 
     def tick(self) -> None:
         """Look at the cold end, and go on."""
         self._cold.clear()
         self._sweep()
-        if self.mode is not WriteMode.NEVER and self._free_bytes() < 2 * self._cold_bytes:
+        if self.mode is not WriteMode.NEVER and self._slots.free_bytes < 2 * self._cold_bytes:
             nbytes = 0
             for block in islice(self._policy.candidates(), MAX_COLD_BLOCKS):
-                if not self._is_there(block):
+                if not self._in_tier(block):
                     self._cold[block] = None
                 nbytes += block.slot_bytes
                 if nbytes >= self._cold_bytes:
                     break
-        self._allowance = self._trickle_bytes
+        self._trickle_left = self._trickle_bytes
         self.pump()
 
     def pump(self) -> None:
-        """Begin what may begin now."""
+        """Begin to write what may be written now."""
         busy = self._engines_busy()
-        while self.under_way_bytes < self._under_way_limit and (not busy or self._allowance > 0):
+        while self.under_way_bytes < self._under_way_limit and (not busy or self._trickle_left > 0):
             block = self._next()
             if block is None:
                 return
-            nbytes = copy_of(block).nbytes
+            nbytes = tier_block(block).nbytes
             if not self.budget.take(nbytes):
                 self._over_budget(block)
                 return
-            ticket = self._exchange.begin_write(block)
-            if ticket is None:
+            demotion = self._transfers.begin_demotion(block)
+            if demotion is None:
                 continue
-            if not self._tier.write(ticket.copy, ticket.offsets, self._on_done(ticket)):
+            if not self._tier.write(demotion.copy, demotion.offsets, self._on_done(demotion)):
                 self.budget.give_back(nbytes)
-                self._exchange.end_write(ticket)
-                if self._moving:  # there were too many at once
-                    self._due[block] = None
+                self._transfers.end_demotion(demotion)
+                if self._under_way:  # there were too many at once
+                    self._waiting[block] = None
                 return
-            self._moving[block] = ticket
+            self._under_way[block] = demotion
             self.under_way_bytes += nbytes
-            self._allowance -= nbytes if busy else 0
+            self._trickle_left -= nbytes if busy else 0
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Let go of blocks that left the pool before their turn: where a tier hangs, no turn comes."""
-        if len(self._due) > self._swept_at:
-            self._due = {block: None for block in self._due if block.state is BlockState.READY}
-            self._swept_at = 2 * len(self._due) + LEAST_SWEPT
+        """Remove waiting blocks that left the pool before their turn: where a tier hangs, no turn comes."""
+        if len(self._waiting) > self._sweep_at:
+            self._waiting = {block: None for block in self._waiting if block.state is BlockState.READY}
+            self._sweep_at = 2 * len(self._waiting) + MIN_SWEPT_BLOCKS
 
     def _next(self) -> Block | None:
-        """The next block to write, taken out of where it waits."""
-        while self._due:
-            block = next(iter(self._due))
-            del self._due[block]
-            if block.state is BlockState.READY and not self._is_there(block):
+        """Remove and return the next block to write."""
+        while self._waiting:
+            block = next(iter(self._waiting))
+            del self._waiting[block]
+            if block.state is BlockState.READY and not self._in_tier(block):
                 return block
         while self._cold and (self.mode is not WriteMode.REUSE or self._idle()):
             block = next(iter(self._cold))
             del self._cold[block]
-            if block.state is BlockState.READY and not self._is_there(block):
+            if block.state is BlockState.READY and not self._in_tier(block):
                 return block
         return None
 
-    def _is_there(self, block: Block) -> bool:
-        return block in self._moving or block.key in self._tier.index(block.namespace.fingerprint, block.group)
+    def _in_tier(self, block: Block) -> bool:
+        """Whether the tier has the block, or is being given it."""
+        return block in self._under_way or block.key in self._tier.index(block.namespace.fingerprint, block.group)
 
     def _over_budget(self, block: Block) -> None:
         self.over_budget += 1
         if self.budget.spent:
-            self._due.clear()  # they will be due again when they are used again, or as the next to be evicted
+            self._waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
             self._cold.clear()
         else:
-            self._due[block] = None
+            self._waiting[block] = None
 
-    def _on_done(self, ticket: WriteTicket) -> Callable[[TierResult], None]:
+    def _on_done(self, demotion: Demotion) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:
             if result is TierResult.DONE:
                 self.written_blocks += 1
-                self.written_bytes += ticket.copy.nbytes
-            del self._moving[ticket.block]
-            self.under_way_bytes -= ticket.copy.nbytes
-            if not self._exchange.end_write(ticket) and result is TierResult.DONE:
-                self._tier.remove([ticket.copy.id])
+                self.written_bytes += demotion.copy.nbytes
+            del self._under_way[demotion.block]
+            self.under_way_bytes -= demotion.copy.nbytes
+            if not self._transfers.end_demotion(demotion) and result is TierResult.DONE:
+                self._tier.remove([demotion.copy.id])
             self.pump()
 
         return done

@@ -1,72 +1,115 @@
-"""Brings blocks up from a tier when they were asked for: a bounded queue, a bounded number under way, a deadline."""
+"""Which of the keys that a lookup asked for are brought up from a tier, and bringing them up.
+
+There is a bounded queue, a bound on the bytes under way, and a deadline.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
+from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
 MAX_BATCH = 64
 """Blocks whose slots are taken together, so that neighbours in the queue are neighbours in the pool."""
 SPEED_SAMPLE_S = 0.05
 """Reading is timed over at least this long."""
-SPEED_MEMORY = 0.7
-"""Weight of what was measured before."""
+OLD_SPEED_WEIGHT = 0.7
+"""Weight of what was measured before in the speed."""
+
+
+def prefix_run(states: bytes, keys: Sequence[bytes], available: Callable[[bytes], bool]) -> list[int]:
+    """Places of the keys that continue the run of ready ones at the start: those not ready, up to the first gap."""
+    places: list[int] = []
+    start = len(states) - len(states.lstrip(bytes([READY])))
+    for place in range(start, len(keys)):
+        if states[place] == READY:
+            continue
+        if not available(keys[place]):
+            break
+        places.append(place)
+    return places
+
+
+def run_end(states: bytes | bytearray) -> int:
+    """Keys in the unbroken run from the start that are ready, or will be."""
+    return len(states) - len(states.lstrip(bytes([READY, PENDING])))
+
+
+def window_run(
+    states: bytes, keys: Sequence[bytes], spec: GroupSpec, limit: int, available: Callable[[bytes], bool]
+) -> list[int]:
+    """Places of the keys of the last whole window that ends within the first ``limit`` keys: those not ready.
+
+    An engine with a sliding window needs its last blocks only, and takes the last place where all of them are there;
+    one with a recurrent state needs one.
+    """
+    needed = max(1, -(-spec.window_tokens // spec.tokens_per_block)) if spec.tokens_per_block else len(keys)
+    run = 0
+    for place in range(min(limit, len(keys)) - 1, -1, -1):
+        run = run + 1 if states[place] == READY or available(keys[place]) else 0
+        if run == needed or (run and not place):
+            return [at for at in range(place, place + run) if states[at] != READY]
+    return []
 
 
 @dataclass(slots=True, eq=False)
 class PromotionRequest:
-    """A block that was asked for."""
+    """A block that a lookup asked for."""
 
     namespace: Namespace
     source: TierBlock
     nbytes: int
-    """Of its slots in the pool."""
+    """Bytes of its slots in the pool."""
     deadline: float
     promotion: Promotion | None = None
-    """None while it waits."""
+    """None while the request waits."""
 
 
 class Promoter:
-    """What is wanted waits in order; ``pump`` begins as much as the bound on bytes under way allows.
+    """Requests wait in order; ``pump`` begins as many as the bound on bytes under way allows.
 
     Args:
         under_way_bytes: pool bytes that promotions may hold at once. A larger block goes alone. What was given up and
             has not ended, as on a device that hangs, may hold as much again: others go on meanwhile.
-        wanted_bytes: bytes that may be under way and wait, together; what is asked for beyond is absent.
-        deadline_s: what is not up after so many seconds is absent again.
+        deadline_s: a block that is not up after so many seconds is absent again.
     """
 
     def __init__(
         self,
-        exchange: TierTransfers,
+        cache: BlockCache,
+        transfers: TierTransfers,
         tier: Tier,
         clock: Callable[[], float],
         under_way_bytes: int,
-        wanted_bytes: int,
         deadline_s: float,
     ) -> None:
-        self._exchange = exchange
+        self._cache = cache
+        self._transfers = transfers
         self._tier = tier
         self._clock = clock
         self._under_way_limit = under_way_bytes
-        self._wanted_limit = wanted_bytes
+        self._requested_limit = cache.slots.pool_bytes // 2
+        """Bytes that may be under way and wait, together; what is asked for beyond is absent."""
         self._deadline_s = deadline_s
-        self._wanted: dict[tuple[Namespace, int], dict[bytes, PromotionRequest]] = {}
+        self._requests: dict[tuple[Namespace, int], dict[bytes, PromotionRequest]] = {}
+        """By namespace and group, and by key: blocks that come up, unless they were forgotten or are overdue."""
         self._queue: dict[PromotionRequest, None] = {}
-        self._moving: dict[PromotionRequest, None] = {}
+        self._under_way: dict[PromotionRequest, None] = {}
         self._given_up: set[PromotionRequest] = set()
+        """Requests under way that are overdue: the tier may still write into their slots."""
         self._given_up_bytes = 0
         self.queued_bytes = 0
         self.under_way_bytes = 0
         self.promoted_blocks = 0
         self.promoted_bytes = 0
         self.failures: Counter[str] = Counter()
-        """Blocks that were wanted and did not come up, by reason: a result of the tier, ``no_room``, ``overdue``."""
+        """Requested blocks that did not come up, by reason: a result of the tier, ``no_room``, ``overdue``."""
         self._stopped = False
         self._speed = 0.0
         self._sample_began = 0.0
@@ -74,13 +117,13 @@ class Promoter:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is wanted and not there yet."""
-        return bool(self._queue or self._moving or self._given_up)
+        """Whether any read is waiting or under way."""
+        return bool(self._queue or self._under_way or self._given_up)
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks that are wanted, and neither there nor given up."""
-        return len(self._queue) + len(self._moving)
+        """Blocks that wait or are under way."""
+        return len(self._queue) + len(self._under_way)
 
     @property
     def bytes_per_second(self) -> float:
@@ -89,44 +132,44 @@ class Promoter:
 
     @property
     def wait_s(self) -> float:
-        """How long it will take until all that is wanted is up, by that speed; 0 where that is not known."""
+        """How long it will take until all requested blocks are up, by that speed; 0 where that is not known."""
         awaited = self.queued_bytes + self.under_way_bytes - self._given_up_bytes
         return awaited / self._speed if self._speed else 0.0
 
-    def coming(self, namespace: Namespace, group: int) -> dict[bytes, PromotionRequest]:
-        """By key, what is wanted of a group. Not to be changed."""
-        return self._wanted.get((namespace, group), {})
+    def requested(self, namespace: Namespace, group: int) -> dict[bytes, PromotionRequest]:
+        """The requests of a group, by key. Not to be changed."""
+        return self._requests.get((namespace, group), {})
 
-    def want(self, namespace: Namespace, source: TierBlock) -> bool:
+    def request(self, namespace: Namespace, source: TierBlock) -> bool:
         """Queue a block that the pool does not have. False where it cannot be brought up now."""
         group = source.id.group
-        if source.id.key in self.coming(namespace, group):
+        if source.id.key in self.requested(namespace, group):
             return True
-        if not self._exchange.fits(namespace, source):
+        if not self._transfers.fits(namespace, source):
             return False
         nbytes = sum(namespace.slot_bytes(rank, group) for rank in range(namespace.world_size))
         held = self.queued_bytes + self.under_way_bytes
-        if held and held + nbytes > self._wanted_limit:
+        if held and held + nbytes > self._requested_limit:
             return False
-        wanted = PromotionRequest(namespace, source, nbytes, self._clock() + self._deadline_s)
-        self._wanted.setdefault((namespace, group), {})[source.id.key] = wanted
-        self._queue[wanted] = None
+        request = PromotionRequest(namespace, source, nbytes, self._clock() + self._deadline_s)
+        self._requests.setdefault((namespace, group), {})[source.id.key] = request
+        self._queue[request] = None
         self.queued_bytes += nbytes
         return True
 
     def forget(self, namespace: Namespace, group: int, key: bytes) -> None:
-        """It is not wanted any more. What is under way ends by itself and leaves nothing, if the cache dropped it."""
-        wanted = self._wanted.get((namespace, group), {}).get(key)
-        if wanted is not None:
-            self._unlist(wanted)
-            if wanted in self._queue:
-                self._leave_queue(wanted)
+        """Withdraw a request. What is under way ends by itself and leaves nothing, if the cache dropped it."""
+        request = self._requests.get((namespace, group), {}).get(key)
+        if request is not None:
+            self._withdraw(request)
+            if request in self._queue:
+                self._leave_queue(request)
 
     def forget_all(self, namespace: Namespace) -> None:
-        """Nothing of the namespace is wanted any more."""
-        for (space, group), listed in list(self._wanted.items()):
+        """Withdraw all requests of a namespace."""
+        for (space, group), requests in list(self._requests.items()):
             if space is namespace:
-                for key in list(listed):
+                for key in list(requests):
                     self.forget(namespace, group, key)
 
     def pump(self) -> None:
@@ -137,20 +180,20 @@ class Promoter:
                 return
             begun = {
                 promotion.source.id.key: promotion
-                for promotion in self._exchange.begin_promotion(namespace, group, [one.source for one in batch])
+                for promotion in self._transfers.begin_promotions(namespace, group, [one.source for one in batch])
             }
             full = False
-            for wanted in batch:
-                self._leave_queue(wanted)
-                promotion = begun.get(wanted.source.id.key)
+            for request in batch:
+                self._leave_queue(request)
+                promotion = begun.get(request.source.id.key)
                 if promotion is None:  # the pool has it by now, or no room
-                    self._unlist(wanted)
-                    if wanted.source.id.key not in namespace.index[group]:
+                    self._withdraw(request)
+                    if request.source.id.key not in self._cache.blocks.index[namespace][group]:
                         self.failures["no_room"] += 1
                     continue
-                full = full or not self._begin(wanted, promotion)
-                if full and wanted.promotion is None:
-                    self._put_back(wanted, promotion)
+                full = full or not self._begin(request, promotion)
+                if full and request.promotion is None:
+                    self._put_back(request, promotion)
             if full:
                 return
 
@@ -161,98 +204,97 @@ class Promoter:
     def tick(self) -> None:
         """Give up what is overdue, in the queue or under way."""
         now = self._clock()
-        for wanted in [one for one in self._queue if one.deadline <= now]:
-            self._leave_queue(wanted)
-            self._unlist(wanted)
+        for request in [one for one in self._queue if one.deadline <= now]:
+            self._leave_queue(request)
+            self._withdraw(request)
             self.failures["overdue"] += 1
-        for wanted in [one for one in self._moving if one.deadline <= now and one not in self._given_up]:
+        for request in [one for one in self._under_way if one.deadline <= now and one not in self._given_up]:
             # The tier may still write into its slots: they stay until it says that it does not.
-            self._given_up.add(wanted)
-            self._given_up_bytes += wanted.nbytes
-            self._unlist(wanted)
+            self._given_up.add(request)
+            self._given_up_bytes += request.nbytes
+            self._withdraw(request)
             self.failures["overdue"] += 1
-            assert wanted.promotion is not None
-            self._exchange.give_up(wanted.promotion)
+            assert request.promotion is not None
+            self._transfers.give_up_promotion(request.promotion)
         self.pump()
 
     # --- inside ----------------------------------------------------------------------------------
 
     def _next_batch(self) -> tuple[list[PromotionRequest], Namespace, int]:
-        """The first that wait, of one group, as many as may be under way now."""
+        """The first requests in the queue that are of one group, as many as may be under way now."""
         first = next(iter(self._queue))
         room = self._under_way_limit - self.under_way_bytes + min(self._given_up_bytes, self._under_way_limit)
         batch: list[PromotionRequest] = []
-        for wanted in self._queue:
-            same = wanted.namespace is first.namespace and wanted.source.id.group == first.source.id.group
-            alone = not (batch or self._moving)
-            if not same or len(batch) == MAX_BATCH or (wanted.nbytes > room and not alone):
+        for request in self._queue:
+            same = request.namespace is first.namespace and request.source.id.group == first.source.id.group
+            alone = not (batch or self._under_way)
+            if not same or len(batch) == MAX_BATCH or (request.nbytes > room and not alone):
                 break
-            batch.append(wanted)
-            room -= wanted.nbytes
+            batch.append(request)
+            room -= request.nbytes
         return batch, first.namespace, first.source.id.group
 
-    def _begin(self, wanted: PromotionRequest, promotion: Promotion) -> bool:
-        """Have the tier read into the slots; False where it does not now."""
-        source = wanted.source
-        if not self._tier.read(source.id, promotion.offsets, wanted.deadline, self._on_done(wanted)):
+    def _begin(self, request: PromotionRequest, promotion: Promotion) -> bool:
+        """Have the tier read into the slots; False where it does not take the read now."""
+        source = request.source
+        if not self._tier.read(source.id, promotion.offsets, request.deadline, self._on_done(request)):
             return False
-        if not self._moving:
+        if not self._under_way:
             self._sample_began, self._sample_bytes = self._clock(), 0
-        wanted.promotion = promotion
-        self._moving[wanted] = None
-        self.under_way_bytes += wanted.nbytes
+        request.promotion = promotion
+        self._under_way[request] = None
+        self.under_way_bytes += request.nbytes
         return True
 
-    def _put_back(self, wanted: PromotionRequest, promotion: Promotion) -> None:
-        """The tier does not read it now: it waits for its turn again, unless it has left the tier or that hangs."""
-        source = wanted.source
-        self._exchange.end_promotion(promotion, ok=False)
-        fingerprint, group, key = source.id
+    def _put_back(self, request: PromotionRequest, promotion: Promotion) -> None:
+        """Queue a request again whose read the tier did not take, unless the block has left the tier or that hangs."""
+        self._transfers.end_promotion(promotion, ok=False)
+        fingerprint, group, key = request.source.id
         if key in self._tier.readable(fingerprint, group):
-            self._queue[wanted] = None
-            self.queued_bytes += wanted.nbytes
+            self._queue[request] = None
+            self.queued_bytes += request.nbytes
         else:
-            self._unlist(wanted)
+            self._withdraw(request)
             hangs = key in self._tier.index(fingerprint, group)
             self.failures[(TierResult.DEADLINE if hangs else TierResult.GONE).value] += 1
 
-    def _on_done(self, wanted: PromotionRequest) -> Callable[[TierResult], None]:
+    def _on_done(self, request: PromotionRequest) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:
-            self._end(wanted, result)
+            self._end(request, result)
             self.pump()
 
         return done
 
-    def _end(self, wanted: PromotionRequest, result: TierResult) -> None:
-        assert wanted.promotion is not None
-        del self._moving[wanted]
-        self.under_way_bytes -= wanted.nbytes
-        self._unlist(wanted)
-        if self._exchange.end_promotion(wanted.promotion, result is TierResult.DONE):
+    def _end(self, request: PromotionRequest, result: TierResult) -> None:
+        assert request.promotion is not None
+        del self._under_way[request]
+        self.under_way_bytes -= request.nbytes
+        self._withdraw(request)
+        if self._transfers.end_promotion(request.promotion, result is TierResult.DONE):
             self.promoted_blocks += 1
-            self.promoted_bytes += wanted.source.nbytes
-        elif result is not TierResult.DONE and wanted not in self._given_up:
+            self.promoted_bytes += request.source.nbytes
+        elif result is not TierResult.DONE and request not in self._given_up:
             self.failures[result.value] += 1
-        if wanted in self._given_up:
-            self._given_up.remove(wanted)
-            self._given_up_bytes -= wanted.nbytes
+        if request in self._given_up:
+            self._given_up.remove(request)
+            self._given_up_bytes -= request.nbytes
         if result is TierResult.DONE:
-            self._time(wanted.source.nbytes)
+            self._measure_speed(request.source.nbytes)
 
-    def _time(self, nbytes: int) -> None:
+    def _measure_speed(self, nbytes: int) -> None:
         now = self._clock()
         self._sample_bytes += nbytes
         seconds = now - self._sample_began
-        if seconds >= SPEED_SAMPLE_S or not self._moving:
+        if seconds >= SPEED_SAMPLE_S or not self._under_way:
             speed = self._sample_bytes / max(seconds, 1e-4)
-            self._speed = SPEED_MEMORY * self._speed + (1 - SPEED_MEMORY) * speed if self._speed else speed
+            self._speed = OLD_SPEED_WEIGHT * self._speed + (1 - OLD_SPEED_WEIGHT) * speed if self._speed else speed
             self._sample_began, self._sample_bytes = now, 0
 
-    def _leave_queue(self, wanted: PromotionRequest) -> None:
-        del self._queue[wanted]
-        self.queued_bytes -= wanted.nbytes
+    def _leave_queue(self, request: PromotionRequest) -> None:
+        del self._queue[request]
+        self.queued_bytes -= request.nbytes
 
-    def _unlist(self, wanted: PromotionRequest) -> None:
-        listed = self._wanted.get((wanted.namespace, wanted.source.id.group))
-        if listed is not None and listed.get(wanted.source.id.key) is wanted:
-            del listed[wanted.source.id.key]
+    def _withdraw(self, request: PromotionRequest) -> None:
+        requests = self._requests.get((request.namespace, request.source.id.group))
+        if requests is not None and requests.get(request.source.id.key) is request:
+            del requests[request.source.id.key]

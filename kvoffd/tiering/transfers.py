@@ -1,24 +1,19 @@
-"""What blocks on their way up or down hold of the cache: the steps that keep its books right meanwhile."""
+"""What blocks on their way to or from a tier hold of the cache, from the begin of the transfer to its one end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from kvoffd.cache.block import Block, BlockState, Shard
-from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.ticket import StoreTicket
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
-
-if TYPE_CHECKING:
-    from kvoffd.cache.cache import BlockCache
 
 
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """A block on its way up: in effect a store of the shards of all ranks."""
+    """A block that is brought up: in effect a store of the shards of all ranks."""
 
     source: TierBlock
     block: Block
@@ -32,8 +27,8 @@ class Promotion:
 
 
 @dataclass(slots=True, eq=False)
-class WriteTicket:
-    """A block on its way down: in effect a load of the shards of all ranks, under no lease."""
+class Demotion:
+    """A block that is written to a tier: in effect a load of the shards of all ranks, under no lease."""
 
     copy: TierBlock
     block: Block
@@ -42,14 +37,11 @@ class WriteTicket:
 
 
 class TierTransfers:
-    """Begins and ends promotions and writes. Every one must be ended exactly once, after its last byte has moved."""
+    """Begins and ends promotions and demotions. Each must be ended exactly once, after its last byte has moved."""
 
-    def __init__(self, cache: BlockCache, blocks: Blocks, stores: set[StoreTicket], settle: Callable[[], None]) -> None:
+    def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
-        self._blocks = blocks
-        self._stores = stores
-        self._settle = settle
-        self.writes: set[WriteTicket] = set()
+        self.demotions: set[Demotion] = set()
 
     # --- up --------------------------------------------------------------------------------------
 
@@ -65,38 +57,36 @@ class TierTransfers:
                 return False
         return True
 
-    def begin_promotion(self, namespace: Namespace, group: int, sources: Sequence[TierBlock]) -> list[Promotion]:
+    def begin_promotions(self, namespace: Namespace, group: int, sources: Sequence[TierBlock]) -> list[Promotion]:
         """Take slots for blocks of a tier, all of one group, that fit; evicting if needed.
 
-        Those that the pool has, or is given, by now are left out; so are the last ones where there is no room for all.
+        Keys that the pool has by now, or that a store is writing, are left out; so are the last ones where there is
+        no room for all.
         """
-        self._settle()
-        index = namespace.index[group]
-        wanted = [source for source in sources if source.id.key not in index]
+        blocks = self._cache.blocks
+        index = blocks.index[namespace][group]
+        absent = [source for source in sources if source.id.key not in index]
         slots = [
-            self._blocks.take_slots(
-                namespace.slot_bytes(rank, group), len(wanted), frozenset(), namespace.nodes.get(rank)
-            )
+            blocks.take_slots(namespace.slot_bytes(rank, group), len(absent), frozenset(), namespace.nodes.get(rank))
             for rank in range(namespace.world_size)
         ]
         count = min(map(len, slots))
         for offsets in slots:
-            for offset in offsets[count:]:
-                self._blocks.give_back_slot(offset)
+            self._cache.slots.free(offsets[count:])
         return [
             self._begin(namespace, group, source, [offsets[number] for offsets in slots])
-            for number, source in enumerate(wanted[:count])
+            for number, source in enumerate(absent[:count])
         ]
 
     def _begin(self, namespace: Namespace, group: int, source: TierBlock, offsets: Sequence[int]) -> Promotion:
         tickets: list[StoreTicket] = []
         for rank, (offset, shard) in enumerate(zip(offsets, source.shards, strict=True)):
             slot_bytes = namespace.slot_bytes(rank, group)
-            (block,) = self._blocks.start_shards(
+            (block,) = self._cache.blocks.start_shards(
                 namespace, group, [source.id.key], rank, [offset], slot_bytes, [shard.first_block]
             )
             tickets.append(StoreTicket(namespace, rank, group, [0], [offset], [], [block]))
-        self._stores.update(tickets)
+        self._cache.stores.update(tickets)
         return Promotion(source, block, tickets)
 
     def end_promotion(self, promotion: Promotion, ok: bool) -> bool:
@@ -109,45 +99,40 @@ class TierTransfers:
                 self._cache.abort_store(ticket)
         return promotion.block.state is BlockState.READY
 
-    def give_up(self, promotion: Promotion) -> None:
-        """It takes too long: its key is free for others, its slots stay taken until it is ended."""
-        if promotion.block.state is BlockState.WRITING:
-            self._blocks.drop([promotion.block])
+    def give_up_promotion(self, promotion: Promotion) -> None:
+        """Free the key of a promotion that takes too long for others. Its slots stay taken until it is ended."""
+        self._cache.drop_incomplete([promotion.block])
 
     # --- down ------------------------------------------------------------------------------------
 
-    def begin_write(self, block: Block) -> WriteTicket | None:
-        """Hold a block for a tier to copy; None where it is not ready, or lacks a checksum to keep with it."""
-        self._settle()
-        if block.state is not BlockState.READY or any(shard.corrupt or not shard.checksum for shard in _shards(block)):
+    def begin_demotion(self, block: Block) -> Demotion | None:
+        """Pin a block for a tier to copy; None where it is not ready, or lacks a checksum to keep with it."""
+        shards = [block.shards[rank] for rank in sorted(block.shards)]
+        if block.state is not BlockState.READY or any(shard.corrupt or not shard.checksum for shard in shards):
             return None
-        self._blocks.pin([block])
-        ticket = WriteTicket(copy_of(block), block, [shard.offset for shard in _shards(block)])
-        self.writes.add(ticket)
-        return ticket
+        self._cache.blocks.pin([block])
+        demotion = Demotion(tier_block(block), block, [shard.offset for shard in shards])
+        self.demotions.add(demotion)
+        return demotion
 
-    def end_write(self, ticket: WriteTicket) -> bool:
+    def end_demotion(self, demotion: Demotion) -> bool:
         """End it. False where the block was dropped meanwhile: what was written of it must not come back."""
-        self.writes.remove(ticket)
-        wanted = ticket.block.state is BlockState.READY
-        self._blocks.unpin([ticket.block])
-        return wanted
+        self.demotions.remove(demotion)
+        ready = demotion.block.state is BlockState.READY
+        self._cache.blocks.unpin([demotion.block])
+        return ready
 
 
-def _shards(block: Block) -> list[Shard]:
-    return [block.shards[rank] for rank in range(block.namespace.world_size)]
-
-
-def id_of(block: Block) -> TierKey:
+def tier_key(block: Block) -> TierKey:
     """A block's name in the tiers."""
     return TierKey(block.namespace.fingerprint, block.group, block.key)
 
 
-def copy_of(block: Block) -> TierBlock:
+def tier_block(block: Block) -> TierBlock:
     """A ready block as a tier keeps it."""
     shards = []
-    for rank, shard in enumerate(_shards(block)):
+    for rank, shard in sorted(block.shards.items()):
         sizes = block.namespace.shard_bytes(rank)
         assert sizes is not None, "a shard was written"
         shards.append(TierShard(sizes[block.group], shard.first_block, shard.checksum))
-    return TierBlock(id_of(block), tuple(shards))
+    return TierBlock(tier_key(block), tuple(shards))

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockCache, make_policy
 from kvoffd.cache.adopt import Adoption
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.policies import make_policy
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.messages import GroupSpec
 
@@ -29,13 +31,13 @@ class Heir:
         self.events = FoldedEvents()
         self.cache = BlockCache(self.slots, make_policy("lru"), self.events, Clock())
         self.adoption = self.cache.adopt(list(rig.slots.namespaces.values()) if facts is None else facts, records)
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
     def ready(self) -> set[tuple[bytes, int, bytes]]:
         return {
             (namespace.fingerprint, group, key)
             for namespace in self.cache.namespaces
-            for group, index in enumerate(namespace.index)
+            for group, index in enumerate(self.cache.blocks.index[namespace])
             for key in index
         }
 
@@ -73,8 +75,8 @@ def test_adopted_blocks_are_not_verified_and_new_ones_need_not_be() -> None:
     cache = Heir(rig).cache
     (namespace,) = cache.namespaces
     cache.commit_store(cache.begin_store(namespace, 0, 0, keys_of(2)))
-    index = namespace.index[0]
-    assert [index[keys_of(number)].verified for number in (1, 2)] == [False, True]
+    index = cache.blocks.index[namespace][0]
+    assert [index[keys_of(number)].shards[0].verified for number in (1, 2)] == [False, True]
 
 
 def test_what_was_stored_first_is_evicted_first_and_leaves_before_roots() -> None:
@@ -197,8 +199,10 @@ def test_whatever_the_records_say_only_whole_blocks_are_served(
         ]
         assert sorted(r.rank for r in fitting) == list(range(shape.world_size))
     for namespace in heir.cache.namespaces:
-        for index in namespace.index:
-            assert all(not block.verified and not block.missing for block in index.values())
+        for index in heir.cache.blocks.index[namespace]:
+            for block in index.values():
+                assert not block.missing
+                assert not any(shard.verified for shard in block.shards.values())
     assert heir.events.index == heir.ready()
     untouched = [r for r in rig.slots.ready_records() if r in records and r.fingerprint in shapes]
     for record in untouched:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockState
+from kvoffd.cache.namespace import BlockState
 from kvoffd.errors import BadKeys, UnknownLease
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
@@ -20,7 +21,7 @@ def test_a_dropped_block_that_nobody_holds_is_gone_at_once() -> None:
     assert rig.cache.pool_usage().ready_bytes == SLOT_UNIT
     assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
     assert namespace.counters.invalidated_blocks == 1
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
@@ -32,14 +33,14 @@ def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
     assert rig.states(namespace, keys_of(1)) == [A]
     usage = rig.cache.pool_usage()
     assert (usage.ready_bytes, usage.leaving_bytes, usage.pinned_bytes) == (0, SLOT_UNIT, SLOT_UNIT)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     # The lease was a promise: it still serves.
     ticket = rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
     rig.cache.release(1, [5])
     assert rig.cache.pool_usage().leaving_bytes == SLOT_UNIT
     rig.cache.end_load([ticket], ok=True)
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
@@ -50,14 +51,14 @@ def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
     old = rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
     rig.cache.invalidate(namespace, [(0, keys_of(1))])
     rig.put(namespace, keys_of(1))
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
     new = rig.cache.begin_load(namespace, 0, 6, 0, keys_of(1))
     assert new.offsets != old.offsets
     rig.cache.end_load([old], ok=True)
     assert rig.states(namespace, keys_of(1)) == [R]
     assert rig.cache.pool_usage().ready_bytes == SLOT_UNIT
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 @pytest.mark.parametrize("commit", [True, False])
@@ -69,7 +70,7 @@ def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -
     rig.cache.reset(namespace)
     usage = rig.cache.pool_usage()
     assert (usage.writing_bytes, usage.leaving_bytes) == (0, SLOT_UNIT)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     # The same key begins anew while the old write still runs into its own slot.
     anew = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
     assert anew.copy == [0]
@@ -81,7 +82,7 @@ def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -
     assert rig.cache.pool_usage().leaving_bytes == 0
     assert rig.states(namespace, keys_of(1)) == [W]
     rig.cache.commit_store(anew)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
@@ -96,7 +97,7 @@ def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
     rig.cache.begin_load(other, 0, 6, 0, keys_of(1))
     assert rig.events.index == {(other.fingerprint, 0, keys_of(1))}
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> None:
@@ -110,7 +111,7 @@ def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> No
     assert rig.cache.clear() == 2
     assert rig.cache.pool_usage().leaving_bytes == SLOT_UNIT
     assert rig.events.index == set()
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     rig.cache.begin_load(two, 0, 5, 0, keys_of(1))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockState, Namespace
-from kvoffd.cache.policies import ArcPolicy
+from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.policies.arc import Policy as ArcPolicy
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
@@ -33,7 +34,7 @@ def test_only_as_many_blocks_go_as_are_needed_the_oldest_first(policy: str) -> N
     assert rig.states(namespace, keys_of(0, 1, 2, 7, 100, 101)) == [A, A, R, R, R, R]
     assert namespace.counters.evicted_blocks == 2
     assert ("removed", 0, [keys_of(0), keys_of(1)]) in rig.events.log
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
@@ -48,7 +49,7 @@ def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
     rig.cache.commit_store(ticket)
     rig.cache.commit_store(writing)
     assert rig.states(namespace, keys_of(*range(10))) == [R] * 8 + [A] * 2
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
@@ -58,7 +59,7 @@ def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(*range(10)))
     assert (ticket.copy, ticket.dropped) == ([*range(8)], [8, 9])
     rig.cache.commit_store(ticket)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_job_never_evicts_its_own_keys() -> None:
@@ -108,7 +109,7 @@ def test_a_block_goes_with_the_slots_of_all_its_ranks() -> None:
     assert len(ticket.copy) == 2
     # One block of two slots was enough for two shards.
     assert namespace.counters.evicted_blocks == 1
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_new_size_takes_over_the_coldest_region_when_the_pool_is_full() -> None:
@@ -121,7 +122,7 @@ def test_a_new_size_takes_over_the_coldest_region_when_the_pool_is_full() -> Non
     # The rest of the region serves its new size without another eviction.
     assert rig.put(large, keys_of(2)) == 0
     assert small.counters.evicted_blocks == 4
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
@@ -137,7 +138,7 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     # Nothing can make room now, so nothing is evicted in vain.
     assert rig.put(large, keys_of(2)) == 1
     assert rig.states(small, keys_of(*range(4))) == [R] * 4
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_of_two_regions_the_one_with_more_old_blocks_is_taken_over() -> None:
@@ -189,12 +190,14 @@ def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> Non
     rig = CacheHarness(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     rig.put(small, keys_of(*range(6)))
-    in_short_region = [key for key, block in small.index[0].items() if block.shards[0].offset >= 4 * SLOT_UNIT]
-    others = [key for key in small.index[0] if key not in in_short_region]
+    in_short_region = [
+        key for key, block in rig.cache.blocks.index[small][0].items() if block.shards[0].offset >= 4 * SLOT_UNIT
+    ]
+    others = [key for key in rig.cache.blocks.index[small][0] if key not in in_short_region]
     use(rig, small, b"".join(others))
     assert rig.put(large, keys_of(1)) == 0
     assert rig.states(large, keys_of(1)) == [R]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_one_old_block_of_another_size_does_not_cost_a_region_in_use() -> None:
@@ -215,7 +218,7 @@ def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
     rig.put(idle, keys_of(*range(64)))
     for number in range(200):
         assert rig.put(busy, keys_of(number)) == 0
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert busy.ready_blocks >= 28
 
 
@@ -228,7 +231,7 @@ def test_two_busy_namespaces_share_the_pool_and_neither_starves() -> None:
         assert rig.put(spaces[1], keys_of(number)) == 0
         if number > 100:
             assert min(space.ready_bytes for space in spaces) >= rig.slots.pool_bytes // 4
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     stored = sum(space.counters.stored_blocks * space.slot_bytes(0, 0) for space in spaces)
     evicted = sum(space.counters.evicted_blocks * space.slot_bytes(0, 0) for space in spaces)
     # Beyond what had to go, hardly anything went: at most what two regions hold.
@@ -242,5 +245,5 @@ def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
     rig.cache.set_shard_bytes(namespace, 1, [2 * SLOT_UNIT])
     for number in range(40):
         assert rig.put(namespace, keys_of(number)) == 0
-        rig.cache.check_invariants()
+        check_invariants(rig.cache)
     assert namespace.ready_blocks >= 4

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockCache, Namespace, make_policy
+from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import make_policy
 from kvoffd.errors import NotReady
 
 
@@ -20,7 +23,7 @@ def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
 
 def looks(rig: CacheHarness) -> dict[tuple[bytes, int], ChecksumCheck]:
     """What a scrub would read, by key and rank."""
-    found = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
+    found = rig.cache.integrity.checks_at(rig.cache.integrity.slots())
     return {(look.block.key, look.rank): look for look in found}
 
 
@@ -40,11 +43,11 @@ def test_right_bytes_change_nothing_but_the_count() -> None:
     store(rig, namespace, keys_of(1, 2))
     for look in looks(rig).values():
         assert [look.checksum] == rig.slots.digests([(look.offset, look.length)])
-        assert rig.cache.judge(look, look.checksum)
+        assert rig.cache.integrity.apply(look, look.checksum)
     assert rig.states(namespace, keys_of(1, 2)) == [2, 2]
     integrity = rig.cache.integrity
     assert (integrity.checked_slots, integrity.checked_bytes, integrity.mismatches) == (2, 2 * SLOT_UNIT, 0)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only() -> None:
@@ -52,8 +55,8 @@ def test_wrong_bytes_drop_the_block_with_an_event_and_quarantine_their_slot_only
     namespace = rig.open(world_size=2)
     store(rig, namespace, keys_of(1, 2))
     look = looks(rig)[keys_of(1), 1]
-    assert not rig.cache.judge(look, look.checksum + 1)
-    rig.cache.check_invariants()
+    assert not rig.cache.integrity.apply(look, look.checksum + 1)
+    check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1, 2)) == [0, 2]
     assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
     usage = rig.cache.pool_usage()
@@ -68,10 +71,10 @@ def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
     small, large = rig.open("small"), rig.open("large", shard_bytes=(2 * SLOT_UNIT,))
     store(rig, small, keys_of(*range(12)))
     bad = looks(rig)[keys_of(5), 0]
-    rig.cache.judge(bad, 0)
+    rig.cache.integrity.apply(bad, 0)
     for number in range(100, 160):
         rig.put(large if number % 3 else small, keys_of(number))
-        rig.cache.check_invariants()
+        check_invariants(rig.cache)
     rig.cache.clear()
     usage = rig.cache.pool_usage()
     assert usage.free_bytes == rig.slots.pool_bytes - SLOT_UNIT
@@ -85,10 +88,10 @@ def test_a_key_can_be_stored_anew_after_its_slot_was_lost() -> None:
     rig = CacheHarness()
     namespace = rig.open()
     store(rig, namespace, keys_of(1))
-    rig.cache.judge(looks(rig)[keys_of(1), 0], 0)
+    rig.cache.integrity.apply(looks(rig)[keys_of(1), 0], 0)
     store(rig, namespace, keys_of(1))
     assert rig.states(namespace, keys_of(1)) == [2]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
@@ -96,14 +99,14 @@ def test_nobody_loads_what_was_found_wrong_under_a_lease_he_has() -> None:
     namespace = rig.open()
     store(rig, namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
-    rig.cache.judge(looks(rig)[keys_of(2), 0], 0)
-    rig.cache.check_invariants()
+    rig.cache.integrity.apply(looks(rig)[keys_of(2), 0], 0)
+    check_invariants(rig.cache)
     assert rig.cache.pool_usage().leaving_bytes == SLOT_UNIT
     with pytest.raises(NotReady) as refusal:
         rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2))
     assert refusal.value.missing == [1]
     rig.cache.release(1, [1])
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.cache.pool_usage().quarantined_bytes == SLOT_UNIT
 
 
@@ -113,7 +116,7 @@ def test_a_slot_that_was_given_to_others_meanwhile_is_not_judged() -> None:
     store(rig, namespace, keys_of(1, 2, 3, 4))
     old = looks(rig)[keys_of(1), 0]
     store(rig, namespace, keys_of(5, 6, 7, 8))
-    assert rig.cache.judge(old, 0)
+    assert rig.cache.integrity.apply(old, 0)
     assert rig.states(namespace, keys_of(5, 6, 7, 8)) == [2, 2, 2, 2]
     assert rig.cache.integrity.checked_slots == rig.cache.integrity.mismatches == 0
 
@@ -125,16 +128,16 @@ def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
     old = looks_unchecked(rig)
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     assert ticket.copy == [0]
-    assert rig.cache.judge(old, old.checksum + 1)
+    assert rig.cache.integrity.apply(old, old.checksum + 1)
     ticket.checksums = [77]
     rig.cache.commit_store(ticket)
-    assert rig.cache.judge(old, old.checksum + 1)
+    assert rig.cache.integrity.apply(old, old.checksum + 1)
     assert rig.states(namespace, keys_of(1)) == [2]
 
 
 def looks_unchecked(rig: CacheHarness) -> ChecksumCheck:
     """A look at the only shard, which has no checksum."""
-    ((_, block),) = rig.cache.namespaces[0].index[0].items()
+    ((_, block),) = rig.cache.blocks.index[rig.cache.namespaces[0]][0].items()
     shard = block.shards[0]
     return ChecksumCheck(block, 0, shard, shard.offset, SLOT_UNIT, shard.checksum)
 
@@ -149,13 +152,13 @@ def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None
     heir.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
     for expected in (1, 0):
         ticket = heir.cache.begin_load(namespace, 0, 1, 0, keys_of(1))
-        wanted = integrity.looks_of_load(ticket, every=False)
+        wanted = integrity.checks_of_load(ticket, every=False)
         assert len(wanted) == expected
-        assert len(integrity.looks_of_load(ticket, every=True)) == 1
+        assert len(integrity.checks_of_load(ticket, every=True)) == 1
         for look in wanted:
-            heir.cache.judge(look, look.checksum)
+            heir.cache.integrity.apply(look, look.checksum)
         heir.cache.end_load([ticket], ok=False)
-        heir.cache.check_invariants()
+        check_invariants(heir.cache)
     assert [look.block.key for look in integrity.unverified(1)] == [keys_of(2)]
 
 
@@ -165,7 +168,7 @@ def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
     heir = heir_of(rig)
     heir.cache.clear()
     assert heir.cache.integrity.unverified_slots == 0
-    heir.cache.check_invariants()
+    check_invariants(heir.cache)
 
 
 def test_a_slot_without_a_checksum_is_not_adopted() -> None:
@@ -179,4 +182,4 @@ def test_a_slot_without_a_checksum_is_not_adopted() -> None:
     heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
     adoption = heir.cache.adopt(list(rig.slots.namespaces.values()), records)
     assert (adoption.blocks, adoption.refused_slots) == (1, 1)
-    heir.cache.check_invariants()
+    check_invariants(heir.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
 
@@ -16,7 +17,7 @@ def test_a_load_names_the_slot_of_its_rank_for_every_key() -> None:
     ticket = rig.cache.begin_load(namespace, 1, 5, 0, keys_of(2, 1))
     owners = [rig.slots.records[offset][1] for offset in ticket.offsets]
     assert [(owner.key, owner.rank) for owner in owners if owner] == [(keys_of(2), 1), (keys_of(1), 1)]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_keys_outside_the_lease_are_named_and_nothing_is_pinned_for_them() -> None:
@@ -27,8 +28,8 @@ def test_keys_outside_the_lease_are_named_and_nothing_is_pinned_for_them() -> No
     with pytest.raises(NotReady) as caught:
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1, 2, 3))
     assert caught.value.missing == [0, 2]
-    rig.cache.check_invariants()
-    assert rig.cache.pinned_blocks == 1
+    check_invariants(rig.cache)
+    assert rig.cache.blocks.pinned_blocks == 1
 
 
 def test_a_load_may_not_begin_before_the_written_range() -> None:
@@ -45,7 +46,7 @@ def test_a_load_may_not_begin_before_the_written_range() -> None:
     assert caught.value.missing == [1]
     rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1, 2), first_block=2)
     rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1), first_block=3)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_bad_load_is_refused(lease_id: int, rank: int, group: int, keys: bytes
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
     with pytest.raises(error):
         rig.cache.begin_load(namespace, rank, lease_id, group, keys)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_lease_serves_only_its_own_namespace() -> None:
@@ -86,8 +87,8 @@ def test_the_lease_ends_when_the_last_rank_has_loaded() -> None:
         tickets = [rig.cache.begin_load(namespace, rank, 5, group, keys_of(1)) for group in (0, 1)]
         rig.cache.end_load(tickets, ok=True)
         assert len(rig.cache.leases) == alive
-        rig.cache.check_invariants()
-    assert rig.cache.pinned_blocks == 0
+        check_invariants(rig.cache)
+    assert rig.cache.blocks.pinned_blocks == 0
 
 
 def test_a_failed_load_does_not_end_the_lease() -> None:
@@ -116,18 +117,18 @@ def test_bytes_of_a_running_load_outlive_the_end_of_the_lease(end: str) -> None:
         "reset": lambda: rig.cache.reset(namespace),
     }[end]()
     assert len(rig.cache.leases) == 0
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     # Two new blocks want room: only the slot nobody reads may be used.
     store = rig.cache.begin_store(namespace, 0, 0, keys_of(3, 4))
     assert len(store.offsets) == 1
     assert ticket.offsets[0] not in store.offsets
     rig.cache.end_load([ticket], ok=True)
     rig.cache.abort_store(store)
-    rig.cache.check_invariants()
-    assert rig.cache.pinned_blocks == 0
+    check_invariants(rig.cache)
+    assert rig.cache.blocks.pinned_blocks == 0
 
 
 def test_ending_a_job_without_groups_is_harmless() -> None:
     rig = CacheHarness()
     rig.cache.end_load([], ok=True)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)

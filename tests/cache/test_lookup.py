@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockState
+from kvoffd.cache.namespace import BlockState
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
@@ -20,7 +21,7 @@ def test_a_lookup_tells_the_state_of_every_key_of_every_group() -> None:
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3)), (1, keys_of(2, 4)), (0, b"")])
     assert answer.states == [bytes([R, A, R]), bytes([R, W]), b""]
     assert answer.pinned == 3
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_equal_keys_of_two_groups_or_namespaces_are_different_blocks() -> None:
@@ -45,10 +46,10 @@ def test_asking_twice_pins_once_and_counts_once() -> None:
     rig.put(namespace, keys_of(1, 2))
     first = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
     assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))]) == first
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert namespace.counters.lookups == 1
     assert rig.cache.release(1, [5]) == 1
-    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.blocks.pinned_blocks == 0
 
 
 def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
@@ -62,7 +63,7 @@ def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
     assert answer.states == [bytes([R, A, W])]
     with pytest.raises(NotReady):
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(2))
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_key_twice_in_a_lookup_is_harmless() -> None:
@@ -72,10 +73,10 @@ def test_a_key_twice_in_a_lookup_is_harmless() -> None:
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 1)), (0, keys_of(2, 3))])
     assert answer.states == [bytes([R, R, R]), bytes([R, A])]
     assert answer.pinned == 4, "a pin for each time it was asked for"
-    assert rig.cache.pinned_blocks == 2
-    rig.cache.check_invariants()
+    assert rig.cache.blocks.pinned_blocks == 2
+    check_invariants(rig.cache)
     rig.cache.release(1, [5])
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
@@ -89,7 +90,7 @@ def test_a_lease_of_somebody_else_is_refused_and_untouched() -> None:
         rig.cache.lookup(other, 5, 1, [(0, keys_of(1))])
     assert rig.cache.release(2, [5]) == 0
     assert rig.cache.renew(2, [5]) == [5]
-    assert rig.cache.pinned_blocks == 1
+    assert rig.cache.blocks.pinned_blocks == 1
 
 
 @pytest.mark.parametrize(
@@ -101,9 +102,9 @@ def test_a_bad_lookup_is_refused_whole(groups: list[tuple[int, bytes]], error: t
     rig.put(namespace, keys_of(1))
     with pytest.raises(error):
         rig.cache.lookup(namespace, 5, 1, groups)
-    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.blocks.pinned_blocks == 0
     assert namespace.counters.lookups == 0
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
@@ -115,7 +116,7 @@ def test_a_lease_ends_when_its_time_is_over_and_not_before() -> None:
     assert rig.cache.expire() == 0
     rig.clock.now += 0.1
     assert rig.cache.expire() == 1
-    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.blocks.pinned_blocks == 0
     assert rig.cache.renew(1, [5]) == [5]
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
@@ -132,7 +133,7 @@ def test_a_renewed_lease_lives_on_while_others_end() -> None:
     rig.clock.now += 15
     assert rig.cache.expire() == 2
     assert [lease.lease_id for lease in rig.cache.leases] == [5]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_releasing_is_once_and_twice_is_no_error() -> None:
@@ -143,7 +144,7 @@ def test_releasing_is_once_and_twice_is_no_error() -> None:
     rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
     assert rig.cache.release(1, [5, 5, 77]) == 1
     assert rig.cache.release(1, [5]) == 0
-    assert rig.cache.pinned_blocks == 1
+    assert rig.cache.blocks.pinned_blocks == 1
 
 
 def test_the_pins_of_an_owner_that_died_go_and_no_others() -> None:
@@ -157,8 +158,8 @@ def test_the_pins_of_an_owner_that_died_go_and_no_others() -> None:
     assert rig.cache.end_owner(1) == 2
     assert rig.cache.end_owner(1) == 0
     assert rig.cache.leases.count_of(1) == 0
-    assert rig.cache.pinned_blocks == 1
-    rig.cache.check_invariants()
+    assert rig.cache.blocks.pinned_blocks == 1
+    check_invariants(rig.cache)
 
 
 def test_lookups_are_counted_by_key_and_by_unbroken_run() -> None:
@@ -191,7 +192,7 @@ def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> 
     rig.cache.touch(5)
     rig.cache.release(1, [5])
     rig.cache.touch(5)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 @pytest.mark.parametrize("next_call", ["store", "invalidate", "clear", "expire", "load"])
@@ -211,8 +212,8 @@ def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str)
         assert rig.cache.expire() == 0
     else:
         assert len(rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1, 2, 3, 4)).offsets) == 4
-    assert rig.cache.pinned_blocks == 4
-    rig.cache.check_invariants()
+    assert rig.cache.blocks.pinned_blocks == 4
+    check_invariants(rig.cache)
 
 
 def test_a_lease_that_ends_right_after_its_lookup_leaves_no_pin() -> None:
@@ -221,5 +222,5 @@ def test_a_lease_that_ends_right_after_its_lookup_leaves_no_pin() -> None:
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
     assert rig.cache.end_owner(1) == 1
-    assert rig.cache.pinned_blocks == 0
-    rig.cache.check_invariants()
+    assert rig.cache.blocks.pinned_blocks == 0
+    check_invariants(rig.cache)

@@ -9,8 +9,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockCache, BlockState, LoadTicket, Namespace, StoreTicket, make_policy
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.pins import LoadTicket, StoreTicket
+from kvoffd.cache.policies import make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd_proto.errors import ErrorCode
 
@@ -121,14 +125,14 @@ class CacheMachine(RuleBasedStateMachine):
                 assert name not in self.kept
                 del self.index[name]
             elif name in job:
-                assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
+                assert keys_of(key) in self.cache.blocks.index[self.spaces[space]][group], "a job evicted its own key"
 
     def assert_there_was_no_room(self, slot_bytes: int, job: set[Name]) -> None:
         slots = self.rig.slots
         for length, size in zip(slots.length, slots.size_of, strict=True):
             assert size or length < slot_bytes, "keys were dropped beside an empty region"
         for space, namespace in enumerate(self.spaces):
-            for group, index in enumerate(namespace.index):
+            for group, index in enumerate(self.cache.blocks.index[namespace]):
                 for key, block in index.items():
                     if (
                         (space, group, int.from_bytes(key, "big")) in job
@@ -151,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
             if model.complete and self.index.get(model.name) is model:
                 model.ready = True
                 space, group, key = model.name
-                model.slot_bytes = self.spaces[space].index[group][keys_of(key)].slot_bytes
+                model.slot_bytes = self.cache.blocks.index[self.spaces[space]][group][keys_of(key)].slot_bytes
                 became_ready += 1
         assert self.cache.commit_store(ticket) == became_ready
 
@@ -250,7 +254,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         asked = namespace.counters.keys_asked
-        blocks = self.cache.hold(namespace, lease_id, owner, group, keys_of(*chain))
+        blocks = self.cache.lease_blocks(namespace, lease_id, owner, group, keys_of(*chain))
         assert namespace.counters.keys_asked == asked, "an operator's look counts as an engine's"
         names = [(space, group, key) for key in chain]
         ready = [name for name in names if self.model_state(name) is BlockState.READY]
@@ -262,11 +266,11 @@ class CacheMachine(RuleBasedStateMachine):
             model.pins += 1
         if found:
             self.leases[lease_id] = ModelLease(owner, space, self.rig.clock.now + 30.0, found, pinned)
-        again = self.cache.hold(namespace, lease_id, owner, group, keys_of(*chain))
+        again = self.cache.lease_blocks(namespace, lease_id, owner, group, keys_of(*chain))
         assert again == blocks
         if found:
             with pytest.raises(UnknownLease):
-                self.cache.hold(namespace, lease_id, owner + 1, group, keys_of(*chain))
+                self.cache.lease_blocks(namespace, lease_id, owner + 1, group, keys_of(*chain))
 
     @rule(space=spaces, group=groups, chain=distinct_chains, ready=st.booleans())
     def pin(self, space: int, group: int, chain: list[int], ready: bool) -> None:
@@ -389,19 +393,19 @@ class CacheMachine(RuleBasedStateMachine):
 
     def real_state(self, name: Name) -> BlockState:
         space, group, key = name
-        block = self.spaces[space].index[group].get(keys_of(key))
+        block = self.cache.blocks.index[self.spaces[space]][group].get(keys_of(key))
         return BlockState.ABSENT if block is None else block.state
 
     @invariant()
     def books_balance(self) -> None:
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
     @invariant()
     def the_index_is_the_model_s(self) -> None:
         real = {
             (space, group, int.from_bytes(key, "big")): block.state
             for space, namespace in enumerate(self.spaces)
-            for group, index in enumerate(namespace.index)
+            for group, index in enumerate(self.cache.blocks.index[namespace])
             for key, block in index.items()
         }
         assert real == {name: self.model_state(name) for name in self.index}
@@ -420,12 +424,12 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def operators_pins_are_the_model_s(self) -> None:
-        pins = self.cache.operator_pins
-        assert {(block.namespace, block.group, block.key) for block in pins.blocks} == {
+        pinned_bytes = self.cache.operator_pinned_bytes
+        assert {(block.namespace, block.group, block.key) for block in self.cache.blocks.operator_pinned} == {
             (self.spaces[space], group, keys_of(key)) for space, group, key in self.kept
         }
-        assert pins.pinned_bytes == sum(model.slot_bytes for model in self.kept.values())
-        assert pins.pinned_bytes <= self.rig.slots.pool_bytes // 2
+        assert pinned_bytes == sum(model.slot_bytes for model in self.kept.values())
+        assert pinned_bytes <= self.rig.slots.pool_bytes // 2
 
     @invariant()
     def leases_are_the_model_s(self) -> None:
@@ -437,7 +441,7 @@ class CacheMachine(RuleBasedStateMachine):
         events = FoldedEvents()
         heir = BlockCache(self.rig.slots.successor(records), make_policy(self.policy), events, self.rig.clock)
         heir.adopt(self.rig.slots.namespaces.values(), records)
-        heir.check_invariants()
+        check_invariants(heir)
         assert events.index == self.rig.events.index
 
     def teardown(self) -> None:
@@ -447,11 +451,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.end_load([load], ok=False)
         for owner in (1, 2, 3):
             self.cache.end_owner(owner)
-        assert self.cache.pinned_blocks == len(self.kept)
+        assert self.cache.blocks.pinned_blocks == len(self.kept)
         self.cache.clear()
-        assert self.cache.pinned_blocks == 0
+        assert self.cache.blocks.pinned_blocks == 0
         assert self.cache.pool_usage().free_bytes == self.rig.slots.pool_bytes
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
 
 class ArcCacheMachine(CacheMachine):

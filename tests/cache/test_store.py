@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache import BlockState
+from kvoffd.cache.namespace import BlockState
 from kvoffd.errors import BadGeometry, BadKeys
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
@@ -22,7 +23,7 @@ def test_a_block_is_ready_when_every_rank_has_committed() -> None:
     assert rig.cache.commit_store(second) == 2
     assert rig.states(namespace, keys_of(1, 2)) == [R, R]
     assert rig.events.log == [("stored", 0, [keys_of(1), keys_of(2)])]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_shards_of_one_block_may_come_from_any_engine_and_job() -> None:
@@ -41,10 +42,10 @@ def test_a_shard_that_another_job_writes_is_skipped() -> None:
     running = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
     same_rank = rig.cache.begin_store(namespace, 0, 0, keys_of(2, 3))
     assert (same_rank.copy, same_rank.dropped) == ([1], [])
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     rig.cache.commit_store(same_rank)
     rig.cache.commit_store(running)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_shard_that_is_written_is_skipped_in_a_writing_and_in_a_ready_block() -> None:
@@ -62,7 +63,7 @@ def test_an_empty_store_is_harmless() -> None:
     ticket = rig.cache.begin_store(namespace, 0, 0, b"")
     assert rig.cache.commit_store(ticket) == 0
     assert rig.events.log == []
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_shard_lies_in_its_own_slot_and_the_record_says_whose_it_is() -> None:
@@ -86,7 +87,7 @@ def test_an_aborted_store_leaves_nothing_behind() -> None:
     assert rig.states(namespace, keys_of(1, 2)) == [A, A]
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
     assert rig.events.log == []
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() -> None:
@@ -95,13 +96,13 @@ def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() ->
     dying = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     rig.cache.abort_store(dying)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1)) == [W]
     assert rig.cache.begin_store(namespace, 0, 0, keys_of(1)).copy == []
     again = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
     assert again.copy == [0]
     assert rig.cache.commit_store(again) == 1
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
@@ -110,9 +111,9 @@ def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
     dying = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     living = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
     rig.cache.abort_store(dying)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.cache.commit_store(living) == 0
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.put(namespace, keys_of(1)) == 0
     assert rig.states(namespace, keys_of(1)) == [R]
 
@@ -129,7 +130,7 @@ def test_a_half_stored_block_is_dropped_after_its_time() -> None:
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
     assert namespace.counters.invalidated_blocks == 1
     assert rig.events.log == []
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> None:
@@ -140,7 +141,7 @@ def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> Non
     rig.clock.now += 1000
     assert rig.cache.expire() == 0
     assert rig.cache.commit_store(slow) == 1
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_the_time_of_a_half_stored_block_begins_with_the_end_of_the_last_write() -> None:
@@ -164,8 +165,8 @@ def test_bad_keys_are_refused_before_anything_changes(keys: bytes, error: type[E
     with pytest.raises(error):
         rig.cache.begin_store(namespace, 0, 0, keys)
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
-    assert sum(map(len, namespace.index)) == 0
-    rig.cache.check_invariants()
+    assert sum(map(len, rig.cache.blocks.index[namespace])) == 0
+    check_invariants(rig.cache)
 
 
 @pytest.mark.parametrize(("rank", "group"), [(0, 1), (0, -1), (2, 0), (-1, 0)])
@@ -174,7 +175,7 @@ def test_a_rank_or_group_that_is_not_there_is_refused(rank: int, group: int) -> 
     namespace = rig.open(world_size=2)
     with pytest.raises(BadGeometry):
         rig.cache.begin_store(namespace, rank, group, keys_of(1))
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_rank_that_has_not_registered_can_not_store() -> None:
@@ -193,7 +194,7 @@ def test_a_ticket_ends_once() -> None:
     with pytest.raises(KeyError):
         rig.cache.abort_store(ticket)
     assert rig.states(namespace, keys_of(1)) == [R]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
@@ -204,11 +205,11 @@ def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
     assert ticket.copy == [0]
     # While it is written anew, what was there is not to be read.
     assert rig.states(namespace, keys_of(1, 2)) == [W, R]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.cache.commit_store(ticket) == 1
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
     rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2), first_block=1)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_narrow_shard_in_the_middle_of_a_chain_is_replaced_by_a_whole_one() -> None:
@@ -221,7 +222,7 @@ def test_a_narrow_shard_in_the_middle_of_a_chain_is_replaced_by_a_whole_one() ->
     rig.cache.commit_store(ticket)
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(2, 3))])
     rig.cache.begin_load(namespace, 0, 1, 0, keys_of(2, 3), first_block=0)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_narrow_shard_under_a_lease_is_left_alone() -> None:
@@ -231,7 +232,7 @@ def test_a_narrow_shard_under_a_lease_is_left_alone() -> None:
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1))])
     assert rig.cache.begin_store(namespace, 0, 0, keys_of(1)).copy == []
     rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1), first_block=2)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_a_narrower_shard_than_the_one_there_is_skipped() -> None:
@@ -247,12 +248,12 @@ def test_a_replacement_that_fails_takes_the_torn_shard_with_it_but_no_other_rank
     rig.put(namespace, keys_of(1), first_block=2)
     torn = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     rig.cache.abort_store(torn)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1)) == [W]
     assert rig.cache.pool_usage().writing_bytes == SLOT_UNIT
     rig.clock.now += 61
     assert rig.cache.expire() == 1
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_both_ranks_may_widen_a_block_at_once() -> None:
@@ -261,10 +262,10 @@ def test_both_ranks_may_widen_a_block_at_once() -> None:
     rig.put(namespace, keys_of(1), first_block=2)
     tickets = [rig.cache.begin_store(namespace, rank, 0, keys_of(1)) for rank in (0, 1)]
     assert [ticket.copy for ticket in tickets] == [[0], [0]]
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert [rig.cache.commit_store(ticket) for ticket in tickets] == [0, 1]
     assert rig.events.log[-1] == ("stored", 0, [keys_of(1)])
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
 
 
 def test_stored_blocks_are_counted() -> None:
@@ -288,7 +289,7 @@ def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: 
     monkeypatch.setattr(rig.slots, "take", fail)
     with pytest.raises(MemoryError):
         rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1, 2)) == [R, A]
 
 

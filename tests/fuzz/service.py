@@ -30,6 +30,7 @@ from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
 from tests.sim.parts import make_pool, make_service
+from tests.support.invariants import check_invariants
 
 STEPS = 100
 POOL_BYTES = 1 << 20
@@ -271,12 +272,12 @@ class ServiceHarness:
             for one in self.service.sessions.values()
         )
         leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
-        pins = frozenset(cache.operator_pins.blocks)
+        pins = frozenset(cache.blocks.operator_pinned)
         return cache.pool_usage(), leases, pins, sessions, len(cache.namespaces), len(self.engine.queue)
 
     def finish(self) -> None:
         """All sessions end, all copies come back: nothing is held."""
-        self.service.cache.check_invariants()
+        check_invariants(self.service.cache)
         for session in list(self.service.sessions.values()):
             cast(FakeLifeline, session.lifeline).open = False
             self.service.end_session(session, lambda: None)
@@ -285,9 +286,9 @@ class ServiceHarness:
         self.now += 1000
         self.service.tick()
         cache = self.service.cache
-        cache.check_invariants()
+        check_invariants(cache)
         cache.clear()  # what operators have pinned stays until then
-        cache.check_invariants()
+        check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)

@@ -19,6 +19,7 @@ from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
+from tests.support.invariants import check_invariants
 from tests.support.slot_table import mark_ready, mark_writing
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
@@ -131,12 +132,12 @@ def _adopted_blocks(table: bytes) -> int:
         publisher = EventPublisher(8)
         cache = BlockCache(pool, make_policy("lru"), publisher, lambda: 0.0, half_stored_timeout_s=1.0, lease_ttl_s=1.0)
         adopt_blocks(cache, pool)
-        cache.check_invariants()
+        check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage
         blocks = sum(namespace.ready_blocks for namespace in cache.namespaces)
         cache.clear()
-        cache.check_invariants()
+        check_invariants(cache)
         assert cache.pool_usage().free_bytes == POOL_BYTES
         assert scan_table(pool.memory_fds[1]) == []
         return blocks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
 
 from kvoffd.errors import KvoffdError
 from kvoffd.server.block_access import BlockWrite, PutRunner
@@ -44,4 +45,4 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     assert error.code is ErrorCode.CANCELLED
     assert rig.slots.requested_nodes == [5, 6]
     assert space.nodes == {0: 5, 1: 6}
-    rig.cache.check_invariants()
+    check_invariants(rig.cache)

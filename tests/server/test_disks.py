@@ -111,7 +111,7 @@ def rig() -> Iterator[DisksRig]:
 
 def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> None:
     assert rig.disks.tiering is None
-    assert rig.rig.cache._tiering is None
+    assert rig.rig.cache.blocks.tiering is None
     rig.attach()
     assert rig.state() == [State.OPENING]
     rig.opened()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.block import BlockState
+from kvoffd.cache.namespace import BlockState
 from kvoffd.server.service import Service
 from kvoffd_proto import codec
 from kvoffd_proto.events import (
@@ -20,6 +20,7 @@ from kvoffd_proto.events import (
     kv_topic,
 )
 from tests.sim.clock import Broken
+from tests.support.invariants import check_invariants
 
 if TYPE_CHECKING:
     from tests.sim.disk import SimDisk
@@ -115,7 +116,7 @@ class Audit:
     def check_cache(self) -> None:
         """The cache's own audit."""
         try:
-            self._service.cache.check_invariants()
+            check_invariants(self._service.cache)
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
@@ -125,7 +126,7 @@ def readable_in(service: Service, fingerprint: bytes) -> Readable:
     namespace = service.cache.namespace(fingerprint)
     return {
         (group, key)
-        for group, index in enumerate(namespace.index)
+        for group, index in enumerate(service.cache.blocks.index[namespace])
         for key, block in index.items()
         if block.state is BlockState.READY
     }

@@ -308,7 +308,7 @@ class SimDaemon:
         cache = self.service.cache
         cache.pool_usage()  # enters the pins of the last lookup
         blocks = [block for block in cache.policy.candidates() if not block.pins]
-        cache._blocks._evict(blocks)
+        cache.blocks.evict(blocks)
         self._schedule_flush()
 
     # --- invariants --------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.block import BlockState
+from kvoffd.cache.namespace import BlockState
 from kvoffd.server.service import Service
-from kvoffd.tiering.demotion import WriteMode
-from kvoffd.tiering.manager import TieringManager, TieringSettings
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import TierKey, TierResult
 from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
@@ -122,7 +122,7 @@ class SimTier(MemoryTier):
         if not job.reading:
             return
         namespace = service.cache.find_namespace(name.fingerprint)
-        block = namespace.index[name.group].get(name.key) if namespace is not None else None
+        block = service.cache.blocks.index[namespace][name.group].get(name.key) if namespace is not None else None
         if block is not None and block.state is BlockState.READY and block.shards[0].offset == job.offsets[0]:
             raise Broken("a block that was dropped while it came up is served")
 
@@ -183,11 +183,11 @@ class SimDisk:
 
     def readable(self, fingerprint: bytes) -> Readable:
         """What events must have told of by now."""
+        namespace, unpublished = self._service.cache.namespace(fingerprint), self.tiering._unpublished
         return {
             (name.group, name.key)
             for name in self.tier.device.blocks
-            if name.fingerprint == fingerprint
-            and name.key not in self.tiering._untold.get((self._service.cache.namespace(fingerprint), name.group), ())
+            if name.fingerprint == fingerprint and name.key not in unpublished.get((namespace, name.group), ())
         }
 
 

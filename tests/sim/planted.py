@@ -62,7 +62,7 @@ class Planted:
 PLANTED = (
     Planted(
         "skip a shard",
-        "kvoffd.cache.block",
+        "kvoffd.cache.namespace",
         "Block.__init__",
         "self.missing = namespace.world_size",
         "self.missing = max(1, namespace.world_size - 1)",
@@ -85,7 +85,7 @@ PLANTED = (
         "pin nothing for a load",
         "kvoffd.cache.cache",
         "BlockCache.begin_load",
-        "self._blocks.pin(blocks)",
+        "self.blocks.pin(blocks)",
         "pass",
     ),
     Planted(
@@ -153,15 +153,15 @@ PLANTED = (
     ),
     Planted(
         "stale lease accepted",
-        "kvoffd.cache.lease",
-        "LeaseBook.remove",
+        "kvoffd.cache.pins",
+        "LeaseTable.remove",
         "del self._leases[lease.lease_id]",
         "pass",
     ),
     Planted(
         "missed removed event",
         "kvoffd.cache.blocks",
-        "Blocks._evict",
+        "Blocks.evict",
         "self._listener.removed(namespace, group, [block.key for block in alike])",
         "self._listener.removed(namespace, group, [block.key for block in alike[1:]])",
     ),
@@ -195,8 +195,8 @@ PLANTED = (
     ),
     Planted(
         "renew a foreign lease",
-        "kvoffd.cache.lease",
-        "LeaseBook.owned",
+        "kvoffd.cache.pins",
+        "LeaseTable.owned",
         "lease.owner == owner",
         "lease.owner",
     ),
@@ -209,10 +209,10 @@ PLANTED = (
     ),
     Planted(
         "lookups go on finding what is gone",
-        "kvoffd.cache.namespace",
-        "Namespace.move_all",
-        "state if state in _INDEXED else BlockState.ABSENT",
-        "BlockState.READY",
+        "kvoffd.cache.blocks",
+        "Blocks._move",
+        "after if after in INDEXED else ABSENT",
+        "READY",
     ),
     Planted(
         "a successor serves half a block",
@@ -267,14 +267,14 @@ PLANTED = (
         "a slot is freed while the disk still reads into it",
         "kvoffd.tiering.promotion",
         "Promoter.tick",
-        "self._exchange.give_up(wanted.promotion)",
-        "self._exchange.end_promotion(wanted.promotion, ok=False)",
+        "self._transfers.give_up_promotion(request.promotion)",
+        "self._transfers.end_promotion(request.promotion, ok=False)",
     ),
     Planted(
         "what is being written to disk is not pinned",
         "kvoffd.tiering.transfers",
-        "TierTransfers.begin_write",
-        "self._blocks.pin([block])",
-        "self._blocks.pin([])",
+        "TierTransfers.begin_demotion",
+        "self._cache.blocks.pin([block])",
+        "self._cache.blocks.pin([])",
     ),
 )

@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 
 from support.slot_table import SlotOwner
 
-from kvoffd.cache import BlockCache, Namespace, make_policy
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd_proto.messages import GroupSpec

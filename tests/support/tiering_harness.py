@@ -5,10 +5,13 @@ from __future__ import annotations
 from zlib import crc32
 
 from support.cache_harness import CacheHarness
+from support.invariants import check_invariants
 from support.memory_tier import Device, MemoryTier
 
-from kvoffd.cache import Namespace, StoreTicket
-from kvoffd.tiering.manager import TieringManager, TieringSettings
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.pins import StoreTicket
+from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import TierKey
 
 
@@ -98,18 +101,18 @@ class TieringHarness(CacheHarness):
     def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
         """Have the tier hold the blocks, and the pool not."""
         self.put(namespace, keys)
-        blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
+        blocks = [self.cache.blocks.index[namespace][0][key] for key in namespace.split(0, keys)]
         for block in blocks:
-            ticket = self.cache.exchange.begin_write(block)
+            ticket = self.tiering.transfers.begin_demotion(block)
             assert ticket is not None
             assert self.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: self.end_write(ticket))  # type: ignore[misc]
         self.tier.end_all()
-        self.cache._blocks._evict(blocks)
+        self.cache.blocks.evict(blocks)
         assert self.in_tier(namespace, keys) == len(blocks)
 
     def end_write(self, ticket: object) -> None:
         """End a write."""
-        assert self.cache.exchange.end_write(ticket)  # type: ignore[arg-type]
+        assert self.tiering.transfers.end_demotion(ticket)  # type: ignore[arg-type]
 
     def in_tier(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
         """How many of the keys the tier has."""
@@ -123,9 +126,9 @@ class TieringHarness(CacheHarness):
 
     def check(self) -> None:
         """Check the cache's invariants, the events folded so far, and the bytes of all ready blocks."""
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         for namespace in self.cache.namespaces:
-            for group, index in enumerate(namespace.index):
+            for group, index in enumerate(self.cache.blocks.index[namespace]):
                 for key, block in index.items():
                     for rank, shard in block.shards.items():
                         if shard.written:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, keys_of
+from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness, name_of
 
-from kvoffd.cache import BlockState, Namespace
-from kvoffd.tiering.demotion import WriteMode
-from kvoffd.tiering.manager import TieringSettings
+from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
 
@@ -49,11 +49,11 @@ def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_othe
     rig.put_in_tier(space, keys_of(1, 2, 3, 4))
     for key in range(1, 7):
         rig.put(space, keys_of(key), group=1)
-        ticket = rig.cache.exchange.begin_write(space.index[1][keys_of(key)])
+        ticket = rig.tiering.transfers.begin_demotion(rig.cache.blocks.index[space][1][keys_of(key)])
         assert ticket is not None
         assert rig.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: rig.end_write(ticket))  # type: ignore[misc]
         rig.tier.end_all()
-    rig.cache._blocks._evict(list(space.index[1].values()))
+    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][1].values()))
     asked = keys_of(1, 2, 3, 4, 5, 6)
     answer = rig.cache.lookup(space, 1, 1, [(0, asked), (1, asked)])
     assert list(answer.states[0]) == [PENDING] * 4 + [ABSENT] * 2
@@ -77,8 +77,8 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.clock.now += 6.0
     rig.tiering.tick()
     assert rig.tiering.promoter.failures["overdue"] == 1
-    assert space.index[0] == {}
-    rig.cache.check_invariants()
+    assert rig.cache.blocks.index[space][0] == {}
+    check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
     rig.tier.end_all(now=0.0)  # the tier was slow, and writes into its own slots only
@@ -95,7 +95,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult) -> None:
     rig.tiering.pump()
     rig.tier.end_all(fault=fault)
     assert rig.tiering.promoter.failures == {fault.value: 1}
-    assert space.index[0] == {}
+    assert rig.cache.blocks.index[space][0] == {}
     assert rig.slots.free_bytes == free
     rig.check()
 
@@ -219,21 +219,21 @@ def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringHarne
 def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
-    block = space.index[0][keys_of(1)]
-    ticket = rig.cache.exchange.begin_write(block)
+    block = rig.cache.blocks.index[space][0][keys_of(1)]
+    ticket = rig.tiering.transfers.begin_demotion(block)
     assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
     rig.tier.end_all()
-    rig.cache._blocks._evict([block])
+    rig.cache.blocks.evict([block])
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    assert space.index[0][keys_of(1)].shards[0].first_block == 2
+    assert rig.cache.blocks.index[space][0][keys_of(1)].shards[0].first_block == 2
 
 
 def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
-    ticket = rig.cache.exchange.begin_write(space.index[0][keys_of(1)])
+    ticket = rig.tiering.transfers.begin_demotion(rig.cache.blocks.index[space][0][keys_of(1)])
     assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
     rig.tier.end_all()
@@ -249,7 +249,7 @@ def test_without_its_workers_a_namespace_gets_nothing_from_a_tier(rig: TieringHa
     heir = TieringHarness(device=rig.device, settings=QUIET)
     again, _ = heir.cache.open_namespace(space.fingerprint, "a", 2, 8, space.groups, "{}")
     heir.tiering.namespace_opened(again)
-    heir.tiering.tell()
+    heir.tiering.publish_some()
     assert heir.states(again, keys_of(1)) == [ABSENT]
     heir.cache.set_shard_bytes(again, 0, [SLOT_UNIT])
     assert heir.states(again, keys_of(1)) == [ABSENT]
@@ -289,8 +289,8 @@ def test_a_quarantined_block_leaves_the_tier_too(rig: TieringHarness) -> None:
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    (look,) = rig.cache.integrity.looks_at(rig.cache.integrity.slots())
-    assert not rig.cache.judge(look, look.checksum ^ 1)
+    (look,) = rig.cache.integrity.checks_at(rig.cache.integrity.slots())
+    assert not rig.cache.integrity.apply(look, look.checksum ^ 1)
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert not rig.device.blocks
 

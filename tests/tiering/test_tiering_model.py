@@ -8,9 +8,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.cache_harness import SLOT_UNIT, keys_of
 from support.tiering_harness import TieringHarness
 
-from kvoffd.cache import BlockState, StoreTicket
-from kvoffd.tiering.demotion import WriteMode
-from kvoffd.tiering.manager import TieringSettings
+from kvoffd.cache.namespace import BlockState
+from kvoffd.cache.pins import StoreTicket
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierKey, TierResult
 from kvoffd_proto.messages import PENDING, READY
 
@@ -70,9 +70,9 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_all(self) -> None:
-        blocks = [block for space in self.spaces for block in space.index[0].values()]
+        blocks = [block for space in self.spaces for block in self.rig.cache.blocks.index[space][0].values()]
         loose = [block for block in blocks if block.state is BlockState.READY and not block.pins]
-        self.rig.cache._blocks._evict(loose)
+        self.rig.cache.blocks.evict(loose)
 
     @rule(data=st.data(), fault=faults)
     def end_all_jobs(self, data: st.DataObject, fault: TierResult | None) -> None:
@@ -90,9 +90,11 @@ class TieringMachine(RuleBasedStateMachine):
         """A quick way into the tier, out of the pool, and perhaps up again."""
         namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
-        ready = [block for block in namespace.index[0].values() if block.state is BlockState.READY]
+        ready = [
+            block for block in self.rig.cache.blocks.index[namespace][0].values() if block.state is BlockState.READY
+        ]
         self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
-        self.rig.tiering.demoter._due.update(dict.fromkeys(ready))
+        self.rig.tiering.demoter._waiting.update(dict.fromkeys(ready))
         self.rig.tiering.demoter.pump()
         self.rig.tier.end_all(self.rig.clock())
         self.evict_all()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from support.cache_harness import SLOT_UNIT, keys_of
+from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness
 
-from kvoffd.tiering.budget import DAY_S, WriteBudget
-from kvoffd.tiering.demotion import LEAST_SWEPT, WriteMode
-from kvoffd.tiering.manager import TieringSettings
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.demotion import DAY_S, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import TierResult
 
 
@@ -93,10 +93,10 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    assert rig.cache.pinned_blocks == 1
+    assert rig.cache.blocks.pinned_blocks == 1
     rig.put(space, keys_of(*range(2, 40)))
-    rig.cache.check_invariants()
-    assert keys_of(1) in space.index[0]
+    check_invariants(rig.cache)
+    assert keys_of(1) in rig.cache.blocks.index[space][0]
     rig.tier.end_all()
     rig.check()
 
@@ -109,7 +109,7 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     rig.cache.invalidate(space, [(0, keys_of(1))])
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
-    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.blocks.pinned_blocks == 0
     rig.check()
 
 
@@ -133,7 +133,7 @@ def test_a_write_that_fails_is_let_go() -> None:
     rig.put(space, keys_of(1))
     rig.tiering.pump()
     rig.tier.end_all(fault=TierResult.FAILED)
-    assert rig.cache.pinned_blocks == 0
+    assert rig.cache.blocks.pinned_blocks == 0
     assert rig.tiering.demoter.written_blocks == 0
     rig.check()
 
@@ -219,7 +219,7 @@ def test_while_a_tier_hangs_what_leaves_the_pool_does_not_wait_for_it() -> None:
         rig.put(space, keys_of(*range(start, start + 16)))
         rig.tiering.tick()  # what it began is never done
         longest = max(longest, rig.tiering.demoter.waiting_blocks)
-    assert longest <= LEAST_SWEPT + 2 * space.ready_blocks + 16
+    assert longest <= MIN_SWEPT_BLOCKS + 2 * space.ready_blocks + 16
     assert len(rig.tier.jobs) == 2
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(*range(6384, 6400))) == 16
@@ -235,7 +235,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
-    rig.cache._blocks._evict([space.index[0][keys_of(1)]])
+    rig.cache.blocks.evict([rig.cache.blocks.index[space][0][keys_of(1)]])
     rig.tiering.tick()
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 

@@ -7,9 +7,9 @@ from support.cache_harness import SLOT_UNIT, keys_of
 from support.memory_tier import Device, MemoryTier
 from support.tiering_harness import FakeMemory, TieringHarness, name_of
 
-from kvoffd.cache import Namespace
-from kvoffd.tiering.demotion import WriteMode
-from kvoffd.tiering.manager import TieringManager, TieringSettings
+from kvoffd.cache.namespace import Namespace
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tiers import Tiers
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 
@@ -23,7 +23,7 @@ class TiersRig(TieringHarness):
         self.tiering = TieringManager(
             self.cache, self.tiers, self.tier_events, self.clock, TieringSettings(WriteMode.ALWAYS)
         )
-        self.cache._tiering = self.cache._blocks.tiering = self.tiering
+        self.cache.blocks.tiering = self.tiering
         self.members = [self.member(self.memory, 6 * SLOT_UNIT), self.member(self.memory, 99 * SLOT_UNIT)]
 
     def member(self, memory: FakeMemory, size_bytes: int) -> MemoryTier:
@@ -63,7 +63,7 @@ def test_every_block_is_in_one_member_and_all_are_used(rig: TiersRig) -> None:
 def test_blocks_come_up_from_whichever_member_has_them(rig: TiersRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache._blocks._evict(list(space.index[0].values()))
+    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
     assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
     rig.tiering.pump()
     while any(member.jobs for member in rig.members):
@@ -83,7 +83,7 @@ def test_removal_reaches_all_members(rig: TiersRig) -> None:
 def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache._blocks._evict(list(space.index[0].values()))
+    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
     gone = [name.key for name in rig.members[0].device.blocks]
     rig.tiers.detach(rig.members[0])
     rig.tiering.directory_detached(rig.members[0])
@@ -91,7 +91,7 @@ def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> 
     assert rig.tier_events.index == {tuple(name) for name in rig.members[1].device.blocks}
     rig.tiers.attach(rig.members[0])
     rig.tiering.directory_attached()
-    rig.tiering.tell()
+    rig.tiering.publish_some()
     assert len(rig.tier_events.index) == 8
     assert rig.states(space, gone[0]) == [PENDING]
 
@@ -109,7 +109,7 @@ def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: TiersRig) -> Non
 def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: TiersRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache._blocks._evict(list(space.index[0].values()))
+    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
     lost = [name.key for name in rig.members[0].device.blocks]
     rig.members[0].hangs = True
     found = {number: rig.states(space, keys_of(number)) for number in range(8)}

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvoffd.cache.block import Block
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Block, Namespace
 
 Ghost = tuple[Namespace, int, bytes]
 """What is remembered of an evicted block: its namespace, group and key."""
 
 
-class ArcPolicy:
+class Policy:
     """Two queues of blocks, two of ghosts, and the share of the pool that blocks seen once should have.
 
     The paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvoffd.cache.block import Block
+from kvoffd.cache.namespace import Block
 
 
-class LruPolicy:
+class Policy:
     """One queue; a use moves a block to its young end, a chain tail first."""
 
     def __init__(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.block import Block
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError, UnknownLease
 from kvoffd.server.requests.memory import find_or_open
 from kvoffd.server.session import Session
@@ -65,7 +64,7 @@ def list_blocks(service: Service, session: Session, message: b.ListBlocks) -> b.
     """One page of a listing."""
     service.desk.admit(session, write=False)
     namespace = service.cache.namespace(message.namespace)
-    pins = service.cache.operator_pins
+    pins = service.cache.blocks.operator_pinned
     blocks, following, total = service.desk.page(
         session, namespace, message.group, message.prefix, message.pinned, message.position, message.limit
     )
@@ -83,7 +82,7 @@ def get_blocks(service: Service, session: Session, message: b.GetBlocks) -> b.Bl
     limit = service.config.max_leases
     if service.cache.leases.count_of(session.id) >= limit:
         raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
-    found = service.cache.hold(namespace, message.lease_id, session.id, message.group, message.keys)
+    found = service.cache.lease_blocks(namespace, message.lease_id, session.id, message.group, message.keys)
     told = [None if block is None else _held(namespace, block) for block in found]
     got = sum(block is not None for block in found)
     service.desk.got_blocks += got

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from support.cache_harness import CacheHarness
 
-from kvoffd.cache import POLICY_NAMES, Block, EvictionPolicy, make_policy
-from kvoffd.cache.policies import ArcPolicy
+from kvoffd.cache.namespace import Block
+from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
+from kvoffd.cache.policies.arc import Policy as ArcPolicy
 
 
 def blocks_of(count: int, first: int = 0) -> list[Block]:

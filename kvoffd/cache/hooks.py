@@ -1,0 +1,58 @@
+"""What the cache calls: a listener for what becomes readable, and whoever looks after the tiers below the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from kvoffd.cache.namespace import Block, Namespace
+
+
+class CacheListener(Protocol):
+    """Told of every change of the readable blocks, in order. Folding the calls from the start gives the index.
+
+    It is called in the middle of a change and must not call the cache.
+    """
+
+    def stored(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+        """These keys can be read from now on; none of them could before."""
+
+    def removed(self, namespace: Namespace, group: int, keys: list[bytes]) -> None:
+        """These keys can not be read any more; all of them could before."""
+
+    def cleared(self, namespace: Namespace) -> None:
+        """No key of the namespace can be read any more."""
+
+
+class TieringHooks(Protocol):
+    """Looks after the tiers below the pool.
+
+    It is called in the middle of a change or an answer. It may take notes and remove blocks from the tiers, and read
+    the cache's index, but it must not change the cache.
+    """
+
+    def find(
+        self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
+    ) -> list[bytes]:
+        """The states that a lookup answers with: PENDING for absent keys that are brought up from a tier now.
+
+        ``states`` are those of the pool, one byte a key, for each of ``groups``.
+        """
+
+    def used(self, blocks: Sequence[Block]) -> None:
+        """A lookup found these blocks ready."""
+
+    def stored(self, blocks: Sequence[Block]) -> None:
+        """A store or a promotion made these blocks ready."""
+
+    def evicted(self, blocks: Sequence[Block]) -> None:
+        """These blocks left the pool because others needed the room."""
+
+    def forget(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+        """Remove these keys from the tiers for good, and stop bringing them up."""
+
+    def forget_all(self, namespace: Namespace) -> int:
+        """Remove the whole namespace from the tiers for good. Returns how many blocks they had."""
+
+    def has(self, namespace: Namespace, group: int, key: bytes) -> bool:
+        """Whether a tier has this key."""

@@ -1,0 +1,97 @@
+"""The invariants of the cache: any two accounts of the same thing agree. Slow: every block is looked at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Block, BlockState
+from kvoffd.tiering.manager import TieringManager
+
+
+def check_invariants(cache: BlockCache) -> None:
+    """Raise AssertionError where an invariant is broken."""
+    blocks = set(cache.blocks.block_at.values())
+    _check_slots(cache, cache.blocks, blocks)
+    _check_index(cache, blocks)
+    _check_writers(cache, blocks)
+    _check_pins(cache, blocks)
+
+
+def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> None:
+    usage, pool_bytes = cache.pool_usage(), cache.slots.pool_bytes
+    held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes
+    assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
+    held = {shard.offset: block for block in blocks for shard in block.shards.values()}
+    assert held == all_blocks.block_at, "slots and shards differ"
+    assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
+    spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
+    spans = sorted([*spans, *((offset, offset + size) for offset, size in all_blocks.quarantined.items())])
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "slots overlap"
+    assert sum(end - start for start, end in spans) == pool_bytes - cache.slots.free_bytes
+    for block in blocks:
+        assert block.slot_bytes == sum(shard.slot_bytes for shard in block.shards.values())
+        assert block.state is BlockState.LEAVING or not any(shard.corrupt for shard in block.shards.values())
+    doubtful = {shard for block in blocks for shard in block.shards.values() if not (shard.verified or shard.corrupt)}
+    assert set(all_blocks.unverified) == doubtful
+
+
+def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
+    indexed = 0
+    assert list(cache.blocks.index) == cache.namespaces
+    for namespace, indexes in cache.blocks.index.items():
+        own = [block for block in blocks if block.namespace is namespace]
+        for state in (BlockState.WRITING, BlockState.READY, BlockState.LEAVING):
+            in_state = [block for block in own if block.state is state]
+            assert namespace.blocks_in[state] == len(in_state), f"miscounted {state.name} blocks"
+            assert namespace.bytes_in[state] == sum(block.slot_bytes for block in in_state)
+        assert sum(namespace.blocks_in) == 0
+        for group, index in enumerate(indexes):
+            indexed += len(index)
+            for key, block in index.items():
+                assert (block.namespace, block.group, block.key) == (namespace, group, key)
+                assert block.state in (BlockState.WRITING, BlockState.READY)
+                assert block.shards, "an empty block in the index"
+            states = namespace.states_of(group, b"".join(index))
+            assert list(states) == [block.state for block in index.values()], "lookups tell other states"
+            assert len(namespace.key_states[group]) == len(index), "lookups find keys that are not there"
+    assert indexed == sum(block.state is not BlockState.LEAVING for block in blocks)
+    candidates = list(cache.policy.candidates())
+    assert len(candidates) == len(cache.policy)
+    assert len(set(candidates)) == len(candidates), "a candidate twice"
+    assert set(candidates) == {block for block in blocks if block.state is BlockState.READY}
+
+
+def _check_writers(cache: BlockCache, blocks: set[Block]) -> None:
+    writing = Counter((block, ticket.rank) for ticket in cache.stores for block in ticket.blocks)
+    assert all(count == 1 for count in writing.values()), "two stores write one shard"
+    unwritten = {(b, rank) for b in blocks for rank, shard in b.shards.items() if not shard.written}
+    assert unwritten == set(writing), "stores and unwritten shards differ"
+    for block in blocks:
+        written = sum(shard.written for shard in block.shards.values())
+        assert block.missing == block.namespace.world_size - written
+        assert block.writers == sum((block, rank) in writing for rank in block.shards)
+        assert (block.state is BlockState.READY) <= (block.missing == 0)
+        assert (block.state is BlockState.WRITING) <= (block.missing > 0)
+        assert (block.state is BlockState.LEAVING) <= bool(block.writers or block.pins), "left, but still there"
+    waiting = {block for block in blocks if block.state is BlockState.WRITING and not block.writers}
+    assert set(cache.blocks.half_stored) == waiting, "half-stored blocks are not all watched"
+
+
+def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:
+    operator_pinned, tiering = cache.blocks.operator_pinned, cache.blocks.tiering
+    pins = Counter(block for lease in cache.leases for group in lease.blocks.values() for block in group)
+    pins.update(block for ticket in cache.loads for block in ticket.blocks)
+    if isinstance(tiering, TieringManager):
+        pins.update(demotion.block for demotion in tiering.transfers.demotions)
+    pins.update(list(operator_pinned))
+    assert all(block.state is BlockState.READY for block in operator_pinned), "an operator's pin outlived its block"
+    assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
+    assert set(pins) <= blocks, "a pinned block lost its slots"
+    assert all(block.missing == 0 for block in pins), "an incomplete block is pinned"
+    assert all(lease.pinned for lease in cache.leases), "a lease on nothing"
+    pinned = {block for block in blocks if block.pins}
+    assert cache.blocks.pinned_blocks == len(pinned)
+    assert cache.pool_usage().pinned_bytes == sum(block.slot_bytes for block in pinned)
