@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -42,3 +43,15 @@ def shared_daemon(module_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
     clear_daemon(module_daemon)
     yield module_daemon
     assert module_daemon.running, module_daemon.log
+
+
+@pytest.fixture
+def pool_file() -> Iterator[Path]:
+    """A path in /dev/shm for a pool's file, which is removed afterwards; skips the test where there is no /dev/shm."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        pytest.skip("/dev/shm is not there")
+    path = shm / f"kvoffd-test-{os.getpid()}.pool"
+    path.unlink(missing_ok=True)
+    yield path
+    path.unlink(missing_ok=True)

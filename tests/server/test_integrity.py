@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,19 +15,8 @@ from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 
-SHM = Path("/dev/shm")
 PAGE = 16384
 KEYS = 24
-
-pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is not there")
-
-
-@pytest.fixture
-def pool_file() -> Iterator[Path]:
-    path = SHM / f"kvoffd-integrity-{os.getpid()}.pool"
-    path.unlink(missing_ok=True)
-    yield path
-    path.unlink(missing_ok=True)
 
 
 class Engine:

@@ -16,5 +16,5 @@ def test_a_field_comes_from_the_first_source_that_has_it() -> None:
 
 
 def test_a_field_that_nobody_counts_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="LatencyStats.maximum"):
+    with pytest.raises(AttributeError, match=r"LatencyStats\.maximum"):
         filled(LatencyStats, SimpleNamespace(count=1, p50=1.0, p99=1.0))

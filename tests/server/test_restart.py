@@ -32,14 +32,6 @@ pytestmark = pytest.mark.skipif(not os.access(SHM, os.W_OK), reason="/dev/shm is
 
 
 @pytest.fixture
-def pool_file() -> Iterator[Path]:
-    path = SHM / f"kvoffd-test-{os.getpid()}.pool"
-    path.unlink(missing_ok=True)
-    yield path
-    path.unlink(missing_ok=True)
-
-
-@pytest.fixture
 def in_file(pool_file: Path) -> Iterator[DaemonProcess]:
     """A running daemon with its pool in a file."""
     with DaemonProcess("32MiB", pool_file=str(pool_file)) as daemon:

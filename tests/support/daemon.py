@@ -16,13 +16,14 @@ from typing import Self
 from kvoffd_client import AdminClient
 from kvoffd_proto.sockets import SocketPaths
 
+from .closing import Starting
 from .waiting import wait_until
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 15.0
 
 
-class DaemonProcess:
+class DaemonProcess(Starting):
     """``kvoffd serve`` in a short directory of its own. Start, kill, stop and start again as a test likes."""
 
     def __init__(self, pool_size: str = "64MiB", directory: Path | None = None, **flags: str) -> None:
@@ -115,20 +116,13 @@ class DaemonProcess:
         if self._own:
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             state = "runs" if self.running else f"has ended with {self._process and self._process.returncode}"
             error.add_note(f"The daemon {state}. Its log ends so:\n{self.log[-4000:]}")
-        self.close()
+        super().__exit__(kind, error, trace)
 
 
 def _answers(path: Path) -> bool:

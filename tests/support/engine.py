@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 
+from .closing import Starting
 from .waiting import wait_until
 
 MAIN = Path(__file__).parent / "engine_main.py"
@@ -45,7 +45,7 @@ class Completion:
     finish: str
 
 
-class EngineProcess:
+class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector."""
 
     def __init__(
@@ -211,18 +211,6 @@ class EngineProcess:
         except EOFError:
             raise AssertionError(f"the engine ended:\n{self.log[-6000:]}") from None
         return kind, value
-
-    def __enter__(self) -> Self:
-        try:
-            return self.start()
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def wait_connected(admin: AdminClient, workers: int = 1, deadline_s: float = 30.0) -> None:

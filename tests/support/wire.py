@@ -6,8 +6,7 @@ import itertools
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import zmq
 
@@ -17,6 +16,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
+
+from .closing import Closing
 
 TIMEOUT_S = 5.0
 R = TypeVar("R", bound=m.Reply)
@@ -40,7 +41,7 @@ def ids(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
 
 
-class WireClient:
+class WireClient(Closing):
     """One session, opened step by step."""
 
     def __init__(self, directory: Path, role: m.Role | None = m.Role.WORKER) -> None:
@@ -187,14 +188,6 @@ class WireClient:
     def close(self) -> None:
         self.stream.close()
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def stats(directory: Path) -> m.StatsReply:
