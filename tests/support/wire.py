@@ -18,8 +18,10 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
 from .closing import Closing
+from .waiting import wait_until
 
 TIMEOUT_S = 5.0
+JOB_DEADLINE_S = 30.0
 R = TypeVar("R", bound=m.Reply)
 
 ZERO_TOKEN = bytes(m.TOKEN_BYTES)
@@ -177,13 +179,15 @@ class WireClient(Closing):
     def result(self, request: m.Store | m.Load) -> m.JobResult:
         """Send a job and return its result, by asking: a subscription just made may miss the first message."""
         self.send(request)
-        for _ in range(500):
+
+        def result() -> m.JobResult | None:
             reply = self.ask(m.Replay(self.next_id(), self.token, 0), m.ReplayReply)
-            for batch in reply.batches:
-                for result in batch.results:
-                    if result.job_id == request.job_id:
-                        return result
-        raise AssertionError(f"job {request.job_id} did not end")
+            results = (result for batch in reply.batches for result in batch.results)
+            return next((result for result in results if result.job_id == request.job_id), None)
+
+        found = wait_until(result, JOB_DEADLINE_S, interval_s=0.001)
+        assert found is not None
+        return found
 
     def close(self) -> None:
         self.stream.close()
