@@ -27,12 +27,12 @@ from kvoffd_proto.messages import (
     PoolStats,
     StatsReply,
     fields_of,
-    mark_of,
+    metric_annotation,
 )
 
 Sample = tuple[tuple[str, ...], float]
 """Label values and number."""
-_Reach = Callable[[StatsReply], Iterable[tuple[tuple[str, ...], Struct]]]
+_Selector = Callable[[StatsReply], Iterable[tuple[tuple[str, ...], Struct]]]
 """The Structs of one kind in a reply, each with the label values that tell it apart."""
 
 _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
@@ -60,29 +60,28 @@ class MetricSpec:
     read: Callable[[StatsReply], Iterable[Sample]]
 
 
-def _metrics_of(struct: type[Struct], reach: _Reach, prefix: str, labels: tuple[str, ...]) -> Iterator[MetricSpec]:
+def _metrics_of(struct: type[Struct], select: _Selector, prefix: str, labels: tuple[str, ...]) -> Iterator[MetricSpec]:
     """The metrics of one Struct of the reply and of those inside it, in the order of the page."""
     for field, hint, description in _in_page_order(struct):
-        mark, inner = mark_of(hint), _struct_in(hint)
-        if isinstance(mark, Metric):
-            ending = "_total" if mark.kind == "counter" else ""
-            more = [mark.label[0]] if mark.label else [mark.key_label] if mark.key_label else []
+        annotation, inner = metric_annotation(hint), _struct_in(hint)
+        if isinstance(annotation, Metric):
+            ending = "_total" if annotation.kind == "counter" else ""
+            label = annotation.label[:1] or ((annotation.key_label,) if annotation.key_label else ())
             yield MetricSpec(
-                f"{prefix}{mark.name or field}{ending}",
-                mark.kind,
-                mark.help or description,
-                (*labels, *more),
-                _reader(reach, field, mark),
+                f"{prefix}{annotation.name or field}{ending}",
+                annotation.kind,
+                annotation.help or description,
+                (*labels, *label),
+                _reader(select, field, annotation),
             )
         elif inner is not None:
-            part = mark if isinstance(mark, MetricPart) else MetricPart()
-            told_apart = {name: found.name for name, found in _marks(inner) if isinstance(found, MetricLabel)}
-            more = [part.label[0]] if part.label else []
+            part = annotation if isinstance(annotation, MetricPart) else MetricPart()
+            own_labels = {name: found.name for name, found in _annotations(inner) if isinstance(found, MetricLabel)}
             yield from _metrics_of(
                 inner,
-                _inner_reach(reach, field, part, tuple(told_apart)),
+                _select_in(select, field, part, tuple(own_labels)),
                 prefix + part.prefix,
-                (*labels, *more, *told_apart.values()),
+                (*labels, *part.label[:1], *own_labels.values()),
             )
 
 
@@ -96,8 +95,8 @@ def _in_page_order(struct: type[Struct]) -> list[tuple[str, object, str]]:
     return [found[name] for name in names]
 
 
-def _marks(struct: type[Struct]) -> Iterator[tuple[str, object]]:
-    return ((field.name, mark_of(hint)) for field, hint, _ in fields_of(struct))
+def _annotations(struct: type[Struct]) -> Iterator[tuple[str, object]]:
+    return ((field.name, metric_annotation(hint)) for field, hint, _ in fields_of(struct))
 
 
 def _struct_in(hint: object) -> type[Struct] | None:
@@ -107,16 +106,15 @@ def _struct_in(hint: object) -> type[Struct] | None:
     return next((found for argument in get_args(hint) if (found := _struct_in(argument)) is not None), None)
 
 
-def _inner_reach(reach: _Reach, field: str, part: MetricPart, label_fields: tuple[str, ...]) -> _Reach:
+def _select_in(select: _Selector, field: str, part: MetricPart, label_fields: tuple[str, ...]) -> _Selector:
     """How to get at the Structs in ``field``: none where it is nil, all where it is a list."""
-    fixed = part.label[1:] if part.label else ()
 
     def found(stats: StatsReply) -> Iterator[tuple[tuple[str, ...], Struct]]:
-        for values, owner in reach(stats):
+        for values, owner in select(stats):
             held = getattr(owner, field)
             for inner in held if isinstance(held, list) else [] if held is None else [held]:
                 own = tuple(_label_value(getattr(inner, name)) for name in label_fields)
-                yield (*values, *fixed, *own), inner
+                yield (*values, *part.label[1:], *own), inner
 
     return found
 
@@ -125,18 +123,17 @@ def _label_value(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _reader(reach: _Reach, field: str, metric: Metric) -> Callable[[StatsReply], Iterator[Sample]]:
-    fixed = metric.label[1:] if metric.label else ()
+def _reader(select: _Selector, field: str, metric: Metric) -> Callable[[StatsReply], Iterator[Sample]]:
 
     def samples(stats: StatsReply) -> Iterator[Sample]:
-        for values, owner in reach(stats):
+        for values, owner in select(stats):
             value = getattr(owner, field)
             if metric.key_label:
                 yield from (((*values, key), count) for key, count in sorted(value.items()))
             elif metric.true_for:
-                yield (*values, *fixed), value in metric.true_for
+                yield (*values, *metric.label[1:]), value in metric.true_for
             elif (number := metric.nil if value is None else value) is not None:
-                yield (*values, *fixed), number
+                yield (*values, *metric.label[1:]), number
 
     return samples
 

@@ -122,23 +122,22 @@ def exact_duration(seconds: float) -> str:
 
 def format_size(size_bytes: float) -> str:
     """Three significant digits and a binary unit: ``20.0 GiB``, ``512 MiB``, ``17 B``."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        # 1023.95 would print as 1024: it belongs to the next unit.
-        if abs(value) < 1023.5 or unit == "TiB":
-            return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable: TiB takes everything")
+    return _scaled(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_rate(bytes_per_second: float) -> str:
     """Three significant digits and a decimal unit: ``12.3 GB/s``. Links and memories are rated in decimal units."""
-    value = float(bytes_per_second)
-    for unit in ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"):
-        if abs(value) < 999.5 or unit == "TB/s":
-            return f"{value:.0f} B/s" if unit == "B/s" else f"{_three_digits(value)} {unit}"
-        value /= 1000
-    raise AssertionError("unreachable: TB/s takes everything")
+    return _scaled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def _scaled(amount: float, factor: int, units: tuple[str, ...]) -> str:
+    value = float(amount)
+    for unit in units[:-1]:
+        # Half below the factor it would be printed as the factor: it belongs to the next unit.
+        if abs(value) < factor - 0.5:
+            return f"{value:.0f} {unit}" if unit == units[0] else f"{_three_digits(value)} {unit}"
+        value /= factor
+    return f"{_three_digits(value)} {units[-1]}"
 
 
 def format_count(count: int) -> str:

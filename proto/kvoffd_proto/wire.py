@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar, cast, get_type_hints
+from typing import Annotated, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_type_hints
 
 from msgspec import Meta, Struct, structs
 
@@ -154,8 +154,12 @@ def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
 
 # --- fields and their annotations ----------------------------------------------------------------
 
-METRIC = "metric"
+_METRIC = "metric"
 """Key of ``Meta.extra`` under which a field has its Metric, MetricPart or MetricLabel."""
+
+
+FixedLabel: TypeAlias = tuple[str, str] | tuple[()]
+"""Name and value of a label, or none."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class Metric:
         kind: what Prometheus takes it for.
         name: the field's own where empty.
         help: the field's description where empty.
-        label: name and value of a label.
+        label: a label that is the same for all.
         key_label: for a map of numbers, the name of the label that holds the key.
         nil: the value while the field is nil; there is no sample where this is None.
         true_for: for a string, the values for which the metric is 1; for others it is 0.
@@ -178,7 +182,7 @@ class Metric:
     kind: Literal["counter", "gauge"]
     name: str = ""
     help: str = ""
-    label: tuple[str, str] | None = None
+    label: FixedLabel = ()
     key_label: str = ""
     nil: float | None = None
     true_for: tuple[str, ...] = ()
@@ -189,7 +193,7 @@ class MetricPart:
     """What the metrics of a Struct, or of a list of Structs, inside a StatsReply have in common."""
 
     prefix: str = ""
-    label: tuple[str, str] | None = None
+    label: FixedLabel = ()
 
 
 @dataclass(frozen=True)
@@ -199,34 +203,32 @@ class MetricLabel:
     name: str
 
 
-def counter(
-    description: str, name: str = "", help: str = "", label: tuple[str, str] | None = None, key_label: str = ""
-) -> Meta:
+def counter(description: str, name: str = "", help: str = "", label: FixedLabel = (), key_label: str = "") -> Meta:
     """Describe a field that is a counter on /metrics: see Metric."""
-    return Meta(description=description, extra={METRIC: Metric("counter", name, help, label, key_label)})
+    return Meta(description=description, extra={_METRIC: Metric("counter", name, help, label, key_label)})
 
 
 def gauge(
     description: str,
     name: str = "",
     help: str = "",
-    label: tuple[str, str] | None = None,
+    label: FixedLabel = (),
     *,
     nil: float | None = None,
     true_for: tuple[str, ...] = (),
 ) -> Meta:
     """Describe a field that is a gauge on /metrics: see Metric."""
-    return Meta(description=description, extra={METRIC: Metric("gauge", name, help, label, "", nil, true_for)})
+    return Meta(description=description, extra={_METRIC: Metric("gauge", name, help, label, "", nil, true_for)})
 
 
-def metrics_of_part(description: str, prefix: str = "", label: tuple[str, str] | None = None) -> Meta:
+def metrics_of_part(description: str, prefix: str = "", label: FixedLabel = ()) -> Meta:
     """Describe a field whose Structs hold metrics: see MetricPart."""
-    return Meta(description=description, extra={METRIC: MetricPart(prefix, label)})
+    return Meta(description=description, extra={_METRIC: MetricPart(prefix, label)})
 
 
 def metric_label(description: str, name: str) -> Meta:
     """Describe a field that tells the Structs of a list apart: it is a label of their metrics."""
-    return Meta(description=description, extra={METRIC: MetricLabel(name)})
+    return Meta(description=description, extra={_METRIC: MetricLabel(name)})
 
 
 def metas_of(hint: object) -> list[Meta]:
@@ -234,9 +236,9 @@ def metas_of(hint: object) -> list[Meta]:
     return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
 
 
-def mark_of(hint: object) -> Metric | MetricPart | MetricLabel | None:
+def metric_annotation(hint: object) -> Metric | MetricPart | MetricLabel | None:
     """What a field is on /metrics, if anything."""
-    return next((meta.extra[METRIC] for meta in metas_of(hint) if meta.extra and METRIC in meta.extra), None)
+    return next((meta.extra[_METRIC] for meta in metas_of(hint) if meta.extra and _METRIC in meta.extra), None)
 
 
 def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str]]:

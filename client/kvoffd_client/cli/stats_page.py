@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,7 +13,7 @@ from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting,
 from kvoffd_client.cli.disk_commands import disk_section
 from kvoffd_client.cli.rates import Rates, rates_between, totals_of
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply, fields_of
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
@@ -27,8 +28,6 @@ FIXED_LINES = 20
 """Lines of a page without its namespaces, with one error and a notice of two lines."""
 FIXED_LINES_AIRY = FIXED_LINES + 8
 DISK_LINES = 2
-REPLIES_DROPPED = "replies_dropped"
-_REPLIES_DROPPED_MEANS = "Replies could not be sent, since their client was gone or did not read."
 MIN_BAR_CELLS = 10
 MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
@@ -145,24 +144,27 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
             ("slot table", format_size(pool.table_bytes)),
         ),
     )
+    for note, style in _pool_notes(pool, blocks):
+        yield Text(" " * TITLE_CELLS + note, style=style)
+
+
+def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
+    """What is unusual about the pool, a line each, with its style."""
     if pool.spilled_slots:
-        spilled = f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU"
-        yield Text(f"{'':{TITLE_CELLS}}{spilled}", style="yellow")
+        yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
     if 0 < pool.page_locked_bytes < pool.pool_bytes:
-        locked = f"{format_size(pool.page_locked_bytes)} are page-locked for GPUs so far; the rest is copied slowly"
-        yield Text(f"{'':{TITLE_CELLS}}{locked}", style="yellow")
+        locked = format_size(pool.page_locked_bytes)
+        yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
     if blocks.pinned_blocks:
-        many = "" if blocks.pinned_blocks == 1 else "s"
+        pinned = f"{format_count(blocks.pinned_blocks)} block{'' if blocks.pinned_blocks == 1 else 's'}"
         size = format_size(blocks.pinned_bytes)
-        held = f"{format_count(blocks.pinned_blocks)} block{many} ({size}) pinned by operators"
-        yield Text(f"{'':{TITLE_CELLS}}{held}; see kvoffd-cli block ls --pinned", style="dim")
+        yield f"{pinned} ({size}) pinned by operators; see kvoffd-cli block ls --pinned", "dim"
     if pool.quarantined_bytes:
-        lost = f"{format_size(pool.quarantined_bytes)} in quarantine: lost what was stored there; see kvoffd-cli health"
-        yield Text(f"{'':{TITLE_CELLS}}{lost}", style="red")
+        lost = format_size(pool.quarantined_bytes)
+        yield f"{lost} in quarantine: lost what was stored there; see kvoffd-cli health", "red"
     touched = pool.usable_bytes + pool.quarantined_bytes
     if touched < pool.pool_bytes:
-        done = percent(touched, pool.pool_bytes)
-        yield Text(f"{'':{TITLE_CELLS}}starting: {done} of the pool's memory is touched", style="yellow")
+        yield f"starting: {percent(touched, pool.pool_bytes)} of the pool's memory is touched", "yellow"
 
 
 def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
@@ -282,12 +284,14 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
 
 def _failures(now: StatsReply) -> dict[str, int]:
     """Refusals by code, and the replies that no client took."""
-    return now.errors | ({REPLIES_DROPPED: now.replies_dropped} if now.replies_dropped else {})
+    return now.errors | ({"replies_dropped": now.replies_dropped} if now.replies_dropped else {})
 
 
-def _errors(errors: dict[str, int], whole: bool) -> Table | Text:
+def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
     """Failures by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
-    found = sorted(((-count, code) for code, count in errors.items() if count))
+    meanings = {field.name: description for field, _, description in fields_of(StatsReply)}
+    meanings |= {name: code.sentence for name, code in ErrorCode.__members__.items()}
+    found = sorted(((-count, code) for code, count in failures.items() if count))
     if not found:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
     grid = Table.grid(padding=GAP)
@@ -296,8 +300,7 @@ def _errors(errors: dict[str, int], whole: bool) -> Table | Text:
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
     for index, (negative, code) in enumerate(found):
-        known = ErrorCode.__members__.get(code.upper())
-        meaning = known.sentence if known is not None else _REPLIES_DROPPED_MEANS if code == REPLIES_DROPPED else ""
+        meaning = meanings.get(code) or meanings.get(code.upper(), "")
         explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
         grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
     return grid
