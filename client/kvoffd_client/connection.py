@@ -281,6 +281,16 @@ class SessionClient(Generic[S]):
         self._connection.wait(lambda: self.ready or self._session.refusal is not None, timeout_s)
         return self.ready
 
+    def _confirmed(self, start: Callable[[list[bool], float, float], None], timeout_s: float) -> bool:
+        """Start something on the session and wait until it appends to its list whether the daemon confirmed it."""
+        self._connection.check_process()
+        outcome: list[bool] = []
+        with self._connection.lock:
+            start(outcome, time.monotonic(), timeout_s)
+            self._connection.flush()
+        self._connection.wait(lambda: bool(outcome), timeout_s)
+        return outcome == [True]
+
     def close(self) -> None:
         """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""
         self._connection.close()

@@ -93,13 +93,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
-        self._connection.check_process()
-        outcome: list[bool] = []
-        with self._connection.lock:
-            self._session.reset(outcome, time.monotonic(), timeout_s)
-            self._connection.flush()
-        self._connection.wait(lambda: bool(outcome), timeout_s)
-        return outcome == [True]
+        return self._confirmed(self._session.reset, timeout_s)
 
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order, from the start of the daemon's life.

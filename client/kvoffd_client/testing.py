@@ -171,7 +171,7 @@ class FakeEngine:
         return self._summary(keys, results)
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
-        """Number of leading keys that are ready. They are pinned until load() or release(); earlier lookups are released.
+        """Number of leading keys that are ready. They are pinned until load(), release() or the next lookup().
 
         Keys that come up from disk are waited for, within ``timeout_s`` seconds. 0 when the daemon is away or does not
         answer by then. Raises as store().

@@ -69,7 +69,7 @@ class WorkerClient(SessionClient[WorkerSession]):
 
     @property
     def shard_bytes(self) -> list[int]:
-        """Per group, bytes of this rank's shard of a block, as the daemon computed them; empty before the first registration."""
+        """Per group, bytes of this rank's shard of a block, from the daemon; empty before the first registration."""
         return list(self._session.shard_bytes)
 
     @property
@@ -143,13 +143,7 @@ class WorkerClient(SessionClient[WorkerSession]):
         False when the daemon did not confirm that in time; then the session is ended, and only the daemon's
         death or its own clean-up lets go of the memory. The client takes no jobs afterwards.
         """
-        self._connection.check_process()
-        outcome: list[bool] = []
-        with self._connection.lock:
-            self._session.unregister(outcome, time.monotonic(), timeout_s)
-            self._connection.flush()
-        self._connection.wait(lambda: bool(outcome), timeout_s)
-        return outcome == [True]
+        return self._confirmed(self._session.unregister, timeout_s)
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
