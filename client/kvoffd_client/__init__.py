@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from kvoffd_client.namespace_spec import Geometry, NamespaceSpec
     from kvoffd_client.scheduler_client import SchedulerClient
-    from kvoffd_client.scheduler_session import LookupTicket
+    from kvoffd_client.scheduler_session import LookupFuture
     from kvoffd_client.shared_memory import Registration, SharedMemory
     from kvoffd_client.worker_client import WorkerClient
     from kvoffd_proto.errors import ErrorCode
@@ -59,7 +59,7 @@ __all__ = [
     "JobResult",
     "KvoffdClientError",
     "Layer",
-    "LookupTicket",
+    "LookupFuture",
     "NamespaceSpec",
     "PageRef",
     "Registration",
@@ -95,7 +95,7 @@ _HOMES = {
     ),
     "kvoffd_client.namespace_spec": ("Geometry", "NamespaceSpec"),
     "kvoffd_client.scheduler_client": ("SchedulerClient",),
-    "kvoffd_client.scheduler_session": ("LookupTicket",),
+    "kvoffd_client.scheduler_session": ("LookupFuture",),
     "kvoffd_client.shared_memory": ("Registration", "SharedMemory"),
     "kvoffd_client.worker_client": ("WorkerClient",),
     "kvoffd_proto.errors": ("ErrorCode",),

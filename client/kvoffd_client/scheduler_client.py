@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
-from kvoffd_client.scheduler_session import LookupTicket, SchedulerSession
+from kvoffd_client.scheduler_session import LookupFuture, SchedulerSession
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, Role
 
@@ -48,8 +48,8 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         """KV event messages that no replay could bring, and events dropped since nobody took them."""
         return 0 if self._session.events is None else self._session.events.lost
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
-        """Ask which keys are ready and pin those under a new lease. When not ready the ticket has failed already.
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
+        """Ask which keys are ready and pin those under a new lease. When not ready the future has failed already.
 
         Args:
             groups: keys, root of the prefix first.
@@ -62,15 +62,15 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         connection = self._connection
         connection.check_process()
         with connection.lock:
-            ticket = self._session.lookup(groups, counts, time.monotonic(), again)
+            future = self._session.lookup(groups, counts, time.monotonic(), again)
             connection.flush()
-        ticket.waiter = connection.wait
-        return ticket
+        future.waiter = connection.wait
+        return future
 
     def poll(self) -> None:
         """Read answers that have arrived, in this thread; otherwise they are read when the client's thread gets to it.
 
-        For callers that are about to read tickets and busy otherwise: a thread that computes keeps the GIL from the
+        For callers that are about to read futures and busy otherwise: a thread that computes keeps the GIL from the
         client's own thread for up to ``sys.getswitchinterval()``.
         """
         self._connection.poll()

@@ -30,7 +30,7 @@ Waiter = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
 
-class LookupTicket:
+class LookupFuture:
     """The answer to one lookup, now or later. Reading it never blocks; wait() does.
 
     Attributes:
@@ -202,7 +202,7 @@ class SchedulerSession(Session):
         assert identity.namespace is not None
         self._fingerprint = identity.namespace.fingerprint
         self.events = EventStream(kv_topic(self._fingerprint), options.max_buffered_events) if events else None
-        self._leases: dict[int, tuple[LookupTicket, float]] = {}
+        self._leases: dict[int, tuple[LookupFuture, float]] = {}
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
         self._next_lease = 1
@@ -217,21 +217,21 @@ class SchedulerSession(Session):
 
     def lookup(
         self, groups: Sequence[m.GroupKeys], key_counts: Sequence[int], now: float, again: bool = False
-    ) -> LookupTicket:
+    ) -> LookupFuture:
         """Send a lookup; ``key_counts`` is the number of keys per group. ``again``: something of it was pending."""
         if not self.usable:
-            ticket = LookupTicket(0)
-            ticket.fail()
-            return ticket
+            future = LookupFuture(0)
+            future.fail()
+            return future
         lease_id = (self.session_id << 32) | self._next_lease
         self._next_lease += 1
-        ticket = LookupTicket(lease_id)
+        future = LookupFuture(lease_id)
         self._unanswered.add(lease_id)
         message = m.Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
         self.request(
-            message, lambda reply, reply_now: self._on_lookup_reply(ticket, key_counts, now, reply, reply_now), now
+            message, lambda reply, reply_now: self._on_lookup_reply(future, key_counts, now, reply, reply_now), now
         )
-        return ticket
+        return future
 
     def release(self, lease_id: int) -> None:
         """End a lease, also one whose lookup is still on its way: messages keep their order."""
@@ -262,31 +262,31 @@ class SchedulerSession(Session):
 
     def _on_lookup_reply(
         self,
-        ticket: LookupTicket,
+        future: LookupFuture,
         key_counts: Sequence[int],
         sent_at: float,
         reply: ReplyOrError,
         now: float,
     ) -> None:
-        unwanted = ticket.lease_id in self._unwanted
-        self._unanswered.discard(ticket.lease_id)
-        self._unwanted.discard(ticket.lease_id)
+        unwanted = future.lease_id in self._unwanted
+        self._unanswered.discard(future.lease_id)
+        self._unwanted.discard(future.lease_id)
         if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == key_counts:
             if unwanted:
                 # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
-                self.release(ticket.lease_id)
+                self.release(future.lease_id)
             elif reply.pinned:
                 # The lease's life began at the daemon between sending and now: count from the earlier.
-                self._leases[ticket.lease_id] = (ticket, sent_at + reply.ttl_ms / 1000)
-            ticket.answer(reply.states, 0 if unwanted else reply.pinned, now, reply.wait_ms / 1000)
+                self._leases[future.lease_id] = (future, sent_at + reply.ttl_ms / 1000)
+            future.answer(reply.states, 0 if unwanted else reply.pinned, now, reply.wait_ms / 1000)
             self.on_change()
             return
-        ticket.fail()
+        future.fail()
         self.on_change()
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif not isinstance(reply, RequestRefused):
-            self.release(ticket.lease_id)  # it may be answered later, with pins that nobody wants
+            self.release(future.lease_id)  # it may be answered later, with pins that nobody wants
 
     # --- what Session asks of a role --------------------------------------------------------------
 
@@ -304,25 +304,25 @@ class SchedulerSession(Session):
 
     def _role_disconnected(self, dead: bool, now: float) -> None:
         leases, self._leases = self._leases, {}
-        for ticket, _ in leases.values():
-            ticket.alive = False
+        for future, _ in leases.values():
+            future.alive = False
 
     def _renewals(self, now: float) -> list[int]:
-        for lease_id, (ticket, ends_at) in list(self._leases.items()):
+        for lease_id, (future, ends_at) in list(self._leases.items()):
             if ends_at <= now:  # renewed too late, as after a stall: the daemon has ended it
-                ticket.alive = False
+                future.alive = False
                 del self._leases[lease_id]
         return list(self._leases)[:MAX_RENEWALS]
 
     def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
         ended = set(reply.ended)
         ends_at = sent_at + self.lease_ttl_s
-        for lease_id, (ticket, before) in list(self._leases.items()):
+        for lease_id, (future, before) in list(self._leases.items()):
             if lease_id in ended:
-                ticket.alive = False
+                future.alive = False
                 del self._leases[lease_id]
-            elif before < ends_at and ticket.answered_at <= sent_at:
-                self._leases[lease_id] = (ticket, ends_at)
+            elif before < ends_at and future.answered_at <= sent_at:
+                self._leases[lease_id] = (future, ends_at)
         # Only a replay tells whether the last messages before a silence were dropped.
         self._replay_events(now)
 

@@ -17,7 +17,7 @@ from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
@@ -89,7 +89,7 @@ class FakeEngine:
         self.namespace = NamespaceSpec.named(namespace, world_size, KEY_BYTES, layers=layers, page_bytes=page_bytes)
         self._directory = os.fspath(directory)
         self._job_ids = itertools.count(1)
-        self._ticket: LookupTicket | None = None
+        self._lookup: LookupFuture | None = None
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
@@ -181,18 +181,18 @@ class FakeEngine:
         if not keys:
             return 0
         deadline = time.monotonic() + timeout_s
-        ticket = self._look_up(keys, timeout_s)
-        while ticket.pending and (left := deadline - time.monotonic()) > 0:
+        future = self._look_up(keys, timeout_s)
+        while future.pending and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(PENDING_PAUSE_S, left))
-            before, ticket = ticket, self._look_up(keys, left, again=True)
+            before, future = future, self._look_up(keys, left, again=True)
             self.scheduler.release(before.lease_id)
-        return ticket.leading_ready()
+        return future.leading_ready()
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupTicket:
-        ticket = self._ticket = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
-        if not ticket.wait(timeout_s) or ticket.failed:
+    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupFuture:
+        future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
+        if not future.wait(timeout_s) or future.failed:
             self.release()
-        return ticket
+        return future
 
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy ``keys[i]``, pinned by the last lookup, into block ``block_ids[i]``, on all ranks. Raises as store().
@@ -200,23 +200,23 @@ class FakeEngine:
         After ``timeout_s`` seconds the result is a failure (error DEADLINE), but bytes may still arrive in the blocks.
         """
         transfer = self._transfer(keys, block_ids)
-        ticket = self._ticket
+        future = self._lookup
         if not keys:
             return EngineResult(True, 0, 0.0)
-        if ticket is None or not ticket.pinned:
+        if future is None or not future.pinned:
             return EngineResult(False, 0, 0.0, list(keys), ErrorCode.UNKNOWN_LEASE)
         job_id = next(self._job_ids)
         for worker in self.workers:
-            worker.load(job_id, ticket.lease_id, [transfer])
+            worker.load(job_id, future.lease_id, [transfer])
         results = self._results(job_id, timeout_s)
         self.release()
         return self._summary(keys, results)
 
     def release(self) -> None:
         """Release the lease of the last lookup."""
-        ticket, self._ticket = self._ticket, None
-        if ticket is not None and ticket.lease_id:
-            self.scheduler.release(ticket.lease_id)
+        future, self._lookup = self._lookup, None
+        if future is not None and future.lease_id:
+            self.scheduler.release(future.lease_id)
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""

@@ -190,7 +190,7 @@ class Request:
         self._owner = owner
         self._keys, self._blocks = keys, blocks
         self._began_at = time.monotonic()
-        self._ticket = owner.engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
+        self._lookup = owner.engine.scheduler.lookup([GroupKeys(0, b"".join(keys))])
         self._load = self._store = 0
         self._late = False
         self.done = False
@@ -205,18 +205,18 @@ class Request:
             emit("failed", f"a request is stuck in {self._next.__name__}: {self._owner.engine.scheduler.problem}")
 
     def _look_up(self) -> bool:
-        ticket, owner = self._ticket, self._owner
-        late = not ticket.done and time.monotonic() - self._began_at >= LOOKUP_DEADLINE_S
-        if not ticket.done and not late:
+        future, owner = self._lookup, self._owner
+        late = not future.done and time.monotonic() - self._began_at >= LOOKUP_DEADLINE_S
+        if not future.done and not late:
             return False
         owner.counts["late lookups"] += late
-        ready = ticket.leading_ready() if ticket.done and not ticket.failed and ticket.alive else 0
+        ready = future.leading_ready() if future.done and not future.failed and future.alive else 0
         if not ready:
             return self._compute(0)
         owner.model(lambda: self._overwrite(ready))
         self._load = owner.new_job()
         for worker in owner.engine.workers:
-            worker.load(self._load, ticket.lease_id, [self._transfer(0, ready)])
+            worker.load(self._load, future.lease_id, [self._transfer(0, ready)])
         self._ready = ready
         self._next = self._loading
         return True
@@ -237,8 +237,8 @@ class Request:
 
     def _compute(self, ready: int) -> bool:
         owner = self._owner
-        if self._ticket.lease_id:
-            owner.engine.scheduler.release(self._ticket.lease_id)
+        if self._lookup.lease_id:
+            owner.engine.scheduler.release(self._lookup.lease_id)
         owner.model(lambda: self._fill(ready))
         owner.counts["requests"] += 1
         owner.counts["blocks computed"] += len(self._keys) - ready

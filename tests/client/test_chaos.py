@@ -35,12 +35,12 @@ def misbehave(fake: FakeDaemon, dice: random.Random) -> None:
         pass  # whoever was meant is away just now
 
 
-def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
+def test_every_job_gets_exactly_one_result_and_every_lookup_is_answered(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
     dice = random.Random(20)
     results: Counter[int] = Counter()
-    tickets = []
+    futures = []
     job_id = 0
     ends_at = time.monotonic() + 2.0
     while time.monotonic() < ends_at:
@@ -50,8 +50,8 @@ def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
                 worker.store(job_id, TRANSFER)
             else:
                 worker.load(job_id, 2**32, TRANSFER)
-            tickets.append(scheduler.lookup(KEYS))
-            scheduler.release(tickets[-1].lease_id)
+            futures.append(scheduler.lookup(KEYS))
+            scheduler.release(futures[-1].lease_id)
         if dice.random() < 0.3:
             worker.fence(range(job_id - 5, job_id), 0.01)
         if dice.random() < 0.3:
@@ -61,7 +61,7 @@ def test_every_job_gets_exactly_one_result_and_every_ticket_is_settled(
     wait_until(lambda: worker.unfinished == 0)
     results.update(result.job_id for result in worker.take_results())
     assert results == Counter(range(1, job_id + 1))
-    wait_until(lambda: all(ticket.done for ticket in tickets))
+    wait_until(lambda: all(future.done for future in futures))
     assert job_id > 500
     wait_until(lambda: scheduler.ready and worker.ready)
     last = scheduler.lookup(KEYS)

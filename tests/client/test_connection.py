@@ -63,9 +63,9 @@ def test_it_comes_back_after_restarts_and_tells_them_by_the_epoch(
         fake.restart()
         wait_until(lambda: scheduler.epoch == worker.epoch == fake.epoch and scheduler.ready and worker.ready)
         assert fake.epoch == epoch
-        ticket = scheduler.lookup(KEYS)
-        assert ticket.wait(5)
-        assert ticket.leading_ready() == 2
+        future = scheduler.lookup(KEYS)
+        assert future.wait(5)
+        assert future.leading_ready() == 2
 
 
 def test_eof_fails_requests_and_jobs_at_once(
@@ -73,13 +73,13 @@ def test_eof_fails_requests_and_jobs_at_once(
 ) -> None:
     fake.hold_jobs = True
     fake.answers[m.Lookup] = lambda *_: None
-    ticket = scheduler.lookup(KEYS)
+    future = scheduler.lookup(KEYS)
     worker.store(1, TRANSFER)
     worker.load(2, 2**32, TRANSFER)
     wait_until(lambda: fake.seen(m.Load))
     fake.stop()
-    assert ticket.wait(1)
-    assert ticket.failed
+    assert future.wait(1)
+    assert future.failed
     wait_until(lambda: worker.unfinished == 0)
     assert [(result.job_id, result.error) for result in worker.take_results()] == [
         (1, ErrorCode.SESSION_ENDED),
@@ -97,9 +97,9 @@ def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon
         return m.LookupReply(request.request_id, fake.epoch, request.lease_id, [b"\2\2"], 2, 1000)
 
     fake.answers[m.Lookup] = garbage_once
-    ticket = scheduler.lookup(KEYS)
-    assert ticket.wait(5)
-    assert ticket.failed
+    future = scheduler.lookup(KEYS)
+    assert future.wait(5)
+    assert future.failed
     assert scheduler.wait_ready(5)
     again = scheduler.lookup(KEYS)
     assert again.wait(5)
@@ -135,14 +135,14 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
 ) -> None:
     fake.freeze()
     slowest = 0.0
-    tickets = []
+    futures = []
     for job_id in range(500):
         began = time.monotonic()
-        tickets.append(scheduler.lookup(KEYS))
+        futures.append(scheduler.lookup(KEYS))
         worker.store(job_id, TRANSFER)
         slowest = max(slowest, time.monotonic() - began)
     assert slowest < 1.0, "a call that waited for the daemon would take its timeout or for ever"
-    assert all(ticket.wait(5) and ticket.failed for ticket in tickets)
+    assert all(future.wait(5) and future.failed for future in futures)
     wait_until(lambda: not scheduler.ready and not worker.ready)
     assert scheduler.lookup(KEYS).failed
     fake.frozen.clear()
@@ -166,16 +166,16 @@ def test_close_is_quick_and_repeatable_and_leaks_neither_descriptors_nor_threads
             fake.freeze()
         elif state == "dead":
             fake.stop()
-        ticket = scheduler.lookup(KEYS)
+        future = scheduler.lookup(KEYS)
         worker.load(1, 2**32, TRANSFER)
         for client in (scheduler, worker, scheduler, worker):
             began = time.monotonic()
             client.close()
             assert time.monotonic() - began < 1.0
-        assert ticket.done
+        assert future.done
         assert worker.unfinished == 0
         assert scheduler.lookup(KEYS).failed
-        scheduler.release(ticket.lease_id)
+        scheduler.release(future.lease_id)
         worker.fence([1, 2], 0.0)
         fake.stop()
         del scheduler, worker, client
@@ -253,9 +253,9 @@ def test_an_error_inside_does_not_reach_a_caller_that_waits(
 
     with monkeypatch.context() as patch:
         patch.setattr(scheduler._session, "on_reply", explode)
-        ticket = scheduler.lookup(KEYS)
-        wait_until(lambda: (scheduler.poll(), ticket.done)[1])
-        assert ticket.failed
+        future = scheduler.lookup(KEYS)
+        wait_until(lambda: (scheduler.poll(), future.done)[1])
+        assert future.failed
     assert scheduler.wait_ready(5)
     assert scheduler.lookup(KEYS).wait(5)
 
@@ -265,10 +265,10 @@ def test_submitting_is_cheap(fake: FakeDaemon, scheduler: SchedulerClient) -> No
     costs = []
     for _ in range(100):
         began = time.perf_counter()
-        ticket = scheduler.lookup(keys)
+        future = scheduler.lookup(keys)
         costs.append(time.perf_counter() - began)
-        assert ticket.wait(5)
-        scheduler.release(ticket.lease_id)
+        assert future.wait(5)
+        scheduler.release(future.lease_id)
     assert sorted(costs)[50] < 0.001, "tens of microseconds on a quiet machine"
 
 
@@ -284,8 +284,8 @@ def test_a_thread_that_waits_long_does_not_keep_the_heartbeat_from_going_out(
     assert scheduler.wait_ready(5)
     wait_until(lambda: heartbeats() > 0)
     before = heartbeats()
-    ticket = scheduler.lookup(KEYS)
-    assert not ticket.wait(QUICK.request_timeout_s / 2)
-    assert ticket.wait(5)
-    assert ticket.failed
+    future = scheduler.lookup(KEYS)
+    assert not future.wait(QUICK.request_timeout_s / 2)
+    assert future.wait(5)
+    assert future.failed
     wait_until(lambda: heartbeats() > before)

@@ -22,11 +22,11 @@ def removed(number: int) -> BlockRemoved:
 
 def test_many_lookups_at_once_find_their_own_answers(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     asked = [scheduler.lookup([m.GroupKeys(0, bytes(32 * count))]) for count in range(1, 50)]
-    for count, ticket in enumerate(asked, 1):
-        assert ticket.wait(5)
-        assert ticket.leading_ready() == count
-        assert ticket.alive
-    assert len({ticket.lease_id for ticket in asked}) == 49
+    for count, future in enumerate(asked, 1):
+        assert future.wait(5)
+        assert future.leading_ready() == count
+        assert future.alive
+    assert len({future.lease_id for future in asked}) == 49
 
 
 def test_leases_are_renewed_until_they_are_released(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
@@ -41,19 +41,19 @@ def test_leases_are_renewed_until_they_are_released(fake: FakeDaemon, scheduler:
 
 
 def test_a_lease_that_the_daemon_ended_is_known_as_dead(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    ticket = scheduler.lookup(KEYS)
-    assert ticket.wait(5)
+    future = scheduler.lookup(KEYS)
+    assert future.wait(5)
     fake.answers[m.Heartbeat] = lambda request, _: m.HeartbeatReply(
         request.request_id, fake.epoch, 0, 0, list(request.renew)
     )
-    wait_until(lambda: not ticket.alive)
+    wait_until(lambda: not future.alive)
 
 
 def test_a_refused_lookup_is_a_miss_and_the_session_goes_on(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
     fake.answers[m.Lookup] = lambda request, _: m.Error(request.request_id, fake.epoch, ErrorCode.TOO_MANY, "Too many.")
-    ticket = scheduler.lookup(KEYS)
-    assert ticket.wait(5)
-    assert ticket.failed
+    future = scheduler.lookup(KEYS)
+    assert future.wait(5)
+    assert future.failed
     assert scheduler.ready
 
 
@@ -75,9 +75,9 @@ def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: Sche
 
 
 def test_poll_takes_answers_in_without_the_other_thread(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
-    ticket = scheduler.lookup(KEYS)
-    wait_until(lambda: (scheduler.poll(), ticket.done)[1])
-    assert not ticket.failed
+    future = scheduler.lookup(KEYS)
+    wait_until(lambda: (scheduler.poll(), future.done)[1])
+    assert not future.failed
 
 
 def test_events_come_in_order_whatever_pub_drops(fake: FakeDaemon, scheduler: SchedulerClient) -> None:

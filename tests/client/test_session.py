@@ -209,11 +209,11 @@ def test_another_protocol_version_is_refused_with_both_versions(scheduler: Sched
 
 def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 1.0)
+    future = scheduler.lookup(KEYS, [2], 1.0)
     scheduler.on_reply(
-        m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, ticket.lease_id, [b"\2\2"], 2, 1000), 1.0
+        m.LookupReply(link.last(m.Lookup).request_id, EPOCH + 1, future.lease_id, [b"\2\2"], 2, 1000), 1.0
     )
-    assert ticket.failed
+    assert future.failed
     assert not link.is_open
 
 
@@ -284,32 +284,32 @@ def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
     scheduler: SchedulerSession, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 0.1)
-    assert not ticket.done
+    future = scheduler.lookup(KEYS, [2], 0.1)
+    assert not future.done
     answer_lookup(scheduler, link, 0.2, [b"\2\1"], 1)
-    assert (ticket.done, ticket.failed, ticket.pinned, ticket.alive) == (True, False, 1, True)
-    assert ticket.leading_ready() == 1
-    assert ticket.lease_id >> 32 == SESSION_ID
+    assert (future.done, future.failed, future.pinned, future.alive) == (True, False, 1, True)
+    assert future.leading_ready() == 1
+    assert future.lease_id >> 32 == SESSION_ID
     scheduler.tick(1.5)
     beat = link.last(m.Heartbeat)
     assert isinstance(beat, m.Heartbeat)
-    assert beat.renew == [ticket.lease_id]
-    scheduler.release(ticket.lease_id)
-    assert not ticket.alive
-    assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [ticket.lease_id])
+    assert beat.renew == [future.lease_id]
+    scheduler.release(future.lease_id)
+    assert not future.alive
+    assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [future.lease_id])
     assert scheduler.live_leases == 0
 
 
 def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    future = scheduler.lookup(KEYS, [2], 0.0)
     scheduler.tick(OPTIONS.request_timeout_s)
-    assert ticket.failed
+    assert future.failed
     release = link.last(m.Release)
     assert isinstance(release, m.Release)
-    assert release.lease_ids == [ticket.lease_id]
+    assert release.lease_ids == [future.lease_id]
     answer_lookup(scheduler, link, 3.0, [b"\2\2"], 2)
-    assert ticket.failed
+    assert future.failed
     assert scheduler.live_leases == 0
 
 
@@ -317,16 +317,16 @@ def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_d
     scheduler: SchedulerSession, link: PaperLink
 ) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    future = scheduler.lookup(KEYS, [2], 0.0)
     link.full = True
-    scheduler.release(ticket.lease_id)
+    scheduler.release(future.lease_id)
     assert link.count(m.Release) == 0
     link.full = False
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
-    assert (ticket.done, ticket.pinned, ticket.alive) == (True, 0, False)
+    assert (future.done, future.pinned, future.alive) == (True, 0, False)
     release = link.last(m.Release)
     assert isinstance(release, m.Release)
-    assert release.lease_ids == [ticket.lease_id]
+    assert release.lease_ids == [future.lease_id]
     assert scheduler.live_leases == 0
 
 
@@ -335,34 +335,34 @@ def test_an_answer_of_the_wrong_shape_is_a_miss(
     scheduler: SchedulerSession, link: PaperLink, states: list[bytes]
 ) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 0.0)
+    future = scheduler.lookup(KEYS, [2], 0.0)
     answer_lookup(scheduler, link, 0.1, states, 1)
-    assert ticket.failed
+    assert future.failed
     assert not link.is_open
 
 
 def test_leases_die_when_the_daemon_says_so_or_their_time_is_over(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    tickets = []
+    futures = []
     for _ in range(2):
-        tickets.append(scheduler.lookup(KEYS, [2], 0.1))
+        futures.append(scheduler.lookup(KEYS, [2], 0.1))
         answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.tick(1.0)
-    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [tickets[0].lease_id]), 1.0)
-    assert [ticket.alive for ticket in tickets] == [False, True]
+    scheduler.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 900, [futures[0].lease_id]), 1.0)
+    assert [future.alive for future in futures] == [False, True]
     scheduler.tick(11.5)
-    assert not tickets[1].alive, "the last renewal was for ten seconds, at second one"
+    assert not futures[1].alive, "the last renewal was for ten seconds, at second one"
 
 
 def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    ticket = scheduler.lookup(KEYS, [2], 0.1)
+    future = scheduler.lookup(KEYS, [2], 0.1)
     answer_lookup(scheduler, link, 0.1, [b"\2\2"], 2)
     scheduler.on_lifeline_end(0.2)
-    assert not ticket.alive
+    assert not future.alive
     connect(scheduler, link, 3.0)
     sent = len(link.sent)
-    scheduler.release(ticket.lease_id + 2**32)
+    scheduler.release(future.lease_id + 2**32)
     assert len(link.sent) == sent, "a lease of another session is nobody's business"
 
 
@@ -375,8 +375,8 @@ def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: Schedule
 
 def test_pending_requests_are_bounded(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
-    tickets = [scheduler.lookup(KEYS, [2], 0.0) for _ in range(OPTIONS.max_pending_requests + 5)]
-    assert [ticket.failed for ticket in tickets[-6:]] == [False] + [True] * 5
+    futures = [scheduler.lookup(KEYS, [2], 0.0) for _ in range(OPTIONS.max_pending_requests + 5)]
+    assert [future.failed for future in futures[-6:]] == [False] + [True] * 5
 
 
 def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: SchedulerSession, link: PaperLink) -> None:

@@ -36,9 +36,9 @@ def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_
         worker.wait_ready()
         stored = worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])
         assert (stored["ok"], stored["error"]) == (False, "DEADLINE")
-        ticket = scheduler.lookup([GroupKeys(0, KEY)])
-        assert ticket.wait(10)
-        assert ticket.states == [b"\0"], "others may store the key"
+        future = scheduler.lookup([GroupKeys(0, KEY)])
+        assert future.wait(10)
+        assert future.states == [b"\0"], "others may store the key"
         with AdminClient(machine.daemon.directory) as admin:
             pool = admin.stats().pool
             assert pool.leaving_bytes > 0, "the copy may still write there"
@@ -61,9 +61,9 @@ def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_mach
     with machine.exporter("ordinary") as worker, machine.scheduler() as scheduler:
         worker.wait_ready()
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
-        ticket = scheduler.lookup([GroupKeys(0, KEY)])
-        assert ticket.wait(10)
-        send(worker, "load", job_id=2, lease_id=ticket.lease_id, keys=KEY.hex(), blocks=[1])
+        future = scheduler.lookup([GroupKeys(0, KEY)])
+        assert future.wait(10)
+        send(worker, "load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[1])
         with AdminClient(machine.daemon.directory) as admin:
             wait_until(lambda: any("does not answer" in problem for problem in admin.health().problems))
         assert worker.process.poll() is None

@@ -20,9 +20,9 @@ def stored_pages(worker: Exporter, scheduler: SchedulerClient, *, wait: bool) ->
     assert stored["ok"], stored
     written = worker.ask("pages")["pages"][0]
     assert written != first
-    ticket = scheduler.lookup([GroupKeys(0, KEY)])
-    assert ticket.wait(10)
-    assert worker.ask("load", job_id=2, lease_id=ticket.lease_id, keys=KEY.hex(), blocks=[5])["ok"]
+    future = scheduler.lookup([GroupKeys(0, KEY)])
+    assert future.wait(10)
+    assert worker.ask("load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[5])["ok"]
     return written, worker.ask("pages")["pages"][5]
 
 

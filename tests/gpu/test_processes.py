@@ -19,10 +19,10 @@ def keys(*numbers: int) -> bytes:
 
 
 def lease(scheduler: SchedulerClient, blob: bytes) -> int:
-    ticket = scheduler.lookup([GroupKeys(0, blob)])
-    assert ticket.wait(10)
-    assert set(ticket.states[0]) == {2}, ticket.states
-    return ticket.lease_id
+    future = scheduler.lookup([GroupKeys(0, blob)])
+    assert future.wait(10)
+    assert set(future.states[0]) == {2}, future.states
+    return future.lease_id
 
 
 def mapped_bytes(admin: AdminClient) -> int:

@@ -18,9 +18,9 @@ def test_blocks_go_from_one_gpu_to_the_other(machine: Machine) -> None:
         other.wait_ready()
         before = one.ask("fill", seed=1)["pages"]
         assert one.ask("store", job_id=1, keys=KEY.hex(), blocks=[4])["ok"]
-        ticket = scheduler.lookup([GroupKeys(0, KEY)])
-        assert ticket.wait(10)
-        assert other.ask("load", job_id=1, lease_id=ticket.lease_id, keys=KEY.hex(), blocks=[2])["ok"]
+        future = scheduler.lookup([GroupKeys(0, KEY)])
+        assert future.wait(10)
+        assert other.ask("load", job_id=1, lease_id=future.lease_id, keys=KEY.hex(), blocks=[2])["ok"]
         assert other.ask("pages")["pages"][2] == before[4]
         if machine.is_stub:
             assert {"context of 0 made", "context of 1 made"} <= set(machine.driver_log())

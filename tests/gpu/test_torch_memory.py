@@ -28,7 +28,7 @@ def test_blocks_in_torchs_memory_come_back(machine: Machine, setting: str) -> No
         worker.wait_ready()
         before = worker.ask("fill", seed=1)["pages"]
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[31])["ok"]
-        ticket = scheduler.lookup([GroupKeys(0, KEY)])
-        assert ticket.wait(10)
-        assert worker.ask("load", job_id=2, lease_id=ticket.lease_id, keys=KEY.hex(), blocks=[0])["ok"]
+        future = scheduler.lookup([GroupKeys(0, KEY)])
+        assert future.wait(10)
+        assert worker.ask("load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[0])["ok"]
         assert worker.ask("pages")["pages"][0] == before[31]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from kvoffd_client import LookupTicket
+from kvoffd_client import LookupFuture
 from kvoffd_client.scheduler_session import SchedulerSession
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
@@ -36,7 +36,7 @@ class Engine:
         self.waiting = 0
         """Prompts that found no room yet."""
         self._active: list[Request] = []
-        self._asked: list[tuple[LookupTicket, float]] = []
+        self._asked: list[tuple[LookupFuture, float]] = []
         self._poking = False
         self._poke_again = False
         self._leaving = False
@@ -65,14 +65,14 @@ class Engine:
 
     # --- what requests ask for -------------------------------------------------------------------
 
-    def lookup(self, keys: list[bytes], again: bool = False) -> LookupTicket:
+    def lookup(self, keys: list[bytes], again: bool = False) -> LookupFuture:
         """Ask for all keys of a prompt, in every group."""
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
         session = self.scheduler.session
-        ticket = session.lookup(groups, [len(keys)] * len(groups), self.clock.now, again)
-        self._asked.append((ticket, self.clock.now))
+        future = session.lookup(groups, [len(keys)] * len(groups), self.clock.now, again)
+        self._asked.append((future, self.clock.now))
         self.scheduler.arm()
-        return ticket
+        return future
 
     def release(self, lease_id: int) -> None:
         """Give a lease up."""
@@ -134,8 +134,8 @@ class Engine:
             self._active.append(Request(self, keys, blocks))
 
     def _scheduler_changed(self) -> None:
-        for ticket, asked_at in self._asked:
-            if ticket.done:
+        for future, asked_at in self._asked:
+            if future.done:
                 self.world.longest_lookup_s = max(self.world.longest_lookup_s, self.clock.now - asked_at)
         self._asked = [item for item in self._asked if not item[0].done]
         events = self.scheduler.session.events

@@ -115,15 +115,15 @@ def _use(directory: Path, ended: threading.Event) -> None:
                     return
             worker.store(1, [GroupTransfer(0, KEYS, ids(range(4)))])
             _wait_for(worker, 1)
-            ticket = scheduler.lookup([GroupKeys(0, KEYS)])
-            ticket.wait(PATIENCE_S)
-            found = ticket.leading_ready()
+            future = scheduler.lookup([GroupKeys(0, KEYS)])
+            future.wait(PATIENCE_S)
+            found = future.leading_ready()
             if found:
                 blocks = ids(range(4, 4 + found))
-                worker.load(2, ticket.lease_id, [GroupTransfer(0, KEYS[: found * 32], blocks)])
+                worker.load(2, future.lease_id, [GroupTransfer(0, KEYS[: found * 32], blocks)])
                 if _wait_for(worker, 2):
                     assert memory.view[4 * PAGE : (4 + found) * PAGE].tolist() == content[: found * PAGE], "wrong bytes"
-                scheduler.release(ticket.lease_id)
+                scheduler.release(future.lease_id)
         finally:
             scheduler.close()
             worker.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvoffd_client import LookupTicket
+from kvoffd_client import LookupFuture
 from kvoffd_proto.messages import GroupTransfer
 from tests.sim.rank import Place, Rank, ids
 
@@ -23,7 +23,7 @@ class Request:
         self.keys = keys
         self.blocks = blocks
         self.per_key = engine.content.blocks_per_key
-        self._lookup: LookupTicket | None = engine.lookup(keys)
+        self._lookup: LookupFuture | None = engine.lookup(keys)
         self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
         self._hit = 0
@@ -51,21 +51,21 @@ class Request:
     # --- load ------------------------------------------------------------------------------------
 
     def _looking_up(self) -> bool:
-        ticket = self._lookup
-        if ticket is None or ticket.failed:
+        future = self._lookup
+        if future is None or future.failed:
             return self._compute()
-        if not ticket.done:
+        if not future.done:
             if self._engine.clock.now < self._give_up_at:
                 return False
-            self._engine.release(ticket.lease_id)
+            self._engine.release(future.lease_id)
             return self._compute()
-        if ticket.pending and self._engine.clock.now < self._give_up_at and ticket.alive | (not ticket.pinned):
+        if future.pending and self._engine.clock.now < self._give_up_at and future.alive | (not future.pinned):
             self._sleep(self._rng.uniform(0.001, 0.02))
             self.state = self._waiting_for_disk
             return True
-        self._hit = min(ticket.leading_ready(index) for index in range(len(self.blocks)))
-        if not self._hit or not ticket.alive:
-            self._engine.release(ticket.lease_id)
+        self._hit = min(future.leading_ready(index) for index in range(len(self.blocks)))
+        if not self._hit or not future.alive:
+            self._engine.release(future.lease_id)
             return self._compute()
         # Scheduling takes its time; the lease must outlive it, or the load must fail.
         self._sleep(self._rng.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._rng.uniform(0, 0.01))
@@ -85,10 +85,10 @@ class Request:
     def _scheduled(self) -> bool:
         if not self._slept():
             return False
-        ticket = self._lookup
-        assert ticket is not None
+        future = self._lookup
+        assert future is not None
         if self._faults.hit("stale_lease"):
-            self._engine.release(ticket.lease_id)
+            self._engine.release(future.lease_id)
         groups: list[GroupTransfer] = []
         first = tail = 0
         if self.per_key > 1 and self._faults.hit("partial_load"):
@@ -99,7 +99,7 @@ class Request:
             keys = b"".join(self.keys[: self._hit])
             groups.append(GroupTransfer(group, keys, ids([blocks[at] for at in span]), first))
             self._loading += [self._place(group, at) for at in span]
-        self._loads = [(rank, rank.load(ticket.lease_id, groups, list(self._loading))) for rank in self._engine.ranks]
+        self._loads = [(rank, rank.load(future.lease_id, groups, list(self._loading))) for rank in self._engine.ranks]
         if self._faults.hit("abort_request"):
             self._fence(self._loads)
         self.state = self._loading_blocks

@@ -274,10 +274,10 @@ class World:
         engine = self._some_engine()
 
         def ask() -> None:
-            tickets = [engine.lookup(engine.corpus.prompt()) for _ in range(12)]
-            for ticket in tickets[::2]:
-                engine.release(ticket.lease_id)
-            engine.process.after(1.0, lambda: [engine.release(ticket.lease_id) for ticket in tickets])  # type: ignore[arg-type,func-returns-value]
+            futures = [engine.lookup(engine.corpus.prompt()) for _ in range(12)]
+            for future in futures[::2]:
+                engine.release(future.lease_id)
+            engine.process.after(1.0, lambda: [engine.release(future.lease_id) for future in futures])  # type: ignore[arg-type,func-returns-value]
 
         engine.process.run(ask)
 

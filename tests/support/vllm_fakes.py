@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from kvoffd_client import LookupTicket, NamespaceSpec
+from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult
 
@@ -30,7 +30,7 @@ class FakeSchedulerClient:
     ready: bool = True
     credit_bytes: int = 1 << 20
     problem: str | None = None
-    asked: list[tuple[LookupTicket, list[GroupKeys]]] = field(default_factory=list)
+    asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
@@ -42,34 +42,34 @@ class FakeSchedulerClient:
     def join(self, namespace: NamespaceSpec) -> None:
         """Joined from the start."""
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         self.again.append(again)
-        ticket = LookupTicket((1 << 32) + len(self.asked) + 1)
-        self.asked.append((ticket, list(groups)))
+        future = LookupFuture((1 << 32) + len(self.asked) + 1)
+        self.asked.append((future, list(groups)))
         if not self.ready:
-            ticket.failed = ticket.done = True
-        return ticket
+            future.failed = future.done = True
+        return future
 
     def answer(
         self, ready: set[bytes], index: int = -1, coming: Collection[bytes] = (), wait_s: float = 0.0
-    ) -> LookupTicket:
+    ) -> LookupFuture:
         """Answer a lookup: these block hashes are ready, and these on their way up from disk."""
-        ticket, groups = self.asked[index]
+        future, groups = self.asked[index]
         for group in groups:
             hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
             state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(ready, READY)}
-            ticket.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
-        ticket.wait_s = wait_s
-        ticket.pinned = sum(states.count(READY) for states in ticket.states)
-        ticket.alive = ticket.pinned > 0
-        ticket.answered_at = self.clock()
-        ticket.done = True
-        return ticket
+            future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
+        future.wait_s = wait_s
+        future.pinned = sum(states.count(READY) for states in future.states)
+        future.alive = future.pinned > 0
+        future.answered_at = self.clock()
+        future.done = True
+        return future
 
     def fail(self, index: int = -1) -> None:
         """A lookup gets no answer."""
-        ticket = self.asked[index][0]
-        ticket.failed = ticket.done = True
+        future = self.asked[index][0]
+        future.failed = future.done = True
 
     def release(self, lease_id: int) -> None:
         self.released.append(lease_id)

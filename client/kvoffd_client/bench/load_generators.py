@@ -39,8 +39,8 @@ def _lookups(directory: Path, keys: int) -> Iterator[None]:
         engine.store(names, np.arange(keys, dtype=np.int32))
         while True:
             yield
-            ticket, _ = engine.lookup(names)
-            engine.scheduler.release(ticket.lease_id)
+            future, _ = engine.lookup(names)
+            engine.scheduler.release(future.lease_id)
 
 
 def _copies(directory: Path, keys: int) -> Iterator[None]:

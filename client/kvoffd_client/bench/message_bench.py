@@ -103,8 +103,8 @@ def _measure_lookups(
     request = _lookup_echo(engine.lookup(keys)[0].states, keys)
 
     def look_up() -> float:
-        ticket, seconds = engine.lookup(keys)
-        engine.release_and_wait(ticket)
+        future, seconds = engine.lookup(keys)
+        engine.release_and_wait(future)
         return seconds
 
     return measure_latency(case, rounds, samples, look_up, partial(echo.round_trip, request))
@@ -114,9 +114,9 @@ def _lookup_cost(engine: SyntheticEngine, meter: CpuMeter, keys: bytes, samples:
     """Return the CPU time of a lookup and its release."""
     meter.start()
     for _ in range(samples):
-        ticket, _ = engine.lookup(keys)
-        if ticket.pinned:
-            engine.scheduler.release(ticket.lease_id)
+        future, _ = engine.lookup(keys)
+        if future.pinned:
+            engine.scheduler.release(future.lease_id)
     meter.stop()
     return meter.cost(samples, "lookup")
 

@@ -18,7 +18,7 @@ from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
@@ -119,21 +119,21 @@ class SyntheticEngine:
         if not self.scheduler.wait_ready(timeout_s):
             raise DaemonUnavailable(self.scheduler.problem or "The daemon did not open the bench's namespace in time.")
 
-    def lookup(self, keys: bytes) -> tuple[LookupTicket, float]:
-        """Look ``keys`` up; return the ticket with the answer, and the seconds it took."""
+    def lookup(self, keys: bytes) -> tuple[LookupFuture, float]:
+        """Look ``keys`` up; return the future with the answer, and the seconds it took."""
         groups = (GroupKeys(group=0, keys=keys),)
         begin = time.perf_counter()
-        ticket = self.scheduler.lookup(groups)
-        ticket.wait(WAIT_S)
+        future = self.scheduler.lookup(groups)
+        future.wait(WAIT_S)
         seconds = time.perf_counter() - begin
-        if not ticket.done or ticket.failed:
+        if not future.done or future.failed:
             raise BenchFailed(f"A lookup was not answered. {self.scheduler.problem or 'See the log of the daemon.'}")
-        return ticket, seconds
+        return future, seconds
 
-    def release_and_wait(self, ticket: LookupTicket) -> None:
+    def release_and_wait(self, future: LookupFuture) -> None:
         """Release a lookup's pins and wait until the daemon has done so: what is measured next finds it idle."""
-        if ticket.pinned:
-            self.scheduler.release(ticket.lease_id)
+        if future.pinned:
+            self.scheduler.release(future.lease_id)
         self.lookup(random_keys(1))
 
     def begin_store(self, keys: bytes, block_ids: BlockIds) -> int:
@@ -159,9 +159,9 @@ class SyntheticEngine:
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""
-        ticket, _ = self.lookup(keys)
+        future, _ = self.lookup(keys)
         begin = time.perf_counter()
-        self.begin_load(ticket.lease_id, keys, block_ids)
+        self.begin_load(future.lease_id, keys, block_ids)
         results = self.wait_results(1)
         seconds = time.perf_counter() - begin
         self.check("load", results, len(block_ids))

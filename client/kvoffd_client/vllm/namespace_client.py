@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys
@@ -46,7 +46,7 @@ class NamespaceClient:
     def credit_bytes(self) -> int:
         return self._client.credit_bytes if self._client is not None else 0
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupTicket:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         """Only after ``ready`` was True."""
         assert self._client is not None
         return self._client.lookup(groups, again)

@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from kvoffd_client.scheduler_session import LookupTicket
+from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, DiskWaitRule
 from kvoffd_client.vllm.namespace_client import NamespaceClient
@@ -39,7 +39,7 @@ class PendingLookup:
 
     __slots__ = ("_places", "_states", "sent_at", "ticket")
 
-    def __init__(self, ticket: LookupTicket, keys: Iterable[OffloadKey], sent_at: float) -> None:
+    def __init__(self, ticket: LookupFuture, keys: Iterable[OffloadKey], sent_at: float) -> None:
         self.ticket = ticket
         self.sent_at = sent_at
         self._places = {key: place for place, key in enumerate(keys)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from kvoffd_client import LookupTicket
+from kvoffd_client import LookupFuture
 from kvoffd_client.bench.synthetic_engine import WAIT_S, HostMemory, SyntheticEngine, random_keys
 from kvoffd_proto.messages import GroupKeys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
@@ -50,18 +50,18 @@ class KvoffdPlayer(Player):
 
     def lookup(self, prompt: Prompt, hit: bool) -> float:
         engine = self._open_engine
-        ticket, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))
-        _check(ticket, prompt.keys if hit else 0)
-        engine.release_and_wait(ticket)
+        future, seconds = engine.lookup(self._filled if hit else random_keys(prompt.keys))
+        _check(future, prompt.keys if hit else 0)
+        engine.release_and_wait(future)
         return seconds
 
     def copies(self, order: list[int]) -> tuple[Copy, Copy]:
         engine, keys = self._open_engine, random_keys(len(order))
         stored = self.measured(lambda: self._copy("store", keys, np.array(order, dtype=np.int32)))
-        ticket, _ = engine.lookup(keys)
-        _check(ticket, len(order))
+        future, _ = engine.lookup(keys)
+        _check(future, len(order))
         targets = np.array(order[::-1], dtype=np.int32)
-        loaded = self.measured(lambda: self._copy("load", keys, targets, ticket.lease_id))
+        loaded = self.measured(lambda: self._copy("load", keys, targets, future.lease_id))
         engine.drop_blocks()
         return stored, loaded
 
@@ -74,8 +74,8 @@ class KvoffdPlayer(Player):
         ids = (1 + random.permutation(blocks)).astype(np.int32)
         self._copy("store", keys, ids)
         memory.fill(0)
-        ticket, _ = engine.lookup(keys)
-        self._copy("load", keys, ids[::-1].copy(), ticket.lease_id)
+        future, _ = engine.lookup(keys)
+        self._copy("load", keys, ids[::-1].copy(), future.lease_id)
         if not np.array_equal(memory[:, ids[::-1]], before[:, ids]):
             raise AssertionError("What was loaded is not what was stored.")
         engine.drop_blocks()
@@ -83,19 +83,19 @@ class KvoffdPlayer(Player):
     def flood(self, prompt: Prompt, seconds: float, in_flight: int) -> int:
         scheduler = self._open_engine.scheduler
         groups = (GroupKeys(group=0, keys=self._filled),)
-        tickets = [scheduler.lookup(groups) for _ in range(in_flight)]
+        futures = [scheduler.lookup(groups) for _ in range(in_flight)]
         answered = 0
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            for index, ticket in enumerate(tickets):
-                ticket.wait(WAIT_S)
-                _check(ticket, prompt.keys)
-                scheduler.release(ticket.lease_id)
-                tickets[index] = scheduler.lookup(groups)
+            for index, future in enumerate(futures):
+                future.wait(WAIT_S)
+                _check(future, prompt.keys)
+                scheduler.release(future.lease_id)
+                futures[index] = scheduler.lookup(groups)
                 answered += 1
-        for ticket in tickets:
-            ticket.wait(WAIT_S)
-            scheduler.release(ticket.lease_id)
+        for future in futures:
+            future.wait(WAIT_S)
+            scheduler.release(future.lease_id)
         return answered
 
     def facts(self) -> dict[str, str]:
@@ -115,9 +115,9 @@ class KvoffdPlayer(Player):
         engine.check(what, engine.wait_results(1), len(block_ids))
 
 
-def _check(ticket: LookupTicket, ready: int) -> None:
-    if not ticket.done or ticket.failed or ticket.leading_ready() != ready:
-        raise AssertionError(f"A lookup must find {ready} blocks and found {ticket.leading_ready()}.")
+def _check(future: LookupFuture, ready: int) -> None:
+    if not future.done or future.failed or future.leading_ready() != ready:
+        raise AssertionError(f"A lookup must find {ready} blocks and found {future.leading_ready()}.")
 
 
 if __name__ == "__main__":
