@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
-from kvoffd.pool.format import BadTable, Geometry, check_geometry, is_table
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.table_format import BadTable, Geometry, check_geometry, is_table
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking, PoolBacking, PoolMappings
-from kvoffd.pool.format import BadTable, Geometry, digests
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import RecoveredSlots, SlotTable
+from kvoffd.pool.table_format import BadTable, Geometry, digests
 from kvoffd.system.files import held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
 from kvoffd.system.numa import Locality

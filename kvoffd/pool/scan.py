@@ -11,7 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.format import (
+from kvoffd.pool.records import SlotRecord
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.table_format import (
     CRC,
     CRC_AT,
     FINGERPRINT,
@@ -25,8 +27,6 @@ from kvoffd.pool.format import (
     SlotState,
     read_geometry,
 )
-from kvoffd.pool.records import SlotRecord
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
 _BATCH_BYTES = 4 << 20
 

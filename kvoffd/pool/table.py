@@ -6,7 +6,12 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvoffd.pool.format import (
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
+from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.scan import Entry, scan
+from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
+from kvoffd.pool.table_format import (
     CONTENT,
     CONTENT_AT,
     CRC,
@@ -24,11 +29,6 @@ from kvoffd.pool.format import (
     check_geometry,
     read_boot_id,
 )
-from kvoffd.pool.memory import PoolMemory
-from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.scan import Entry, scan
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 
 _GENERATION_WORD = FINGERPRINT_BYTES // 8
 # Plain numbers: stores write the state of each slot twice, and an enum's member costs as much as the rest of it.

@@ -14,16 +14,14 @@ from pathlib import Path
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.pool.format import digest
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.table_format import digest
 from kvoffd.server.report import filled
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
-from kvoffd.tiers.disk.errors import OpeningStopped
-from kvoffd.tiers.disk.tier import DiskTier
-from kvoffd.tiers.tier import TierListener, TierStats
-from kvoffd.tiers.tiers import Tiers
+from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
+from kvoffd.tiers.tier import CompositeTier, TierListener, TierStats
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_count, format_duration, format_size
@@ -95,7 +93,7 @@ class Disks:
         self._open_disk = open_disk
         self._post = post
         self._disks: dict[str, Disk] = {}
-        self._tiers = Tiers()
+        self._tiers = CompositeTier()
         self._reset_count = 0
         self._resets: dict[bytes, int] = {}
         """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
@@ -291,7 +289,7 @@ def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
     """Opens directories for this pool."""
 
     def open_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:
-        return DiskTier.open(
+        return open_disk_tier(
             Path(size.directory),
             size.size_bytes,
             pool=pool.buffer,

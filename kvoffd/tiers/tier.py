@@ -1,16 +1,18 @@
-"""What the daemon asks of a tier, whether it is a disk or something farther away."""
+"""What a tier is: a store of whole blocks outside the pool, on a disk or farther away; and several tiers as one."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 
 class TierKey(NamedTuple):
-    """Names a block among those of all namespaces."""
+    """Identifies a block among those of all namespaces."""
 
     fingerprint: bytes
     group: int
@@ -18,12 +20,12 @@ class TierKey(NamedTuple):
 
 
 class TierShard(NamedTuple):
-    """One rank's part of a block: ``length`` bytes, of which those of ``first_block`` engine blocks are left out."""
+    """One rank's part of a block: ``length`` bytes, which are valid from engine block ``first_block`` on."""
 
     length: int
     first_block: int
     checksum: int
-    """As in the pool's slot table, never 0: every read compares it."""
+    """As in the pool's slot table, but never 0: every read compares it."""
 
 
 class TierBlock(NamedTuple):
@@ -35,7 +37,7 @@ class TierBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards together."""
+        """Length of all shards together."""
         return sum(shard.length for shard in self.shards)
 
 
@@ -43,44 +45,44 @@ class TierResult(Enum):
     """How a read or a write ended."""
 
     DONE = "done"
-    """Every byte is in place; of a read: and has its checksum."""
+    """Every byte is in place; after a read, the bytes have their checksum."""
     GONE = "gone"
-    """The block left the tier before it was read, or was forgotten before it was written."""
+    """The block was removed before it was read or written."""
     CORRUPT = "corrupt"
-    """What was read is not what was written. The block has left the tier; the memory holds nothing of worth."""
+    """The bytes that were read are not those that were written. The block is removed; the memory's content is void."""
     FAILED = "failed"
-    """The device or the file system failed. After a read the block has left the tier."""
+    """The device or the file system failed. After a read the block is removed."""
     DEADLINE = "deadline"
-    """Its time was over before it began."""
+    """The deadline passed before the read or write began."""
     CANCELLED = "cancelled"
-    """The tier was closed before it began."""
+    """The tier was closed before the read or write began."""
 
 
 OnDone = Callable[[TierResult], None]
 
 
 class TierListener(Protocol):
-    """Told what comes and goes, in the daemon's thread."""
+    """Called in the daemon's thread when a tier's blocks change."""
 
     def tier_stored(self, tier: Tier, block: TierBlock) -> None:
-        """A block can be read from the tier from now on."""
+        """The block can be read from the tier from now on."""
 
     def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None:
-        """These cannot be read from the tier any more, whatever the reason."""
+        """The blocks cannot be read from the tier any more, whatever the reason."""
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
-        """Something was wrong; ``kind`` is one word or two joined by ``_``, to be counted by."""
+        """Something went wrong. ``kind`` is one word, or two joined by ``_``; errors are counted by kind."""
 
 
 class TierStats(NamedTuple):
-    """A tier's figures since it was opened, but for those that say how it is now."""
+    """A tier's sizes and queues as they are now, and what it has done since it was opened."""
 
     size_bytes: int
-    """The most it may take of its device."""
+    """The most that the tier may take of its device."""
     used_bytes: int = 0
     """Bytes of the slots that hold blocks."""
     physical_bytes: int = 0
-    """What its files take of the device now."""
+    """Bytes that the tier's files take of the device."""
     blocks: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
@@ -88,74 +90,73 @@ class TierStats(NamedTuple):
     written_bytes: int = 0
     evicted_blocks: int = 0
     refused_writes: int = 0
-    """Writes that were not taken, for want of room or because too many were under way."""
+    """Writes that were not taken, since there was no room or too many were under way."""
     queued_reads: int = 0
     queued_writes: int = 0
     running_reads: int = 0
     running_writes: int = 0
     busy_seconds: float = 0.0
-    """Time that threads spent reading and writing."""
+    """Time that threads have spent reading and writing."""
     errors: Mapping[str, int] = MappingProxyType({})
-    """By kind, as told to the listener."""
+    """Number of errors by kind, as the listener was told."""
 
 
 class Tier(ABC):
     """Keeps whole blocks outside the pool and brings them back.
 
-    Every method is called in the daemon's one thread, returns at once and does no input or output there. So are
-    ``on_done`` and the listener, and never from within the call that they belong to. A read or write that was
+    Every method is called in the daemon's one thread, returns at once and does no I/O there. ``on_done`` and the
+    listener are called in that thread too, but never from within the call that they belong to. A read or write that was
     taken ends by exactly one ``on_done``; until then its pool memory stays as it is, and the tier touches no other.
-    What fails is a miss and is told to the listener; nothing a device does raises here.
+    A failure is a miss, and the listener is told of it; an error of a device is never raised here.
     """
 
     name: str
-    """What people call it, such as ``disk:/mnt/nvme0``."""
+    """The tier's name for operators, such as ``disk:/mnt/nvme0``."""
 
     @abstractmethod
     def groups(self) -> Collection[tuple[bytes, int]]:
-        """Fingerprints and groups that there are blocks of, as they are now: each has an ``index``."""
+        """The fingerprints and groups that the tier has blocks of now; each has an ``index``."""
 
     @abstractmethod
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        """The blocks that the tier has, by key: a live view, not to be changed nor kept over other calls."""
+        """The tier's blocks by key: a live view, neither to be changed nor to be kept over other calls."""
 
     def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        """Those of the ``index`` that may be read now: none of a device that hangs. As live as that."""
+        """The blocks of the ``index`` that may be read now: none of a device that hangs. A live view too."""
         return self.index(fingerprint, group)
 
     @abstractmethod
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        """Begin to keep a block, whose shards lie at these pool offsets, by rank. False where it is not taken now.
+        """Begin to write a block, whose shards lie at these pool offsets, by rank. False where it is not taken now.
 
-        What is older makes room. A block that is there already is not taken. It can be read once this is DONE.
+        Older blocks are evicted for it. A block that is there already is not taken. It can be read once this is DONE.
         """
 
     @abstractmethod
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
-        """Begin to bring a block up into these pool offsets, by rank. False where it is not there, or not taken now.
+        """Begin to read a block into these pool offsets, by rank. False where it is not there, or not taken now.
 
         Reads go before writes. One that has not begun by the ``deadline`` (of the daemon's clock) ends by DEADLINE.
         """
 
     @abstractmethod
     def touch(self, block_ids: Iterable[TierKey]) -> None:
-        """Note a use, the oldest first. Ids that are not there are no error."""
+        """Note a use of each block, in this order. Ids that are not there are ignored."""
 
     @abstractmethod
     def remove(self, block_ids: Iterable[TierKey]) -> int:
-        """Forget blocks, for good: they do not come back after a restart. Returns how many were there."""
+        """Remove blocks for good: they do not come back after a restart. Returns how many were there."""
 
     @abstractmethod
     def remove_namespace(self, fingerprint: bytes) -> int:
-        """Forget all blocks of a namespace, for good. Writes under way are forgotten when they are done."""
+        """Remove all blocks of a namespace for good, also those being written. Returns how many could be read."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Called a few times a second: deadlines, and devices that hang."""
+        """Called a few times a second: ends what is too late, and notices devices that hang."""
 
     @abstractmethod
-    def stats(self) -> TierStats:
-        """Its figures."""
+    def stats(self) -> TierStats: ...
 
     @abstractmethod
     def drain(self) -> None:
@@ -163,8 +164,117 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """End what has not begun by CANCELLED, wait for what has. False where something hangs still, in pool memory.
+        """End reads and writes that have not begun by CANCELLED, and wait for the others.
 
-        What ends meanwhile has its ``on_done`` before this returns. Blocks are kept for the next to open the tier.
-        This one waits: not for the daemon's thread while it serves.
+        Returns False where one still hangs, and may use pool memory. What ends meanwhile has its ``on_done`` before
+        this returns. The blocks stay for the next daemon that opens the tier. This call waits: it must not be made in
+        the daemon's thread while that serves engines.
         """
+
+
+class CompositeTier(Tier):
+    """Several tiers as one, such as the directories of the disk tier. Members come and go while the daemon serves.
+
+    Each block is in one member. A new block is written to the member that has room, the fewest waiting writes, and the
+    least in use. Members are made with the listener, and call it themselves.
+    """
+
+    name = "disk"
+
+    def __init__(self) -> None:
+        self._members: list[Tier] = []
+        self._writing: set[TierKey] = set()
+
+    @property
+    def members(self) -> Sequence[Tier]:
+        """In the order in which they were attached."""
+        return tuple(self._members)
+
+    def attach(self, tier: Tier) -> None:
+        """Adds a member; the blocks that it holds can be read from now on."""
+        self._members.append(tier)
+
+    def detach(self, tier: Tier) -> None:
+        """Takes a member out. Its reads and writes go on; closing it is left to the caller."""
+        self._members.remove(tier)
+
+    def groups(self) -> Collection[tuple[bytes, int]]:
+        return {name for tier in self._members for name in tier.groups()}
+
+    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return _merged([tier.index(fingerprint, group) for tier in self._members])
+
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return _merged([tier.readable(fingerprint, group) for tier in self._members])
+
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        if block.id in self._writing or self._holders(block.id):
+            return False
+
+        def done(result: TierResult) -> None:
+            self._writing.discard(block.id)
+            on_done(result)
+
+        if any(tier.write(block, offsets, done) for tier in self._best_members(block.nbytes)):
+            self._writing.add(block.id)
+            return True
+        return False
+
+    def _best_members(self, nbytes: int) -> list[Tier]:
+        if len(self._members) < 2:
+            return self._members
+        figures = [(tier, tier.stats()) for tier in self._members]
+        figures.sort(
+            key=lambda item: (
+                item[1].used_bytes + nbytes > item[1].size_bytes,
+                item[1].queued_writes,
+                item[1].used_bytes / item[1].size_bytes,
+            )
+        )
+        return [tier for tier, _ in figures]
+
+    def _holders(self, block_id: TierKey) -> list[Tier]:
+        return [tier for tier in self._members if block_id.key in tier.index(block_id.fingerprint, block_id.group)]
+
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        return any(tier.read(block_id, offsets, deadline, on_done) for tier in self._members)
+
+    def touch(self, block_ids: Iterable[TierKey]) -> None:
+        ids = list(block_ids)
+        for tier in self._members:
+            tier.touch(ids)
+
+    def remove(self, block_ids: Iterable[TierKey]) -> int:
+        ids = list(block_ids)
+        return sum(tier.remove(ids) for tier in self._members)
+
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        return sum(tier.remove_namespace(fingerprint) for tier in self._members)
+
+    def tick(self) -> None:
+        for tier in self._members:
+            tier.tick()
+
+    def stats(self) -> TierStats:
+        figures = [tier.stats() for tier in self._members]
+        errors: Counter[str] = Counter()
+        for own in figures:
+            errors.update(own.errors)
+        totals = {name: sum(getattr(own, name) for own in figures) for name in TierStats._fields if name != "errors"}
+        return TierStats(**totals, errors=errors)
+
+    def drain(self) -> None:
+        for tier in self._members:
+            tier.drain()
+
+    def close(self, deadline_s: float) -> bool:
+        until = time.monotonic() + deadline_s
+        closed = [tier.close(max(0.0, until - time.monotonic())) for tier in self._members]
+        return all(closed)
+
+
+def _merged(views: Sequence[Mapping[bytes, TierBlock]]) -> Mapping[bytes, TierBlock]:
+    if len(views) == 1:
+        return views[0]
+    # A ChainMap changes its first map only when it is itself changed, which a view never is.
+    return ChainMap(*[cast(MutableMapping[bytes, TierBlock], view) for view in views])

@@ -21,10 +21,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from kvoffd.pool.format import digest
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.tiers.disk import DiskOptions, DiskTier, view_of
-from kvoffd.tiers.disk.format import FILE_NAME
+from kvoffd.pool.table_format import digest
+from kvoffd.system.mappings import view_of
+from kvoffd.tiers.disk import DiskOptions, open_disk_tier
+from kvoffd.tiers.disk.file_format import FILE_NAME
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_client.bench.results import machine
 from kvoffd_proto.units import format_size, parse_size
@@ -81,7 +82,7 @@ class Bench:
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._digest = digest if verify else _no_digest
         options = DiskOptions(reads_in_flight=depth)
-        self.tier = DiskTier.open(
+        self.tier = open_disk_tier(
             directory,
             total_bytes + total_bytes // 16 + 64 * MIB,
             pool=self.pool,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvoffd.pool.slots import PAGE_BYTES
-from kvoffd.tiers.disk.format import (
+from kvoffd.tiers.disk.file_format import (
     BadHead,
     Head,
     Record,

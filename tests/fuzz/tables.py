@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
-from kvoffd.pool.format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.scan import scan_table
 from kvoffd.pool.table import SlotTable
+from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec

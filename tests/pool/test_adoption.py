@@ -18,13 +18,13 @@ from support.slot_table import SlotOwner, mark_ready, mark_writing
 from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
 from kvoffd.pool.backing import MemfdBacking
-from kvoffd.pool.format import BadTable, Geometry, SlotState
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.scan import scan_table
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
+from kvoffd.pool.table_format import BadTable, Geometry, SlotState
 from kvoffd_proto.messages import GroupSpec
 
 MIB = 1 << 20

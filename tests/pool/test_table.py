@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 from support.slot_table import mark_ready, mark_writing
 
-from kvoffd.pool.format import FORMAT_VERSION, BadTable, Geometry, SlotState
 from kvoffd.pool.scan import scan_table
 from kvoffd.pool.table import SlotTable
+from kvoffd.pool.table_format import FORMAT_VERSION, BadTable, Geometry, SlotState
 
 MIB = 1 << 20
 POOL = 64 * MIB

@@ -17,7 +17,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.disks import Disks, State
 from kvoffd.server.requests.admin import clear
 from kvoffd.settings import DiskSize
-from kvoffd.tiers.disk.errors import DiskError, OpeningStopped
+from kvoffd.tiers.disk import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupSpec
 

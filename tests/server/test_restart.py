@@ -18,7 +18,7 @@ from support.service_manager import ManagedDaemon, ServiceManager
 from support.waiting import wait_until
 from support.wire import WireClient, stats
 
-from kvoffd.pool.format import FORMAT_VERSION, HEADER
+from kvoffd.pool.table_format import FORMAT_VERSION, HEADER
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m

@@ -7,8 +7,9 @@ from pathlib import Path
 from tiers.memory_disk import MemoryDisk
 from tiers.rig import Maker, TierRig
 
-from kvoffd.pool.format import digest
-from kvoffd.tiers.disk import DiskCalls, DiskOptions, DiskTier, StepWorkers
+from kvoffd.pool.table_format import digest
+from kvoffd.system.files import FileCalls
+from kvoffd.tiers.disk import DiskOptions, DiskTier, StepWorkers, open_disk_tier
 from kvoffd.tiers.tier import Tier
 
 SIZE_BYTES = 600 << 10
@@ -23,7 +24,7 @@ class DiskMaker(Maker):
     def __init__(
         self,
         directory: Path,
-        calls: DiskCalls | None = None,
+        calls: FileCalls | None = None,
         size_bytes: int = SIZE_BYTES,
         region_bytes: int = REGION_BYTES,
     ) -> None:
@@ -35,7 +36,7 @@ class DiskMaker(Maker):
 
     def open(self, rig: TierRig) -> Tier:
         self.directory.mkdir(exist_ok=True)
-        return DiskTier.open(
+        return open_disk_tier(
             self.directory,
             self.size_bytes,
             pool=rig.pool,
@@ -68,6 +69,12 @@ class SteppedMaker(DiskMaker):
     def work(self, tier: Tier) -> None:
         while step(tier):
             pass
+
+
+def removals_are_durable(tier: Tier) -> bool:
+    """Whether the device has forgotten all that was removed: until then it may come back after a crash."""
+    assert isinstance(tier, DiskTier)
+    return not tier._updates.is_urgent and not tier._index.removed_entries
 
 
 def step(tier: Tier) -> bool:

@@ -10,7 +10,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import cast
 
-from kvoffd.tiers.disk import DiskCalls
+from kvoffd.system.files import FileCalls
 
 PAGE = 4096
 
@@ -19,7 +19,7 @@ class Killed(BaseException):
     """The process is dead: nothing may catch this but the test."""
 
 
-class MemoryDisk(DiskCalls):
+class MemoryDisk(FileCalls):
     """One file. What it holds outlives those who open it; ``lose_power`` leaves what was synced and some of the rest.
 
     ``fault`` is asked before every call: it gets the call's name and number (from 1 on, by name), may raise OSError or
@@ -51,7 +51,7 @@ class MemoryDisk(DiskCalls):
         for image in (self.data, self._durable):
             image[offset] ^= 1 << bit
 
-    def open(self, path: str, directory_fd: int) -> int:
+    def open(self, path: str, directory_fd: int, create: bool) -> int:
         self._ask("open")
         return 1_000_000
 

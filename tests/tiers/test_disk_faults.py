@@ -10,11 +10,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tiers.makers import DiskMaker, SteppedMaker, step
+from tiers.makers import DiskMaker, SteppedMaker, removals_are_durable, step
 from tiers.memory_disk import Killed, MemoryDisk
 from tiers.rig import ONE, OTHER, TierRig, block_of, content
 
-from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier
+from kvoffd.system.files import FileCalls
+from kvoffd.tiers.disk import DiskError
 from kvoffd.tiers.tier import TierResult
 
 DONE = TierResult.DONE
@@ -284,12 +285,11 @@ def test_what_could_not_be_forgotten_is_tried_again(rig: TierRig, disk: MemoryDi
     disk.fault = failing("sync", disk.counts["sync"] + 1, errno.EIO)
     rig.tier.remove([block_of(1).id])
     rig.settle()
-    assert isinstance(rig.tier, DiskTier)
-    assert not rig.tier.is_settled
+    assert not removals_are_durable(rig.tier)
     rig.now += 5
     rig.tier.tick()
     rig.settle()
-    assert rig.tier.is_settled
+    assert removals_are_durable(rig.tier)
     disk.lose_power(Random(2))
     assert die_and_return(rig, disk).ids() == {block_of(2).id}
 
@@ -335,7 +335,7 @@ def test_a_slot_that_is_torn_by_a_crash_is_told_from_a_bad_disk(rig: TierRig, di
     assert heir.fold.kinds == {"torn": 1, "corrupt": 1}
 
 
-class Hanging(DiskCalls):
+class Hanging(FileCalls):
     """Reads do not come back until they are let go."""
 
     def __init__(self) -> None:
@@ -406,7 +406,7 @@ def test_closing_a_disk_that_hangs_says_so_and_can_be_asked_again(tmp_path: Path
     assert rig.close()
 
 
-class Slow(DiskCalls):
+class Slow(FileCalls):
     """It takes its time to empty the device's cache."""
 
     def sync(self, fd: int) -> None:
@@ -460,7 +460,7 @@ def test_a_disk_that_fails_slowly_can_be_closed_in_short_steps(tmp_path: Path) -
 
 
 def test_a_disk_that_cannot_be_closed_is_closed(tmp_path: Path) -> None:
-    class Stubborn(DiskCalls):
+    class Stubborn(FileCalls):
         def close(self, fd: int) -> None:
             super().close(fd)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -476,7 +476,7 @@ def test_a_disk_that_cannot_be_closed_is_closed(tmp_path: Path) -> None:
 def test_closing_in_short_steps_is_short_with_much_to_forget_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiers.disk.tier._LEAVING_PER_TURN", 1)
+    monkeypatch.setattr("kvoffd.tiers.disk.index._FREED_AT_ONCE", 1)
     rig = TierRig(DiskMaker(tmp_path))
     store(rig, 1, 2, 3, 4, 5, 6)
     assert rig.tier.remove_namespace(ONE) == 6
@@ -503,7 +503,7 @@ def test_without_memory_for_its_records_a_disk_goes_on_and_records_them_later(
     store(rig, 1, 2)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
+        patch.setattr("kvoffd.tiers.disk.record_updates.aligned_buffer", none_left)
         assert rig.tier.remove([block_of(1).id]) == 1
         rig.tier.tick()
         rig.settle()
@@ -522,7 +522,7 @@ def test_without_memory_for_its_last_records_a_disk_is_closed_and_brings_nothing
     store(rig, 1, 2)
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvoffd.tiers.disk.records.aligned_buffer", none_left)
+        patch.setattr("kvoffd.tiers.disk.record_updates.aligned_buffer", none_left)
         assert rig.tier.remove([block_of(1).id]) == 1
         assert rig.close()
     rig.open()

@@ -12,9 +12,10 @@ from tiers.makers import REGION_BYTES, SIZE_BYTES, DiskMaker, SteppedMaker
 from tiers.memory_disk import MemoryDisk
 from tiers.rig import TierRig, block_of
 
-from kvoffd.tiers.disk import DiskCalls, DiskError, DiskTier, OpeningStopped
+from kvoffd.system.files import FileCalls
+from kvoffd.tiers.disk import DiskError, DiskTier, OpeningStopped, open_disk_tier
 from kvoffd.tiers.disk.file import default_region_bytes
-from kvoffd.tiers.disk.format import FILE_NAME, FORMAT_VERSION, SlotShape
+from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, SlotShape
 from kvoffd.tiers.disk.regions import DiskRegions
 from kvoffd.tiers.tier import TierResult
 
@@ -162,7 +163,7 @@ def test_the_file_grows_and_shrinks_with_what_is_given(tmp_path: Path) -> None:
     rig.settle()
     assert report(rig) == (len(NUMBERS), set())
     assert isinstance(rig.tier, DiskTier)
-    assert rig.tier.report().regions > 16
+    assert len(rig.tier._index.regions) > 16
     for number in range(100, 180):
         rig.write(block_of(number))
         rig.settle()
@@ -198,7 +199,7 @@ def test_opening_shows_progress_and_can_be_stopped(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
 
     def open_with(stop: Callable[[], bool]) -> DiskTier:
-        return DiskTier.open(
+        return open_disk_tier(
             tmp_path,
             4 * SIZE_BYTES,
             pool=memoryview(bytearray(8192)),
@@ -234,18 +235,17 @@ def test_wear_and_age_outlive_the_daemon(tmp_path: Path) -> None:
     rig.wall += 7 * 86400
     assert isinstance(rig.tier, DiskTier)
     found = rig.tier.report()
-    assert found.created_at == born
-    assert found.lifetime_written_blocks == 6
+    assert rig.tier._file.head.created_at == born
+    assert rig.tier._file.head.written_blocks == 6
     assert 6 * 12_288 <= found.lifetime_written_bytes < 6 * 12_288 + 20 * 32_768
     assert found.found_blocks == 6
     assert abs(found.oldest_age_s - (7 * 86400 + 30 * 3600)) <= 3600
-    assert sum(found.ages) == 6
-    assert found.ages[5] == 6
-    assert [shape.slot_bytes for shape in found.shapes] == [12_288]
+    assert rig.tier._index.ages.total() == 6
+    assert {region.slot_bytes for region in rig.tier._index.regions if region.shape} == {12_288}
     rig.tier.remove([block_of(0).id])
     rig.settle()
     assert abs(rig.tier.report().oldest_age_s - (7 * 86400 + 25 * 3600)) <= 3600
-    assert sum(rig.tier.report().ages) == 5
+    assert rig.tier._index.ages.total() == 5
 
 
 def test_a_block_that_no_region_holds_is_refused_and_said_once(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_slots_never_overlap_records_or_the_region_s_end() -> None:
 
 
 def test_errors_of_the_lock_are_not_taken_for_another_owner(tmp_path: Path) -> None:
-    class NoLocks(DiskCalls):
+    class NoLocks(FileCalls):
         def lock(self, fd: int) -> bool:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

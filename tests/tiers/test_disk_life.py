@@ -12,7 +12,7 @@ from random import Random
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiers.makers import SteppedMaker, step
+from tiers.makers import SteppedMaker, removals_are_durable, step
 from tiers.memory_disk import Killed, MemoryDisk
 from tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 
@@ -37,7 +37,7 @@ class DiskLife(RuleBasedStateMachine):
         self.written: dict[TierKey, dict[int, TierBlock]] = {}
         """Versions that the device may have, by id."""
         self.condemned: dict[TierKey, set[int]] = {}
-        """Of those, what was removed: it may come back only until the tier is settled."""
+        """Of those, what was removed: it may come back only until the removal is durable."""
         self.under_way: list[Ending] = []
         self.flipped = self.failing = False
 
@@ -199,7 +199,7 @@ class DiskLife(RuleBasedStateMachine):
     @invariant()
     def what_can_be_read_was_written_and_not_forgotten(self) -> None:
         assert not self.rig.fold.wrong
-        if self.tier.is_settled:
+        if removals_are_durable(self.tier):
             for block_id, versions in self.condemned.items():
                 self.strike(block_id, versions)
             self.condemned.clear()

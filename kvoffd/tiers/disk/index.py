@@ -1,4 +1,4 @@
-"""Which blocks a disk tier has, and which of them go when there is no room. Pure."""
+"""The blocks of a disk tier, and which of them are evicted when there is no room. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
-from kvoffd.tiers.disk.format import SlotShape
+from kvoffd.tiers.disk.file_format import SlotShape
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.tier import TierBlock, TierKey
 
 AGE_STEP_S = 3600
-# Blocks that are being read are passed over; behind so many of them a write is not worth the search.
+# Blocks that are being read cannot be evicted; a write that finds this many of them first is not worth a longer search.
 _MOST_PASSED_OVER = 64
+# Slots of a removed namespace: so many that the event loop is not held up.
+_FREED_AT_ONCE = 2000
 
 
 class GroupIndex(Mapping[bytes, TierBlock]):
@@ -36,51 +38,49 @@ class GroupIndex(Mapping[bytes, TierBlock]):
 
 
 class Taken(NamedTuple):
-    """What ``DiskIndex.take`` did."""
+    """The result of ``DiskIndex.take``."""
 
     entry: Entry | None
     """A slot for the block; None where there is no room."""
     evicted: list[TierKey]
+    """The blocks that were evicted for it."""
 
 
 class DiskIndex:
-    """All entries of the regions: by key, and by their last use.
+    """The entries of all blocks: by key, and by their last use.
 
-    The least recently used block of the wanted shape makes room; the whole region of another shape's least recently
-    used block does where all in it are colder, or where nothing of the wanted shape can go. Blocks that are being read
-    or written stay.
+    For a new block the least recently used block of the same shape is evicted. A whole region of another shape is
+    evicted instead, that of its least recently used block, where all blocks in it were used less recently, or where no
+    block of the same shape can be evicted. Blocks that are being read or written stay.
     """
 
     def __init__(self, regions: DiskRegions) -> None:
         self.regions = regions
         self.blocks = 0
         self.ages: Counter[int] = Counter()
-        """Number of blocks by the time they were written at, in steps of AGE_STEP_S since 1970."""
-        self.leaving: list[Iterator[Entry]] = []
-        """Entries of namespaces that were removed: out of the index, in their slots still."""
+        """Number of blocks by the hour (AGE_STEP_S) since 1970 in which they were written."""
+        self.removed_entries: list[Iterator[Entry]] = []
+        """Entries of removed namespaces: no longer in the index, but still in their slots."""
         self._groups: dict[tuple[bytes, int], dict[bytes, Entry]] = {}
         self._writing: dict[TierKey, Entry] = {}
         self._by_use: dict[SlotShape, OrderedDict[Entry, None]] = {}
         self._uses = 0
 
     def groups(self) -> list[tuple[bytes, int]]:
-        """Fingerprints and groups that there are blocks of."""
         return list(self._groups)
 
     def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        """The blocks of a group."""
         return GroupIndex(self._groups.get((fingerprint, group), {}))
 
     def get(self, block_id: TierKey) -> Entry | None:
-        """The entry of a block that is there."""
+        """The entry of a block that can be read."""
         return self._groups.get(block_id[:2], {}).get(block_id.key)
 
     def is_writing(self, block_id: TierKey) -> bool:
-        """Whether the block is on its way."""
         return block_id in self._writing
 
     def take(self, block: TierBlock, written_at: float) -> Taken:
-        """Takes a slot for a block that is to be written; others may have to go for it."""
+        """Takes a slot for a block that is to be written; others may be evicted for it."""
         shape = SlotShape.of(block)
         evicted: list[TierKey] = []
         place = self.regions.take(shape)
@@ -95,7 +95,7 @@ class DiskIndex:
         return Taken(entry, evicted)
 
     def written(self, entry: Entry) -> bool:
-        """The block is in its slot and can be read; False where it was forgotten meanwhile, and the slot is free."""
+        """Notes that a block was written; False where it was removed meanwhile: then its slot is free again."""
         if self._writing.get(entry.block.id) is not entry:
             self.regions.give_back(entry.region, entry.slot)
             return False
@@ -105,7 +105,7 @@ class DiskIndex:
         return True
 
     def not_written(self, entry: Entry, put_aside: bool) -> None:
-        """The write came to nothing. ``put_aside`` keeps the slot from being used again."""
+        """Notes that a write failed. ``put_aside`` keeps the slot from being used again."""
         if self._writing.get(entry.block.id) is entry:
             del self._writing[entry.block.id]
         if put_aside:
@@ -114,7 +114,7 @@ class DiskIndex:
             self.regions.give_back(entry.region, entry.slot)
 
     def add(self, entry: Entry) -> None:
-        """Takes up an entry whose block can be read, as the last one used."""
+        """Adds an entry whose block can be read, as the most recently used."""
         entry.ready = True
         self._groups.setdefault(entry.block.id[:2], {})[entry.block.id.key] = entry
         shape = entry.region.shape
@@ -125,7 +125,7 @@ class DiskIndex:
         self.ages[int(entry.written_at // AGE_STEP_S)] += 1
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
-        """Notes a use."""
+        """Notes a use of each block that is there."""
         for block_id in block_ids:
             entry = self.get(block_id)
             if entry is not None and entry.region.shape is not None:
@@ -133,7 +133,7 @@ class DiskIndex:
                 self._use(entry)
 
     def drop(self, entry: Entry) -> bool:
-        """Forgets a block that is there; its slot is free when nobody reads it. False where it had left the index."""
+        """Removes an entry; its slot is free when nobody reads it. False where the index did not have it any more."""
         group = self._groups.get(entry.block.id[:2], {})
         known = group.get(entry.block.id.key) is entry
         if known:
@@ -143,52 +143,54 @@ class DiskIndex:
             self.blocks -= 1
         if entry.ready:
             entry.ready = False
-            self._out_of_use(entry)
+            self._forget_use(entry)
             self.regions.dirty.mark(entry.region, entry.slot)
             if not entry.readers:
                 self.regions.give_back(entry.region, entry.slot)
         return known
 
     def read_done(self, entry: Entry) -> bool:
-        """A reader is done; False where the block has left meanwhile."""
+        """Notes that a read ended; False where the block was removed meanwhile."""
         entry.readers -= 1
         if not entry.ready and not entry.readers:
             self.regions.give_back(entry.region, entry.slot)
         return entry.ready and self.get(entry.block.id) is entry
 
     def forget_writing(self, block_ids: Iterable[TierKey]) -> None:
-        """Blocks on their way will not be there when they are written."""
+        """Removes blocks that are being written: they will not be readable afterwards."""
         for block_id in block_ids:
             self._writing.pop(block_id, None)
 
     def remove_namespace(self, fingerprint: bytes) -> list[TierKey]:
-        """Takes a namespace out of the index at once; its slots are given back by ``empty_slots``."""
+        """Removes a namespace from the index at once; ``free_removed`` frees its slots. Returns its blocks."""
         self.forget_writing([block_id for block_id in self._writing if block_id.fingerprint == fingerprint])
         removed: list[TierKey] = []
         for name in [name for name in self._groups if name[0] == fingerprint]:
             entries = self._groups.pop(name)
             removed += [entry.block.id for entry in entries.values()]
-            self.leaving.append(iter(list(entries.values())))
+            self.removed_entries.append(iter(list(entries.values())))
         self.blocks -= len(removed)
         return removed
 
-    def empty_slots(self, most: int) -> bool:
-        """Gives back so many slots of removed namespaces; False when there are none left."""
-        while self.leaving and most > 0:
-            entries = list(islice(self.leaving[0], most))
+    def free_removed(self) -> bool:
+        """Frees some slots of removed namespaces; False when none are left."""
+        most = _FREED_AT_ONCE
+        while self.removed_entries and most > 0:
+            entries = list(islice(self.removed_entries[0], most))
             for entry in entries:
                 self.drop(entry)
             if len(entries) < most:
-                del self.leaving[0]
+                del self.removed_entries[0]
             most -= len(entries)
-        return bool(self.leaving)
+        return bool(self.removed_entries)
 
-    def oldest(self) -> int | None:
-        """The step of ``ages`` in which the oldest block was written."""
-        return min((step for step, count in self.ages.items() if count), default=None)
+    def oldest_age_s(self, now: float) -> float:
+        """Time since the oldest block was written, to the hour; 0 without blocks. ``now``: seconds since 1970."""
+        oldest = min((step for step, count in self.ages.items() if count), default=None)
+        return 0.0 if oldest is None else max(0.0, now - oldest * AGE_STEP_S)
 
     def _make_room(self, shape: SlotShape) -> list[Entry]:
-        """What has to go for one more of this shape; nothing where nothing can."""
+        """The entries to evict for one more of this shape; none where none can be."""
         own = self._coldest(shape)
         region = self._coldest_region(shape)
         if region is not None and (own is None or region.newest_use < own.used):
@@ -212,7 +214,7 @@ class DiskIndex:
         self._uses += 1
         entry.used = entry.region.newest_use = self._uses
 
-    def _out_of_use(self, entry: Entry) -> None:
+    def _forget_use(self, entry: Entry) -> None:
         shape = entry.region.shape
         assert shape is not None
         del self._by_use[shape][entry]

@@ -1,11 +1,11 @@
-"""What a disk has to do, in which order, and what is done in one go. Pure."""
+"""The jobs of a disk: in which order they are done, and which of them in one call. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
-from kvoffd.tiers.disk.records import Update
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.tier import OnDone
 
@@ -13,15 +13,30 @@ MOST_BUFFERS = 512
 
 
 class Kind(IntEnum):
-    """What a job does."""
+    """What a job does; the lowest goes first."""
 
     READ = 0
     UPDATE = 1
     WRITE = 2
 
 
+class Update(NamedTuple):
+    """Writes to the head and the records, to be done in this order."""
+
+    writes: list[tuple[int, memoryview]]
+    """Offset in the file and whole pages, the head first."""
+    sync: bool
+    """Whether the device's cache is flushed (fdatasync) after the head and after all of them."""
+    regions: dict[int, set[int] | None]
+    """The regions whose records are written, as ``Dirty.take`` returned them."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(pages) for _, pages in self.writes)
+
+
 class Job:
-    """One block's read or write, or an update of the records. Compared by identity."""
+    """The read or write of one block, or an update of the file's records. Compared by identity."""
 
     __slots__ = ("buffers", "deadline", "entry", "kind", "nbytes", "offset", "on_done", "queued_at", "update")
 
@@ -48,7 +63,7 @@ class Job:
 
 
 class Batch:
-    """Jobs of one kind that one call does, in the order of their offsets."""
+    """Jobs of one kind that are done in one call, in the order of their offsets."""
 
     __slots__ = ("begun_at", "jobs", "kind")
 
@@ -59,14 +74,14 @@ class Batch:
 
 
 class DiskQueue:
-    """Reads before updates before writes; writes and updates are few at a time. Not thread-safe.
+    """Jobs that wait or run: reads go before updates, updates before writes. Not thread-safe.
 
-    Under reads without end a write waits ``patience_s`` and then has its turn, one at a time.
+    While reads keep coming, a write waits ``patience_s`` and is then begun, one at a time.
 
     Args:
-        most_reads: batches of reads at a time.
-        most_writes: batches of writes at a time.
-        merge_bytes: neighbours are done in one call of up to so many bytes.
+        most_reads: batches of reads that may run at a time.
+        most_writes: batches of writes that may run at a time.
+        merge_bytes: neighbours in the file are done in one call of up to so many bytes.
     """
 
     def __init__(self, most_reads: int, most_writes: int, merge_bytes: int, patience_s: float) -> None:
@@ -77,16 +92,15 @@ class DiskQueue:
         self._by_offset: dict[Kind, dict[int, Job]] = {kind: {} for kind in Kind}
         self.running: dict[Kind, set[Batch]] = {kind: set() for kind in Kind}
         self.jobs = 0
-        """All that wait or run."""
+        """Number of jobs that wait or run."""
 
     def put(self, job: Job) -> None:
-        """Adds a job."""
         self._waiting[job.kind][job] = None
         self._by_offset[job.kind].setdefault(job.offset, job)
         self.jobs += 1
 
     def next(self, now: float) -> Batch | None:
-        """Takes what is to be done now; end it by ``done``. None where there is nothing, or enough under way."""
+        """Takes the batch to be run now, until ``done``; None where there is none, or enough batches run."""
         kind = self._next_kind(now)
         if kind is None:
             return None
@@ -98,28 +112,25 @@ class DiskQueue:
         return batch
 
     def done(self, batch: Batch) -> None:
-        """Ends a batch."""
         self.running[batch.kind].remove(batch)
         self.jobs -= len(batch.jobs)
 
     def late(self, now: float) -> list[Job]:
-        """Takes off what waits and is beyond its deadline."""
-        return self._take_off(job for jobs in self._waiting.values() for job in jobs if now >= job.deadline)
+        """Removes and returns the waiting jobs whose deadline has passed."""
+        return self._remove(job for jobs in self._waiting.values() for job in jobs if now >= job.deadline)
 
     def clear(self) -> list[Job]:
-        """Takes off all that waits."""
-        return self._take_off(job for jobs in self._waiting.values() for job in jobs)
+        """Removes and returns all waiting jobs."""
+        return self._remove(job for jobs in self._waiting.values() for job in jobs)
 
     def waiting(self, kind: Kind) -> int:
-        """Jobs that wait."""
         return len(self._waiting[kind])
 
     def running_jobs(self, kind: Kind) -> int:
-        """Jobs that run."""
         return sum(len(batch.jobs) for batch in self.running[kind])
 
     def longest_s(self, now: float) -> float:
-        """Since when the oldest batch runs."""
+        """How long the oldest running batch has taken so far."""
         return max((now - batch.begun_at for batches in self.running.values() for batch in batches), default=0.0)
 
     def _next_kind(self, now: float) -> Kind | None:
@@ -133,7 +144,7 @@ class DiskQueue:
         return Kind.READ
 
     def _with_neighbours(self, first: Job) -> list[Job]:
-        """The job and those that follow it in the file, as far as one call goes."""
+        """The job and the waiting jobs that follow it in the file without a gap, as many as one call takes."""
         jobs = [first]
         nbytes, buffers = first.nbytes, len(first.buffers)
         by_offset = self._by_offset[first.kind]
@@ -151,7 +162,7 @@ class DiskQueue:
         if self._by_offset[job.kind].get(job.offset) is job:
             del self._by_offset[job.kind][job.offset]
 
-    def _take_off(self, jobs: Iterable[Job]) -> list[Job]:
+    def _remove(self, jobs: Iterable[Job]) -> list[Job]:
         taken = list(jobs)
         for job in taken:
             self._take(job)

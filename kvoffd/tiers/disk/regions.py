@@ -1,16 +1,16 @@
-"""Which bytes of the file belong to which slot, and which records the file does not have yet. Pure."""
+"""The regions and slots of a disk's file, and which of their records the file does not have yet. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from kvoffd.pool.slots import PAGE_BYTES, Region, RegionSlots
-from kvoffd.tiers.disk.format import REGIONS_AT, RegionHead, SlotShape
+from kvoffd.tiers.disk.file_format import REGIONS_AT, RegionHead, SlotShape
 from kvoffd.tiers.tier import TierBlock
 
 
 class Entry:
-    """A slot in use: by a block that is there, being written, or gone but being read still."""
+    """A slot in use: its block can be read, is being written, or was removed while it is being read."""
 
     __slots__ = ("block", "generation", "readers", "ready", "region", "slot", "suspect", "used", "written_at")
 
@@ -21,16 +21,16 @@ class Entry:
         self.generation = generation
         self.written_at = written_at
         self.used = 0
-        """Number of its last use among all uses."""
+        """Number of its last use, among all uses."""
         self.ready = False
         """Whether it has a record."""
         self.readers = 0
         self.suspect = False
-        """It was in a file that nobody had closed, and was not read since it was opened: it may be torn."""
+        """It may be torn: its file was found open, and it was not read since."""
 
     @property
     def offset(self) -> int:
-        """Where in the file it is."""
+        """Offset of the slot in the file."""
         return self.region.offset_of(self.slot)
 
 

@@ -1,39 +1,148 @@
-"""Who does the jobs: threads, or a simulation step by step."""
+"""Does the jobs of a disk tier's queue: by threads, or step by step in a simulation."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvoffd.tiers.disk.execute import Ended, Executor
+from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
+from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.queue import Batch, DiskQueue, Job, Kind
-from kvoffd.tiers.tier import TierResult
+from kvoffd.tiers.tier import TierBlock, TierResult
 
 logger = logging.getLogger(__name__)
 
+Digest = Callable[[memoryview], int]
+
+
+class Ended(NamedTuple):
+    """A job and how it ended."""
+
+    job: Job
+    result: TierResult
+    error_kind: str = ""
+    """As for ``TierListener.tier_error``; empty where nothing was wrong."""
+    sentence: str = ""
+
+
+class Executor:
+    """Does jobs on one file: reads and writes, straight from and into the pool. Any number of threads may ``run``."""
+
+    def __init__(self, file: DiskFile, digest: Digest) -> None:
+        self._calls = file.calls
+        self._fd = file.fd
+        self._path = file.path
+        self._digest = digest
+        self.physical_bytes = file.physical_bytes()
+        """Bytes that the file takes of the device, as of the last update."""
+
+    def run(self, batch: Batch, now: float) -> list[Ended]:
+        """Does the jobs of a batch; returns how each of them ended. Does not raise."""
+        late = [Ended(job, TierResult.DEADLINE) for job in batch.jobs if now >= job.deadline]
+        jobs = [job for job in batch.jobs if now < job.deadline] if late else batch.jobs
+        if batch.kind is Kind.UPDATE:
+            return [self._update(job) for job in jobs]
+        return late + self._together(jobs, batch.kind)
+
+    def _together(self, jobs: Sequence[Job], kind: Kind) -> list[Ended]:
+        """Does all jobs in one call; one by one where that fails, so that only the bad one fails."""
+        if not jobs:
+            return []
+        if len(jobs) > 1 and jobs[-1].offset - jobs[0].offset != sum(job.nbytes for job in jobs[:-1]):
+            return [ended for job in jobs for ended in self._together([job], kind)]
+        buffers = [buffer for job in jobs for buffer in job.buffers]
+        try:
+            if kind is Kind.READ:
+                read_all(self._calls, self._fd, buffers, jobs[0].offset)
+            else:
+                write_all(self._calls, self._fd, buffers, jobs[0].offset)
+        except OSError as error:
+            if len(jobs) > 1:
+                return [ended for job in jobs for ended in self._together([job], kind)]
+            return [self._failed(jobs[0], error)]
+        return [self._verify(job) if kind is Kind.READ else Ended(job, TierResult.DONE) for job in jobs]
+
+    def _verify(self, job: Job) -> Ended:
+        entry = job.entry
+        assert entry is not None
+        for rank, (shard, buffer) in enumerate(zip(entry.block.shards, job.buffers, strict=True)):
+            if self._digest(buffer[: shard.length]) != shard.checksum:
+                sentence = (
+                    f"The block {entry.block.id.key.hex()} at offset {job.offset} of {self._path} is not what was "
+                    f"written there (rank {rank}); it is dropped and will be recomputed."
+                )
+                return Ended(job, TierResult.CORRUPT, "torn" if entry.suspect else "corrupt", sentence)
+        return Ended(job, TierResult.DONE)
+
+    def _update(self, job: Job) -> Ended:
+        update = job.update
+        assert update is not None
+        try:
+            for index, (offset, pages) in enumerate(update.writes):
+                write_all(self._calls, self._fd, [pages], offset)
+                if update.sync and index == 0:
+                    self._calls.sync(self._fd)
+            if update.sync:
+                self._calls.sync(self._fd)
+            self.physical_bytes = held_bytes(self._calls.stat(self._fd))
+        except OSError as error:
+            return self._failed(job, error)
+        return Ended(job, TierResult.DONE)
+
+    def _failed(self, job: Job, error: OSError) -> Ended:
+        verb = {Kind.READ: "read", Kind.WRITE: "write", Kind.UPDATE: "record"}[job.kind]
+        if isinstance(error, ShortRead):
+            kind = "short_read"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            kind = "no_space"
+        else:
+            kind = f"{verb}_failed"
+        what = f"{job.nbytes} bytes at offset {job.offset}" if job.update is None else "its records"
+        sentence = f"The disk tier could not {verb} {what} of {self._path}: {error.strerror or error}."
+        return Ended(job, TierResult.FAILED, kind, sentence)
+
+
+def buffers_of(pool: memoryview, block: TierBlock, offsets: Sequence[int]) -> list[memoryview]:
+    """The pages of the pool that hold the block's shards, which lie at these offsets.
+
+    Raises:
+        ValueError: they are not in the pool, not as many as the shards, or a shard has no checksum.
+    """
+    buffers: list[memoryview] = []
+    for shard, offset in zip(block.shards, offsets, strict=True):
+        nbytes = page_up(shard.length)
+        if offset < 0 or offset % PAGE_BYTES or shard.length < 0 or offset + nbytes > len(pool):
+            raise ValueError(f"{shard.length} bytes at offset {offset} are no slot of the pool.")
+        if shard.checksum == 0:
+            raise ValueError("A block without checksums cannot be kept: nothing could tell that it is whole.")
+        buffers.append(pool[offset : offset + nbytes])
+    return buffers
+
 
 class Load(NamedTuple):
-    """What there is to do, and has been."""
+    """How many jobs wait and run, and for how long."""
 
     queued_reads: int
     queued_writes: int
     running_reads: int
     running_writes: int
     longest_s: float
-    """How long the oldest call has been running."""
+    """How long the oldest running call has taken so far."""
     busy_seconds: float
 
 
 class Workers(ABC):
-    """Work a queue off.
+    """Does the jobs of a queue.
 
     Args:
-        notify: called after jobs have ended, from any thread: ``collect`` has them then.
+        notify: called after jobs have ended, from any thread: ``collect`` returns them.
     """
 
     def __init__(
@@ -50,32 +159,32 @@ class Workers(ABC):
         self._busy_seconds = 0.0
 
     def submit(self, job: Job) -> None:
-        """Queues a job, which ends once."""
+        """Queues a job. It ends exactly once."""
         with self._changed:
             self._queue.put(job)
             self._changed.notify()
 
     def end_late(self) -> None:
-        """Ends what waits and is beyond its deadline."""
+        """Ends the waiting jobs whose deadline has passed."""
         with self._changed:
             jobs = self._queue.late(self._clock())
         self._end_unbegun(jobs, TierResult.DEADLINE)
 
     def end_waiting(self, result: TierResult) -> None:
-        """Ends all that waits."""
+        """Ends all waiting jobs."""
         with self._changed:
             jobs = self._queue.clear()
         self._end_unbegun(jobs, result)
 
     def collect(self) -> list[Ended]:
-        """Takes what has ended."""
+        """Takes the jobs that have ended since the last call."""
         ended: list[Ended] = []
         while self._ended:
             ended.append(self._ended.popleft())
         return ended
 
     def load(self) -> Load:
-        """Counters. Updates count as writes."""
+        """Jobs that wait and run now. Updates count as writes."""
         queue = self._queue
         with self._changed:
             return Load(
@@ -89,11 +198,11 @@ class Workers(ABC):
 
     @abstractmethod
     def wait_idle(self, until: float) -> bool:
-        """Waits until nothing waits or runs, or ``until`` (of ``time.monotonic``); False where something does."""
+        """Waits until no job waits or runs; False where one still does at ``until`` (of ``time.monotonic``)."""
 
     @abstractmethod
     def stop(self, until: float) -> bool:
-        """Ends the threads; False where one hangs still at ``until`` (of ``time.monotonic``)."""
+        """Stops the threads; False where one still hangs at ``until`` (of ``time.monotonic``)."""
 
     def _end_unbegun(self, jobs: list[Job], result: TierResult) -> None:
         self._ended.extend(Ended(job, result) for job in jobs)
@@ -112,14 +221,14 @@ class Workers(ABC):
             self._busy_seconds += time.perf_counter() - begun
             self._queue.done(batch)
             self._ended.extend(ended)
-            # Whoever takes the next job is this thread: no other need be woken.
+            # This thread takes the next job: no other need be woken.
             if not self._queue.jobs:
                 self._idle.notify_all()
         self._notify()
 
 
 class ThreadWorkers(Workers):
-    """So many threads."""
+    """``threads`` threads."""
 
     def __init__(
         self,
@@ -164,7 +273,7 @@ class ThreadWorkers(Workers):
 
 
 class StepWorkers(Workers):
-    """Does nothing but when told to: for simulations, whose every run is the same."""
+    """Works only in calls of ``step``: for simulations, which must run the same way every time."""
 
     def step(self) -> bool:
         """Does one batch; False where there is none."""

@@ -9,17 +9,17 @@ counts, so that a torn one costs nothing. A **region** has slots of one size and
 with the records of its slots. A **slot** holds the shards of one block, by rank, each padded to pages; its **record**
 (``pack_record``) says which block, and the length, first engine block and checksum of each shard.
 
-Why the records stand together and not beside the data: the index of a million blocks is rebuilt from 256 MB read in a
-few hundred pieces instead of a million reads; a block needs one write and its share of a page of records, which slots
-that are neighbours have in common; a block that goes costs no write to its slot. A record is written after its data.
-Neither waits for the device's cache: whatever a crash leaves, the checksums of the shards tell on the next read. What
-does wait for it (fdatasync) is forgetting.
+The records stand together and not beside the data, so that the index of a million blocks is rebuilt from 256 MB that
+are read in a few hundred pieces instead of a million; that a block needs one write and its share of a page of records,
+which it has in common with its neighbours; and that removing a block costs no write to its slot. A record is written
+after its data. Neither waits for the device's cache: after a crash, the checksums of the shards tell on the next read
+which blocks are torn. Only removing waits for it (fdatasync).
 
-Records are checked with a seed from the file's id, the region, its generation and the slot, so that what an earlier
-file or an earlier use of the region left is no record, wherever it lies.
+The checksum of a record has a seed made of the file's id, the region, its generation and the slot: so records that an
+earlier file or an earlier use of the region left are never taken for records of this one.
 
-Generations count what is written, over all lives of the file. A namespace that is forgotten leaves a **floor** in the
-head until its records are gone: those of its generation and below do not count.
+Generations count all blocks and regions that were ever written to the file. A namespace that is removed leaves a
+**floor** in the head until its records are gone: its records up to that generation do not count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _RECORD_MAGIC = b"KVOFFDSL"
 _CHECKSUM = Struct("<Q")
 _CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 # magic, version, number of floors, number of this head, file id, region bytes, regions, generation, written bytes,
-# written blocks, last doubtful generation, time of the file's birth, 1 while it is open
+# written blocks, last suspect generation, time of the file's birth, 1 while it is open
 _HEAD = Struct("<8sIIQ16sQQQQQQdB7x")
 _FLOOR = Struct("<B32s7xQ")
 assert _HEAD.size + MAX_FLOORS * _FLOOR.size <= _CHECKSUM_AT
@@ -63,7 +63,7 @@ _MASK = 2**64 - 1
 
 
 class BadHead(Exception):
-    """There is no head of this format. ``ours`` tells whether it is a kvoffd disk all the same."""
+    """There is no head of this format. ``ours``: the file is a disk tier's all the same."""
 
     def __init__(self, sentence: str, ours: bool) -> None:
         super().__init__(sentence)
@@ -72,7 +72,7 @@ class BadHead(Exception):
 
 @dataclass
 class Head:
-    """What is known of the file as a whole."""
+    """The description of the file as a whole."""
 
     file_id: bytes
     region_bytes: int
@@ -81,22 +81,23 @@ class Head:
     """Seconds since 1970."""
     number: int = 0
     generation: int = 0
-    """At least that of every block that was written when the head was."""
+    """At least the generation of every block that was there when the head was written."""
     written_bytes: int = 0
-    """Since the file's birth, records and heads included."""
+    """Since the file was made, records and heads included."""
     written_blocks: int = 0
-    doubtful: int = 0
-    """Blocks up to this generation may be torn: they were there when the file was found open."""
+    suspect_generation: int = 0
+    """Blocks up to this generation may be torn: they were in the file when it was found open."""
     is_open: bool = True
-    """False where a daemon closed the file in good order and nobody opened it since."""
+    """False when the last daemon closed the file in good order."""
     floors: dict[bytes, int] = field(default_factory=dict)
-    """Generations by fingerprint: what was written up to then is forgotten."""
+    """Generations by fingerprint of removed namespaces: blocks up to that generation are removed."""
 
     def pack(self) -> bytes:
         """One page."""
         packed = _HEAD.pack(
             *(MAGIC, FORMAT_VERSION, len(self.floors), self.number, self.file_id, self.region_bytes, self.regions),
-            *(self.generation, self.written_bytes, self.written_blocks, self.doubtful, self.created_at, self.is_open),
+            *(self.generation, self.written_bytes, self.written_blocks, self.suspect_generation),
+            *(self.created_at, self.is_open),
         )
         floors = b"".join(_FLOOR.pack(len(name), name, floor) for name, floor in self.floors.items())
         content = (packed + floors).ljust(_CHECKSUM_AT, b"\0")
@@ -127,11 +128,11 @@ def read_head(pages: memoryview) -> Head:
 
 def _unpack_head(page: bytes) -> Head | None:
     _, version, floors, number, file_id, region_bytes, regions, *rest = _HEAD.unpack_from(page)
-    generation, written_bytes, written_blocks, doubtful, created_at, is_open = rest
+    generation, written_bytes, written_blocks, suspect, created_at, is_open = rest
     if version != FORMAT_VERSION or floors > MAX_FLOORS or region_bytes < PAGE_BYTES or region_bytes % PAGE_BYTES:
         return None
     head = Head(file_id, region_bytes, regions, created_at, number, generation, written_bytes, written_blocks)
-    head.doubtful, head.is_open = doubtful, bool(is_open)
+    head.suspect_generation, head.is_open = suspect, bool(is_open)
     for index in range(floors):
         length, name, floor = _FLOOR.unpack_from(page, _HEAD.size + index * _FLOOR.size)
         head.floors[name[:length]] = floor
@@ -139,7 +140,7 @@ def _unpack_head(page: bytes) -> Head | None:
 
 
 class SlotShape(NamedTuple):
-    """What the slots of a region have in common."""
+    """The size of a region's slots and of their records."""
 
     slot_bytes: int
     record_bytes: int
@@ -151,7 +152,7 @@ class SlotShape(NamedTuple):
         return cls(max(PAGE_BYTES, slot_bytes), record_bytes(len(block.shards)))
 
     def slots(self, region_bytes: int) -> int:
-        """How many fit a region."""
+        """How many slots fit a region."""
         slots = max(0, (region_bytes - PAGE_BYTES) // (self.slot_bytes + self.record_bytes))
         while slots and self.slots_at(slots) + slots * self.slot_bytes > region_bytes:
             slots -= 1
@@ -178,7 +179,7 @@ class RegionHead(NamedTuple):
 
 
 def read_region(page: memoryview, file_id: bytes, number: int, region_bytes: int) -> RegionHead | None:
-    """What the page says; None where it was never written, belongs elsewhere or is damaged."""
+    """Reads a region's first page; None where it was never written, is another region's, or is damaged."""
     content = bytes(page[:_CHECKSUM_AT])
     if content[: len(_REGION_MAGIC)] != _REGION_MAGIC:
         return None
@@ -193,7 +194,7 @@ def read_region(page: memoryview, file_id: bytes, number: int, region_bytes: int
 
 
 class Record(NamedTuple):
-    """What a record says."""
+    """The content of a slot's record."""
 
     block: TierBlock
     generation: int
@@ -202,7 +203,7 @@ class Record(NamedTuple):
 
 
 def region_seed(file_id: bytes, head: RegionHead) -> int:
-    """What the seeds of a region's records begin with: add the slot's number."""
+    """The seed of a region's records, to which the slot's number is added."""
     return xxhash.xxh3_64_intdigest(_CHECKSUM.pack(head.number) + _CHECKSUM.pack(head.generation), _seed(file_id))
 
 

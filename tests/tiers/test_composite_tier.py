@@ -10,16 +10,16 @@ from support.tiering_harness import FakeMemory, TieringHarness, name_of
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
-from kvoffd.tiers.tiers import Tiers
+from kvoffd.tiers.tier import CompositeTier
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 
 
-class TiersRig(TieringHarness):
+class CompositeRig(TieringHarness):
     """A rig over two tiers in memory, the first of which holds six blocks."""
 
     def __init__(self) -> None:
         super().__init__(regions=8)
-        self.tiers = Tiers()
+        self.tiers = CompositeTier()
         self.tiering = TieringManager(
             self.cache, self.tiers, self.tier_events, self.clock, TieringSettings(WriteMode.ALWAYS)
         )
@@ -45,11 +45,11 @@ class TiersRig(TieringHarness):
 
 
 @pytest.fixture
-def rig() -> TiersRig:
-    return TiersRig()
+def rig() -> CompositeRig:
+    return CompositeRig()
 
 
-def test_every_block_is_in_one_member_and_all_are_used(rig: TiersRig) -> None:
+def test_every_block_is_in_one_member_and_all_are_used(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(16))
     assert sum(rig.held()) == 16
@@ -60,7 +60,7 @@ def test_every_block_is_in_one_member_and_all_are_used(rig: TiersRig) -> None:
     assert rig.tiers.stats().size_bytes == 105 * SLOT_UNIT
 
 
-def test_blocks_come_up_from_whichever_member_has_them(rig: TiersRig) -> None:
+def test_blocks_come_up_from_whichever_member_has_them(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
@@ -72,7 +72,7 @@ def test_blocks_come_up_from_whichever_member_has_them(rig: TiersRig) -> None:
     assert rig.states(space, keys_of(*range(8))) == [READY] * 8
 
 
-def test_removal_reaches_all_members(rig: TiersRig) -> None:
+def test_removal_reaches_all_members(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
     assert rig.tiers.remove([name_of(space, keys_of(number)) for number in range(4)]) == 4
@@ -80,7 +80,7 @@ def test_removal_reaches_all_members(rig: TiersRig) -> None:
     assert rig.held() == [0, 0]
 
 
-def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> None:
+def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
@@ -96,7 +96,7 @@ def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: TiersRig) -> 
     assert rig.states(space, gone[0]) == [PENDING]
 
 
-def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: TiersRig) -> None:
+def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(4))
     before = rig.held()[1]
@@ -106,7 +106,7 @@ def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: TiersRig) -> Non
     assert sum(rig.held()) == 6
 
 
-def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: TiersRig) -> None:
+def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
     rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))

@@ -1,0 +1,422 @@
+"""The disk tier: reads and writes blocks in one directory of a local drive. See ``opening`` for how one begins."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvoffd.tiers.disk.file import DiskFile
+from kvoffd.tiers.disk.file_format import MAX_FINGERPRINT_BYTES, MAX_KEY_BYTES, MAX_WORLD_SIZE, SlotShape
+from kvoffd.tiers.disk.index import DiskIndex
+from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
+from kvoffd.tiers.disk.record_updates import RecordWriter
+from kvoffd.tiers.disk.regions import Entry
+from kvoffd.tiers.disk.workers import Digest, Ended, Executor, ThreadWorkers, Workers, buffers_of
+from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
+
+logger = logging.getLogger(__name__)
+
+_HEAD_EVERY_S = 60.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+_PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at most this fraction of the tier
+
+MakeWorkers = Callable[[DiskQueue, Executor, Callable[[], float], Callable[[], None]], Workers]
+
+
+class DiskOptions(NamedTuple):
+    """How a disk tier uses its device."""
+
+    reads_in_flight: int = 16
+    """Calls that may run at a time, reads and writes; also the number of threads."""
+    writes_in_flight: int = 2
+    """Writes that may run at a time: they slow reads down."""
+    queued_reads: int = 65536
+    """Reads that may wait or run; more are not taken."""
+    queued_writes: int = 64
+    """Writes that may wait or run; more are not taken."""
+    merge_bytes: int = 2 << 20
+    """Neighbours are read or written in one call of up to so many bytes."""
+    write_patience_s: float = 0.5
+    """How long a write waits while reads keep coming."""
+    hang_timeout_s: float = 10.0
+    """A call that takes longer hangs."""
+    region_bytes: int | None = None
+    """Region size of a new file; chosen by the file's size when None."""
+
+
+class DiskReport(NamedTuple):
+    """What an operator is shown of a disk tier beside its ``TierStats``."""
+
+    direct: bool
+    """Whether reads and writes go past the page cache."""
+    hangs: bool
+    """Whether a call does not return: until it does, nothing is taken."""
+    lifetime_written_bytes: int
+    """Bytes written since the file was made, records included; up to a minute old if the machine fails."""
+    oldest_age_s: float
+    """Time since the oldest block was written, to the hour; 0 without blocks."""
+    open_seconds: float
+    """How long it took to open the tier."""
+    found_blocks: int
+    """Blocks that an earlier daemon had left."""
+
+
+class DeferredEvents:
+    """Keeps a tier's events for its listener until ``deliver``, so that none is sent from within a call of the tier.
+
+    Args:
+        wake: has ``deliver`` called soon.
+    """
+
+    def __init__(self, tier: Tier, listener: TierListener, wake: Callable[[], None]) -> None:
+        self.errors: Counter[str] = Counter()
+        self._tier = tier
+        self._listener = listener
+        self._wake = wake
+        self._events: deque[Callable[[], None]] = deque()
+
+    def stored(self, block: TierBlock) -> None:
+        self._add(partial(self._listener.tier_stored, self._tier, block))
+
+    def removed(self, ids: Sequence[TierKey]) -> None:
+        self._add(partial(self._listener.tier_removed, self._tier, ids))
+
+    def error(self, kind: str, sentence: str) -> None:
+        self.errors[kind] += 1
+        self._add(partial(self._listener.tier_error, self._tier, kind, sentence))
+
+    def deliver(self) -> None:
+        """Sends the events, in order."""
+        while self._events:
+            _call_back(self._events.popleft())
+
+    def _add(self, event: Callable[[], None]) -> None:
+        self._events.append(event)
+        self._wake()
+
+
+def _call_back(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:
+        logger.exception("A callback of a disk tier raised; the tier goes on, but its owner has a bug.")
+
+
+class DiskTier(Tier):
+    """Keeps blocks in one preallocated file of a directory: see ``file_format``. Made by ``open_disk_tier``."""
+
+    def __init__(
+        self,
+        file: DiskFile,
+        index: DiskIndex,
+        *,
+        pool: memoryview,
+        digest: Digest,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        listener: TierListener,
+        options: DiskOptions,
+        wall_clock: Callable[[], float],
+        make_workers: MakeWorkers | None,
+    ) -> None:
+        directory = file.path.parent
+        self.name = f"disk:{directory}"
+        self._file = file
+        self._index = index
+        self._pool = pool
+        self._clock = clock
+        self._post = post
+        self._options = options
+        self._wall_clock = wall_clock
+        self._open_seconds = 0.0
+        self._found_blocks = index.blocks
+        self._events = DeferredEvents(self, listener, self._wake)
+        self._record_writer = RecordWriter(file, index, clock, self._submit, self._events.error)
+        self._updates = self._record_writer.updates
+        self._counts: Counter[str] = Counter()
+        self._under_way: Counter[Kind] = Counter()
+        self._put_aside_bytes = 0
+        self._pause_s = 0.0
+        self._write_after = float("-inf")
+        self._head_noted_at = clock()
+        # Held while ended jobs are processed: by the daemon's thread, or by the one that closes the tier.
+        self._processing = threading.RLock()
+        self._draining = self._closed = self._hangs = False
+        self._executor = Executor(file, digest)
+        queue = DiskQueue(
+            options.reads_in_flight, options.writes_in_flight, options.merge_bytes, options.write_patience_s
+        )
+        threads = partial(ThreadWorkers, threads=options.reads_in_flight, name=f"kvoffd-disk-{directory.name}")
+        self.workers = (make_workers or threads)(queue, self._executor, clock, self._wake)
+        """The workers that read and write. Only a simulation uses them from outside, to make them work."""
+
+    def opened(self, seconds: float) -> None:
+        """Notes how long opening took, and reports what was found meanwhile."""
+        self._open_seconds = seconds
+        for sentence in self._file.notes.sentences:
+            logger.info("%s", sentence)
+        for kind, sentence in self._file.notes.errors:
+            self._events.error(kind, sentence)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a call does not return: until it does, nothing is taken."""
+        return self._hangs
+
+    def groups(self) -> Collection[tuple[bytes, int]]:
+        return self._index.groups()
+
+    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return self._index.index(fingerprint, group)
+
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return {} if self._hangs else self._index.index(fingerprint, group)
+
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        if self._index.get(block.id) is not None or self._index.is_writing(block.id):
+            return False
+        buffers = buffers_of(self._pool, block, offsets)
+        if not self._takes_write() or not self._fits(block):
+            self._counts["refused"] += 1
+            return False
+        entry, evicted = self._index.take(block, self._wall_clock())
+        if evicted:
+            self._counts["evicted"] += len(evicted)
+            self._events.removed(evicted)
+        if entry is None:
+            self._counts["refused"] += 1
+            return False
+        self._submit(Job(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done))
+        return True
+
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        entry = self._index.get(block_id)
+        if entry is None or self._closed or self._hangs or self._under_way[Kind.READ] >= self._options.queued_reads:
+            return False
+        buffers = buffers_of(self._pool, entry.block, offsets)
+        entry.readers += 1
+        self._submit(Job(Kind.READ, entry.offset, buffers, self._clock(), deadline, entry, on_done))
+        return True
+
+    def touch(self, block_ids: Iterable[TierKey]) -> None:
+        self._index.touch(block_ids)
+
+    def remove(self, block_ids: Iterable[TierKey]) -> int:
+        block_ids = list(block_ids)
+        self._index.forget_writing(block_ids)
+        entries = [entry for block_id in dict.fromkeys(block_ids) if (entry := self._index.get(block_id)) is not None]
+        for entry in entries:
+            self._index.drop(entry)
+        # The device may still have a record of a block that was evicted a while ago.
+        if entries or self._updates.may_differ:
+            self._updates.sync_removed()
+        if entries:
+            self._events.removed([entry.block.id for entry in entries])
+        self._write_records()
+        return len(entries)
+
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        removed = self._index.remove_namespace(fingerprint)
+        self._updates.forget_namespace(fingerprint)
+        if removed:
+            self._events.removed(removed)
+        self._write_records()
+        return len(removed)
+
+    def tick(self) -> None:
+        now = self._clock()
+        self.workers.end_late()
+        self._check_hanging()
+        if now - self._head_noted_at >= _HEAD_EVERY_S:
+            self._head_noted_at = now
+            self._updates.note_head()
+        if not self._index.removed_entries:
+            self._updates.drop_floors()
+        self._write_records(at_once=True)
+
+    def stats(self) -> TierStats:
+        load = self.workers.load()
+        counts = self._counts
+        return TierStats(
+            size_bytes=self._file.size_bytes,
+            used_bytes=self._index.regions.used_bytes,
+            physical_bytes=self._executor.physical_bytes,
+            blocks=self._index.blocks,
+            read_blocks=counts["read"],
+            read_bytes=counts["read_bytes"],
+            written_blocks=counts["written"],
+            written_bytes=counts["written_bytes"],
+            evicted_blocks=counts["evicted"],
+            refused_writes=counts["refused"],
+            queued_reads=load.queued_reads,
+            queued_writes=load.queued_writes,
+            running_reads=load.running_reads,
+            running_writes=load.running_writes,
+            busy_seconds=load.busy_seconds,
+            errors=dict(self._events.errors),
+        )
+
+    def report(self) -> DiskReport:
+        return DiskReport(
+            direct=self._file.direct,
+            hangs=self._hangs,
+            lifetime_written_bytes=self._file.head.written_bytes,
+            oldest_age_s=self._index.oldest_age_s(self._wall_clock()),
+            open_seconds=self._open_seconds,
+            found_blocks=self._found_blocks,
+        )
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def close(self, deadline_s: float) -> bool:
+        """See Tier. Where a call hangs, the file stays open and locked, and ``close`` may be called again later.
+
+        For any thread, if no other method is called meanwhile.
+        """
+        with self._processing:
+            closed = self._file.fd < 0 or self._close(time.monotonic() + deadline_s)
+        if not closed:
+            self._wake()  # calls that were posted meanwhile did nothing
+        return closed
+
+    def _close(self, until: float) -> bool:
+        self._closed = True
+        self.workers.end_waiting(TierResult.CANCELLED)
+        idle = self.workers.wait_idle(until)
+        self._process_ended()
+        if not idle or not self._record_writer.write_last(until, self.workers, self._process_ended):
+            return False
+        if not self.workers.stop(until):
+            return False
+        self._process_ended()
+        self._file.close()
+        self._pool = memoryview(b"")
+        return True
+
+    def _takes_write(self) -> bool:
+        return not (
+            self._draining
+            or self._closed
+            or self._hangs
+            or self._under_way[Kind.WRITE] >= self._options.queued_writes
+            or self._clock() < self._write_after
+        )
+
+    def _fits(self, block: TierBlock) -> bool:
+        fits = (
+            len(block.id.fingerprint) <= MAX_FINGERPRINT_BYTES
+            and len(block.id.key) <= MAX_KEY_BYTES
+            and 0 < len(block.shards) <= MAX_WORLD_SIZE
+            and SlotShape.of(block).slots(self._index.regions.region_bytes) > 0
+        )
+        if not fits and not self._events.errors["too_large"]:  # reported once: there will be many such blocks
+            self._events.error(
+                "too_large",
+                f"Blocks of {block.nbytes} bytes do not fit the regions of {self.name}, which have "
+                f"{self._index.regions.region_bytes} bytes; remove its file and make the tier larger.",
+            )
+        return fits
+
+    def _submit(self, job: Job) -> None:
+        self._under_way[job.kind] += 1
+        self.workers.submit(job)
+
+    def _wake(self) -> None:
+        self._post(self._process_posted)
+
+    def _process_posted(self) -> None:
+        if self._processing.acquire(blocking=False):  # else another thread closes the tier, and processes what ends
+            try:
+                self._process_ended()
+            finally:
+                self._processing.release()
+
+    def _process_ended(self) -> None:
+        """Handles the jobs that have ended, and sends the events that came of them."""
+        self._events.deliver()
+        for ended in self.workers.collect():
+            self._end(ended)
+        if self._index.removed_entries:
+            self._index.free_removed()
+            self._updates.sync_removed()
+            self._wake()
+        self._write_records()
+        self._events.deliver()
+
+    def _end(self, ended: Ended) -> None:
+        job, result = ended.job, ended.result
+        self._under_way[job.kind] -= 1
+        if ended.error_kind:
+            self._events.error(ended.error_kind, ended.sentence)
+        if job.kind is Kind.UPDATE:
+            self._record_writer.ended(result is TierResult.DONE, result is TierResult.FAILED)
+            return
+        assert job.entry is not None and job.on_done is not None  # noqa: PT018
+        end = self._end_read if job.kind is Kind.READ else self._end_write
+        result = end(job, job.entry, result)
+        self._events.deliver()
+        _call_back(partial(job.on_done, result))
+
+    def _end_read(self, job: Job, entry: Entry, result: TierResult) -> TierResult:
+        is_there = self._index.read_done(entry)
+        if result is TierResult.DONE:
+            if not is_there:
+                return TierResult.GONE
+            entry.suspect = False
+            self._counts["read"] += 1
+            self._counts["read_bytes"] += entry.block.nbytes
+        elif result in (TierResult.CORRUPT, TierResult.FAILED) and is_there:
+            self._index.drop(entry)
+            self._events.removed([entry.block.id])
+        return result
+
+    def _end_write(self, job: Job, entry: Entry, result: TierResult) -> TierResult:
+        if result is not TierResult.DONE:
+            put_aside = result is TierResult.FAILED and self._may_put_aside(job.nbytes)
+            self._index.not_written(entry, put_aside)
+            if result is TierResult.FAILED:
+                self._pause_s = min(_MOST_PAUSE_S, max(_LEAST_PAUSE_S, 2 * self._pause_s))
+                self._write_after = self._clock() + self._pause_s
+            return result
+        self._pause_s = 0.0
+        head = self._file.head
+        head.written_bytes += job.nbytes
+        head.written_blocks += 1
+        self._counts["written"] += 1
+        self._counts["written_bytes"] += entry.block.nbytes
+        if not self._index.written(entry):
+            return TierResult.GONE
+        self._events.stored(entry.block)
+        return result
+
+    def _may_put_aside(self, nbytes: int) -> bool:
+        """Whether the slot of a failed write may be kept from being used again: up to a hundredth of the tier may."""
+        if (self._put_aside_bytes + nbytes) * _PUT_ASIDE_SHARE > self._file.size_bytes:
+            return False
+        self._put_aside_bytes += nbytes
+        return True
+
+    def _write_records(self, at_once: bool = False) -> None:
+        if not self._closed and not self._hangs:
+            self._record_writer.write(at_once)
+
+    def _check_hanging(self) -> None:
+        longest_s = self.workers.load().longest_s
+        hangs = longest_s > self._options.hang_timeout_s
+        if hangs and not self._hangs:
+            self._events.error(
+                "hung",
+                f"A call of {self.name} has not come back for {longest_s:.0f} s; the tier takes nothing until it does. "
+                "Look at the device (dmesg).",
+            )
+        if self._hangs and not hangs:
+            logger.info("%s answers again.", self.name)
+        self._hangs = hangs
+        if hangs:
+            self.workers.end_waiting(TierResult.DEADLINE)

@@ -1,0 +1,157 @@
+"""Opens a disk tier: makes its file, or rebuilds the index from the records that an earlier daemon left in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+
+from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.system.files import FileCalls
+from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, MakeWorkers
+from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
+from kvoffd.tiers.disk.file_format import RegionHead, read_record, read_region, region_seed
+from kvoffd.tiers.disk.index import DiskIndex
+from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
+from kvoffd.tiers.disk.workers import Digest
+from kvoffd.tiers.tier import TierKey, TierListener
+
+
+def open_disk_tier(
+    directory: Path,
+    size_bytes: int,
+    *,
+    pool: memoryview,
+    digest: Digest,
+    clock: Callable[[], float],
+    post: Callable[[Callable[[], None]], None],
+    listener: TierListener,
+    options: DiskOptions = DiskOptions(),  # noqa: B008 - immutable
+    calls: FileCalls | None = None,
+    wall_clock: Callable[[], float] = time.time,
+    make_workers: MakeWorkers | None = None,
+    on_progress: OnProgress = lambda what, done, total: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> DiskTier:
+    """Makes the tier's file or reads the index of the one that is there. For any thread, since that takes a while.
+
+    The listener is not told of blocks that are found: see ``DiskTier.groups``.
+
+    Args:
+        size_bytes: the most that the file may take of the device.
+        pool: the pool's bytes, writable, mapped until ``close`` returned True.
+        digest: the checksum of a shard, as the pool takes it. For any thread.
+        clock: of deadlines, in seconds. For any thread.
+        post: calls a function in the daemon's thread, in the order of the calls to it. For any thread.
+        calls: the system calls on the file, for tests.
+        wall_clock: seconds since 1970, for the age of blocks.
+        make_workers: makes the workers that read and write; threads when None.
+        on_progress: called in this thread with what is being done, the bytes done, and the bytes in all.
+        should_stop: asked in this thread now and then.
+
+    Raises:
+        DiskError: the directory cannot be used; the sentence says what to do.
+        OpeningStopped: ``should_stop`` returned True.
+    """
+    begun = time.monotonic()
+    file = DiskFile(
+        directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, on_progress, should_stop
+    )
+    try:
+        index = rebuild_index(file, on_progress, should_stop)
+        tier = DiskTier(
+            file,
+            index,
+            pool=pool,
+            digest=digest,
+            clock=clock,
+            post=post,
+            listener=listener,
+            options=options,
+            wall_clock=wall_clock,
+            make_workers=make_workers,
+        )
+    except BaseException:
+        file.close()
+        raise
+    tier.opened(time.monotonic() - begun)
+    return tier
+
+
+def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> DiskIndex:
+    """Reads heads and records of all regions. A region that cannot be read is noted, and empty.
+
+    Blocks count as used in the order in which they were written. Records that do not count any more are dirty.
+    """
+    head = file.head
+    regions = DiskRegions(head.region_bytes, head.regions)
+    regions.generation = max([head.generation, *head.floors.values()])
+    found: dict[TierKey, Entry] = {}
+    for region in regions:
+        if should_stop():
+            raise OpeningStopped(f"{file.path} was not opened: told to stop.")
+        try:
+            _read_region(file, regions, region, found)
+        except OSError as error:
+            _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
+        on_progress("reading the index", (region.number + 1) * head.region_bytes, head.regions * head.region_bytes)
+    regions.restore()
+    if file.was_open:
+        head.suspect_generation = regions.generation
+    index = DiskIndex(regions)
+    for entry in sorted(found.values(), key=attrgetter("generation")):
+        entry.suspect = entry.generation <= head.suspect_generation
+        index.add(entry)
+    return index
+
+
+def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found: dict[TierKey, Entry]) -> None:
+    page = file.read_pages(region.base, PAGE_BYTES)
+    head = read_region(page, file.head.file_id, region.number, file.head.region_bytes)
+    if head is None:
+        if any(page):
+            _note_loss(file, regions, region, "damaged", "are damaged")
+        return
+    records = bytes(file.read_pages(region.base + PAGE_BYTES, page_up(head.slots * head.shape.record_bytes)))
+    region.cut_at(head.shape, head.slots, head.generation)
+    regions.generation = max(regions.generation, head.generation)
+    _read_records(file, regions, region, head, records, found)
+
+
+def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
+    # The region is written over: its blocks might be removed before its records can be read again.
+    regions.dirty.mark_head(region)
+    sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
+    file.notes.errors.append((kind, sentence))
+
+
+def _read_records(
+    file: DiskFile,
+    regions: DiskRegions,
+    region: DiskRegion,
+    head: RegionHead,
+    records: bytes,
+    found: dict[TierKey, Entry],
+) -> None:
+    floors = file.head.floors
+    seed = region_seed(file.head.file_id, head)
+    for slot in range(head.slots):
+        at = slot * head.shape.record_bytes
+        record = read_record(records, at, head.shape, seed + slot)
+        if record is None:
+            if any(records[at : at + head.shape.record_bytes]):
+                regions.dirty.mark(region, slot)
+            continue
+        block_id = record.block.id
+        regions.generation = max(regions.generation, record.generation)
+        twin = found.get(block_id)
+        forgotten = record.generation <= floors.get(block_id.fingerprint, 0)
+        if forgotten or (twin is not None and twin.generation > record.generation):
+            regions.dirty.mark(region, slot)
+            continue
+        if twin is not None:
+            del twin.region.entries[twin.slot]
+            regions.dirty.mark(twin.region, twin.slot)
+        found[block_id] = entry = Entry(record.block, region, slot, record.generation, record.written_at)
+        region.entries[slot] = entry
