@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+from support.ordered_sender import wait_sent
 from support.stub_cuda import StubCuda, fresh_stub
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from support.waiting import wait_until
@@ -158,13 +159,13 @@ def test_stores_and_loads_go_out_after_their_kernels(rig: Rig) -> None:
     assert rig.worker.submit_store(1, BLOCKS, KEYED)
     assert rig.worker.submit_load(2, LEASED, BLOCKS)
     assert len(rig.events) == 2
-    assert not rig.sender.wait_sent([1], 0.05)
+    assert not wait_sent(rig.sender, [1], 0.05)
     assert client.stores == {}
     rig.events[0].happened.set()
-    assert rig.sender.wait_sent([1], WAIT_S)
+    assert wait_sent(rig.sender, [1], WAIT_S)
     assert (list(client.stores), list(client.loads)) == ([1], [])
     rig.events[1].happened.set()
-    assert rig.sender.wait_sent([2], WAIT_S)
+    assert wait_sent(rig.sender, [2], WAIT_S)
     assert client.loads[2][0] == 77
 
 
@@ -176,7 +177,7 @@ def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(rig: Rig) -> None
     assert rig.failures() == {1: ErrorCode.CANCELLED}
     for event in rig.events:
         event.happened.set()
-    assert rig.sender.wait_sent([2], WAIT_S)
+    assert wait_sent(rig.sender, [2], WAIT_S)
     assert list(rig.clients[0].stores) == [2]
 
 

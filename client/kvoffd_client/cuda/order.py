@@ -1,7 +1,7 @@
-"""Keeps the order of the GPU by the host: a job goes out when the kernels that were launched before it are done.
+"""Keeps the order of the GPU on the host: a job is sent when the kernels that were launched before it are done.
 
-A store's kernels may still write its blocks, and a load's blocks may still be read by the kernels of the request that
-had them before. No event crosses the process, and no stream of the engine ever waits for the daemon.
+Kernels may still write the blocks of a store, and may still read the blocks of a load for the request that had them
+before. No event is shared with another process, and no stream of the engine ever waits for the daemon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger("kvoffd_client")
 
 
 class Event(Protocol):
-    """Something recorded on the GPU; a ``torch.cuda.Event(blocking=True)``, whose waiter sleeps."""
+    """An event of the GPU; a ``torch.cuda.Event(blocking=True)``, whose waiter sleeps."""
 
     def synchronize(self) -> None:
         """Wait until it has happened. Raises RuntimeError when the GPU failed."""
@@ -34,7 +34,7 @@ class _Job:
 
 
 class OrderedSender:
-    """A thread that waits for events, one after the other, and then sends. No call of it waits for the GPU.
+    """A thread that waits for events, one after the other, and then sends jobs. No method waits for the GPU.
 
     Args:
         record: records an event behind everything launched so far on the caller's stream.
@@ -49,10 +49,10 @@ class OrderedSender:
         self._thread.start()
 
     def submit(self, job_id: int, send: Callable[[], None], fail: Callable[[ErrorCode], None]) -> None:
-        """Have ``send`` called once what the caller's stream holds now is done, or ``fail`` if it will not be.
+        """Have ``send`` called when what the caller's stream holds now is done, or ``fail`` if it will not be.
 
-        Both are called in the sender's thread, or in that of ``withdraw``, and must not wait. An error of ``record`` is
-        raised here.
+        ``send`` is called in the sender's thread, ``fail`` there or in the caller of ``withdraw``; neither may wait.
+        An error of ``record`` is raised here.
         """
         job = _Job(job_id, self._record(), send, fail)
         with self._changed:
@@ -60,7 +60,7 @@ class OrderedSender:
             self._changed.notify_all()
 
     def withdraw(self, job_ids: Iterable[int]) -> list[int]:
-        """Fail those of the jobs that have not been sent, with CANCELLED; they will not be. Returns their ids."""
+        """Fail those of the jobs that have not been sent, with CANCELLED. Return their ids."""
         with self._changed:
             taken = [job for job_id in job_ids if (job := self._jobs.pop(job_id, None)) is not None]
             for job in taken:
@@ -68,15 +68,9 @@ class OrderedSender:
             self._changed.notify_all()
         return [job.job_id for job in taken]
 
-    def wait_sent(self, job_ids: Iterable[int], timeout_s: float) -> bool:
-        """Wait until none of the jobs is left unsent; False when one is after ``timeout_s`` seconds."""
-        wanted = set(job_ids)
-        with self._changed:
-            return self._changed.wait_for(lambda: wanted.isdisjoint(self._jobs), timeout_s)
-
     @property
     def waiting(self) -> list[int]:
-        """Jobs that have not been sent, oldest first."""
+        """The jobs that have not been sent, oldest first."""
         with self._changed:
             return list(self._jobs)
 
@@ -95,7 +89,7 @@ class OrderedSender:
             except Exception as failure:  # torch raises many kinds for a GPU that has failed
                 error = failure
             with self._changed:
-                # Taken back in the meantime, or even given again under the same id: then it is none of ours.
+                # It may have been withdrawn meanwhile, and even submitted again under the same id.
                 if self._jobs.get(job.job_id) is job:
                     self._finish(job, error)
                     del self._jobs[job.job_id]
@@ -107,7 +101,7 @@ class OrderedSender:
             return None if self._closed else next(iter(self._jobs.values()))
 
     def _finish(self, job: _Job, error: Exception | None) -> None:
-        """Under the lock: so that a job taken back is either not sent or sent already, and nothing in between."""
+        """Send or fail a job. Under the lock, so that ``withdraw`` finds it either unsent or sent."""
         try:
             if error is None:
                 job.send()

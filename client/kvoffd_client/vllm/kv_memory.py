@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
@@ -103,32 +104,19 @@ def registration_of(
 def _shared_tensors(
     kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
 ) -> tuple[list[SharedMemory], list[TensorLayout]]:
-    tensors = []
-    used: list[SharedMemory] = []
+    spans = [(int(memory.view.ctypes.data), memory.size_bytes) for memory in memories]
+    layouts = []
     for cache in kv_caches.tensors:
-        tensor = cache.tensor
-        address = int(tensor.data_ptr())
-        memory = next((item for item in memories if 0 <= address - _address(item) < item.size_bytes), None)
-        if memory is None:
+        layout = _layout_in(spans, cache.tensor)
+        if layout is None:
             raise NotShareable(
                 "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
                 "called, or another connector's was)."
             )
-        if memory not in used:
-            used.append(memory)
-        tensors.append(
-            TensorLayout(
-                segment=used.index(memory),
-                offset_bytes=address - _address(memory),
-                stride_bytes=int(tensor.stride(0)) * int(tensor.element_size()),
-                num_blocks=int(tensor.shape[0]),
-            )
-        )
-    return used, tensors
-
-
-def _address(memory: SharedMemory) -> int:
-    return int(memory.view.ctypes.data)
+        layouts.append(layout)
+    used = sorted({layout.segment for layout in layouts})
+    placed = [replace(layout, segment=used.index(layout.segment)) for layout in layouts]
+    return [memories[index] for index in used], placed
 
 
 def record_event() -> Event:
@@ -146,29 +134,30 @@ def export_tensors(
     Raises:
         NotShareable: the driver cannot export it.
     """
-    spans = [_span(cache.tensor) for cache in kv_caches.tensors]
     try:
-        segments = export(spans)
+        segments = export([_span(cache.tensor) for cache in kv_caches.tensors])
     except KvoffdClientError as reason:
         raise NotShareable(str(reason)) from reason
+    spans = [(segment.address, segment.size_bytes) for segment in segments]
     layouts = []
-    for cache, (address, size) in zip(kv_caches.tensors, spans, strict=True):
-        index = next(
-            (
-                number
-                for number, segment in enumerate(segments)
-                if segment.address <= address and address + size <= segment.address + segment.size_bytes
-            ),
-            None,
-        )
-        if index is None:
+    for cache in kv_caches.tensors:
+        layout = _layout_in(spans, cache.tensor)
+        if layout is None:
             for segment in segments:
                 segment.close()
-            raise NotShareable(f"The KV tensor at {address:#x} lies in several allocations.")
-        tensor = cache.tensor
-        stride_bytes = int(tensor.stride(0)) * int(tensor.element_size())
-        layouts.append(TensorLayout(index, address - segments[index].address, stride_bytes, int(tensor.shape[0])))
+            raise NotShareable(f"The KV tensor at {cache.tensor.data_ptr():#x} lies in several allocations.")
+        layouts.append(layout)
     return segments, layouts
+
+
+def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any) -> TensorLayout | None:
+    """Return where a tensor lies in ``segments``, (address, size in bytes); None when it lies in none as a whole."""
+    address, size = _span(tensor)
+    for index, (begin, length) in enumerate(segments):
+        if begin <= address and address + size <= begin + length:
+            stride_bytes = int(tensor.stride(0)) * int(tensor.element_size())
+            return TensorLayout(index, address - begin, stride_bytes, int(tensor.shape[0]))
+    return None
 
 
 def _span(tensor: Any) -> tuple[int, int]:

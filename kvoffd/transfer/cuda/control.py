@@ -21,7 +21,7 @@ class ControlThread:
 
     Args:
         name: of the thread.
-        what: of what it is in charge, for sentences.
+        what: the device or driver it calls, for sentences.
         clock: what ``busy_s`` is measured on, in seconds.
     """
 
@@ -37,12 +37,12 @@ class ControlThread:
 
     @property
     def busy_s(self) -> float:
-        """How long the task that runs has been running; 0 when there is none."""
+        """For how long the current task has been running; 0 when there is none."""
         began = self._began
         return 0.0 if began is None else self._clock() - began
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Has the thread run ``task`` after those before it. Raises KvoffdError when too many wait."""
+        """Have the thread run ``task`` after those before it. Raises KvoffdError when too many wait."""
         with self._wake:
             if len(self._tasks) >= WAITING_LIMIT:
                 raise KvoffdError(
@@ -52,13 +52,13 @@ class ControlThread:
                 )
             self._put(task)
 
-    def insist(self, task: Callable[[], None]) -> None:
-        """As ``submit``, for what must be done however much waits: there is one of these for each ``submit``."""
+    def submit_always(self, task: Callable[[], None]) -> None:
+        """As ``submit``, but never refuse: for what undoes a submitted task, so that these are bounded too."""
         with self._wake:
             self._put(task)
 
     def close(self, timeout_s: float) -> bool:
-        """Runs what waits, then ends the thread; False when it still runs after ``timeout_s``."""
+        """Run what waits, then end the thread; False when it still runs after ``timeout_s``."""
         with self._wake:
             self._stopped = True
             self._wake.notify()

@@ -20,16 +20,15 @@ class Device(NamedTuple):
     """One GPU, or one MIG instance."""
 
     ordinal: int
-    """The driver's name for it in this process."""
+    """The driver's number for it in this process."""
     uuid: bytes
     whole_uuid: bytes
-    """Another one than ``uuid`` where the device is a MIG instance: that of the GPU it is a part of."""
+    """The GPU's UUID; another one than ``uuid`` where the device is a MIG instance of that GPU."""
     name: str
     pci_bus_id: str
 
     @property
     def is_mig(self) -> bool:
-        """A part of a GPU."""
         return self.uuid != self.whole_uuid
 
     def __str__(self) -> str:
@@ -37,12 +36,12 @@ class Device(NamedTuple):
 
 
 def gpu_name(uuid: bytes, *, is_mig: bool = False) -> str:
-    """A UUID as nvidia-smi prints it."""
+    """Return a UUID as nvidia-smi prints it."""
     return f"{'MIG' if is_mig else 'GPU'}-{UUID(bytes=uuid)}"
 
 
 def list_devices(driver: CudaDriver) -> list[Device]:
-    """Starts the driver and asks for all devices; makes no context. Raises CudaError."""
+    """Start the driver and return all devices. Makes no context. Raises CudaError."""
     driver.init()
     devices = [driver.device(ordinal) for ordinal in range(driver.device_count())]
     return [
@@ -58,7 +57,7 @@ def list_devices(driver: CudaDriver) -> list[Device]:
 
 
 def find_device(devices: list[Device], uuid: bytes) -> Device:
-    """The device with this UUID. Raises NoSuchGpu with a sentence that says what is there instead."""
+    """Return the device with this UUID. Raises NoSuchGpu with a sentence that says what is there instead."""
     for device in devices:
         if device.uuid == uuid:
             return device

@@ -56,7 +56,7 @@ class CudaDriver(cuda.CudaLibrary):
     # --- streams, events, copies ------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool) -> int:
-        """A stream that waits for no other; an urgent one has the highest priority, others the lowest."""
+        """Return a stream that waits for no other: of the highest priority if ``urgent``, else of the lowest."""
         least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         priority = greatest.value if urgent else least.value
@@ -64,35 +64,32 @@ class CudaDriver(cuda.CudaLibrary):
         return stream.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        """Gives a stream up."""
         self._call("cuStreamDestroy_v2", stream)
 
     def create_event(self) -> int:
-        """An event whose waiter sleeps."""
+        """Return an event whose waiter sleeps."""
         event = ctypes.c_void_p()
         self._call("cuEventCreate", ctypes.byref(event), cuda.EVENT_BLOCKING_SYNC | cuda.EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def record_event(self, event: int, stream: int) -> None:
-        """The event happens when everything in the stream so far is done."""
+        """Have the event happen when everything in the stream so far is done."""
         self._call("cuEventRecord", event, stream)
 
     def wait_event(self, event: int) -> None:
-        """Sleeps until the event has happened: for ever on a GPU that hangs."""
+        """Sleep until the event has happened: for ever on a GPU that hangs."""
         self._call("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
-        """Gives an event up."""
         self._call("cuEventDestroy_v2", event)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        """Puts one copy into the stream."""
         status = self._copy(destination, source, size, stream)
         if status:
             raise self.error("cuMemcpyAsync", status)
 
     def batch_copy(self) -> BatchCopy | None:
-        """The call for many copies at once; None where the driver has none (before CUDA 12.8)."""
+        """Return the call for many copies at once; None where the driver has none (before CUDA 12.8)."""
         version = self.version()
         # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
         if version < 12080:
@@ -109,15 +106,14 @@ class CudaDriver(cuda.CudaLibrary):
     # --- memory -----------------------------------------------------------------------------------
 
     def register_host(self, address: int, size: int) -> None:
-        """Pins host memory, for all contexts."""
+        """Pin host memory, for all contexts."""
         self._call("cuMemHostRegister_v2", address, size, cuda.MEMHOSTREGISTER_PORTABLE)
 
     def unregister_host(self, address: int) -> None:
-        """Unpins what was registered at this address."""
         self._call("cuMemHostUnregister", address)
 
     def open_ipc(self, handle: bytes) -> int:
-        """Maps another process's allocation; its address here."""
+        """Map another process's allocation; return its address here."""
         address = ctypes.c_uint64()
         self._call(
             "cuIpcOpenMemHandle_v2",
@@ -128,21 +124,18 @@ class CudaDriver(cuda.CudaLibrary):
         return address.value
 
     def close_ipc(self, address: int) -> None:
-        """Unmaps it."""
         self._call("cuIpcCloseMemHandle", address)
 
     def reserve(self, size: int) -> int:
-        """Reserves addresses."""
         address = ctypes.c_uint64()
         self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
         return address.value
 
     def free_reservation(self, address: int, size: int) -> None:
-        """Gives reserved addresses back."""
         self._call("cuMemAddressFree", address, size)
 
     def import_descriptor(self, fd: int) -> int:
-        """Takes an allocation from a descriptor, which stays the caller's. To be released."""
+        """Return an allocation made of a descriptor, which stays the caller's. To be released."""
         allocation = ctypes.c_uint64()
         self._call(
             "cuMemImportFromShareableHandle", ctypes.byref(allocation), fd, cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -150,19 +143,17 @@ class CudaDriver(cuda.CudaLibrary):
         return allocation.value
 
     def release(self, allocation: int) -> None:
-        """Lets an imported allocation go; a mapping keeps it."""
+        """Release an imported allocation; a mapping keeps it allocated."""
         self._call("cuMemRelease", allocation)
 
     def map(self, address: int, size: int, allocation: int) -> None:
-        """Maps an allocation at reserved addresses."""
         self._call("cuMemMap", address, size, 0, allocation, 0)
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmaps it."""
         self._call("cuMemUnmap", address, size)
 
     def allow_access(self, address: int, size: int, device: int) -> None:
-        """Lets a device read and write mapped addresses."""
+        """Let a device read and write mapped addresses."""
         location = cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, device)
         description = cuda.MemAccessDesc(location, cuda.MEM_ACCESS_FLAGS_PROT_READWRITE)
         self._call("cuMemSetAccess", address, size, ctypes.byref(description), 1)
@@ -171,8 +162,8 @@ class CudaDriver(cuda.CudaLibrary):
 class BatchCopy:
     """``cuMemcpyBatchAsync``, called with arrays: its cost in Python does not depend on their length.
 
-    The copies of one batch run in any order; the batch keeps the stream's. The call has two forms: the older tells
-    which copy was wrong.
+    The copies of one batch run in any order, the batch itself in the stream's. The call has two forms: the older one
+    also returns the index of the copy that failed.
     """
 
     def __init__(self, driver: CudaDriver, function: int, has_fail_index: bool) -> None:
@@ -194,7 +185,7 @@ class BatchCopy:
             self._fixed += (ctypes.addressof(self._fail_index),)
 
     def __call__(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Puts ``count`` copies into the stream; the addresses are of uint64 arrays, read before the call returns."""
+        """Put ``count`` copies into the stream. The addresses are of uint64 arrays, read before the call returns."""
         status = self._function(destinations, sources, sizes, count, *self._fixed, stream)
         if status:
             raise self._driver.error("cuMemcpyBatchAsync", status)

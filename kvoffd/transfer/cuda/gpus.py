@@ -32,7 +32,7 @@ class GpuMemory:
     Attributes:
         segments: mapped memory, in the order of the handles.
         engine: copies to and from it.
-        node: the GPU's NUMA node; None where the machine has but one or does not say.
+        node: the GPU's NUMA node; None where the machine has only one or does not tell.
     """
 
     def __init__(self, gpu: Gpu, segments: list[GpuSegment], engine: TransferEngine) -> None:
@@ -42,7 +42,7 @@ class GpuMemory:
         self.engine = engine
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """Unmaps it and then calls ``on_closed`` in another thread. No copy of it may be running."""
+        """Unmap the memory, then call ``on_closed`` in another thread. No copy of it may be running."""
         self._gpu.unmap(self.segments, on_closed)
 
 
@@ -67,7 +67,7 @@ class Gpu:
 
     @property
     def problem(self) -> str | None:
-        """A sentence for the operator when the GPU does not answer."""
+        """A sentence for the operator when the GPU does not answer; else None."""
         engine = self.engine
         if self._control.busy_s < HANGING_S and not (engine is not None and engine.hangs):
             return None
@@ -77,7 +77,7 @@ class Gpu:
         )
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        """Counters over all its engines."""
+        """Return the counters over all engines that the GPU has had."""
         past, engine = self._past[direction], self.engine
         return past if engine is None else past.plus(engine.load_of(direction))
 
@@ -97,28 +97,28 @@ class Gpu:
         self._control.submit(task)
 
     def unmap(self, segments: list[GpuSegment], on_unmapped: Callable[[], None]) -> None:
-        """Undoes a ``map`` that went well."""
+        """Undo a ``map`` that succeeded, then call ``on_unmapped``."""
 
         def task() -> None:
             self._unmap(segments)
             on_unmapped()
 
-        self._control.insist(task)
+        self._control.submit_always(task)
 
     def close(self, timeout_s: float) -> bool:
-        """Does what waits and ends the control thread; False when it hangs."""
+        """Do what waits, end the control thread; False when it hangs."""
         return self._control.close(timeout_s)
 
     # --- in the control thread --------------------------------------------------------------------
 
     def _map(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> GpuMemory:
         if not self._registrations:
-            self._open()
+            self._open_engine()
         try:
             segments = self._mappings.open(owner, exports)
         except BaseException:
             if not self._registrations:
-                self._shut()
+                self._close_engine()
             raise
         self._registrations += 1
         assert self.engine is not None
@@ -129,13 +129,13 @@ class Gpu:
             try:
                 segment.close()
             except CudaError as error:
-                # The context is lost, and with it everything in it; a new one is made after the last registration.
+                # The context is lost with everything in it; a new one is made after the last registration.
                 _log.warning("%s: memory of an engine could not be unmapped: %s", self.device, error.message)
         self._registrations -= 1
         if not self._registrations:
-            self._shut()
+            self._close_engine()
 
-    def _open(self) -> None:
+    def _open_engine(self) -> None:
         driver, ordinal = self._driver, self.device.ordinal
         with ExitStack() as undo:
             context = driver.retain_context(ordinal)
@@ -152,7 +152,7 @@ class Gpu:
         where = "" if self.locality.node is None else f", its threads on NUMA node {self.locality.node}"
         _log.info("%s is in use%s.", self.device, where)
 
-    def _shut(self) -> None:
+    def _close_engine(self) -> None:
         engine, self.engine = self.engine, None
         assert engine is not None
         for direction in Direction:
@@ -201,13 +201,13 @@ class Gpus:
 
     @property
     def available(self) -> bool:
-        """A CUDA driver is there; whether it finds GPUs shows when the first engine registers."""
+        """Whether there is a CUDA driver. Whether it finds GPUs shows when the first engine registers."""
         return self._driver is not None
 
     @property
     def problems(self) -> list[str]:
-        """Sentences for the operator."""
-        found = [gpu.problem for gpu in self._known()]
+        """Sentences for the operator, one a problem."""
+        found = [gpu.problem for gpu in self._all_gpus()]
         if self._index is not None and self._index.busy_s > HANGING_S:
             found.append("The CUDA driver does not answer, so no engine on a GPU can register; see its log (dmesg).")
         if self._driver is not None:
@@ -220,7 +220,7 @@ class Gpus:
         return self._pool.progress if self._driver is not None else PinProgress(0, 0, 0)
 
     def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
-        """Maps the memory of registration ``owner`` on the GPU with this UUID and then calls ``on_mapped``.
+        """Map the memory of registration ``owner`` on the GPU with this UUID, then call ``on_mapped``.
 
         ``on_mapped`` is called in another thread with the memory, or with why there is none; until then descriptors in
         ``exports`` must stay open. On a GPU that hangs it is never called. Raises KvoffdError when there is no driver
@@ -240,7 +240,7 @@ class Gpus:
 
         def find() -> None:
             try:
-                self._find(driver, uuid).map(owner, exports, on_mapped)
+                self._find_gpu(driver, uuid).map(owner, exports, on_mapped)
             except KvoffdError as error:
                 on_mapped(error)
 
@@ -248,32 +248,32 @@ class Gpus:
         index.submit(find)
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        """Counters of one direction over all GPUs."""
+        """Return the counters of one direction over all GPUs."""
         total = DirectionLoad(0, 0, 0.0, 0)
-        for gpu in self._known():
+        for gpu in self._all_gpus():
             total = total.plus(gpu.load_of(direction))
         return total
 
     def expire(self) -> None:
         """See TransferEngine."""
-        for gpu in self._known():
+        for gpu in self._all_gpus():
             if (engine := gpu.engine) is not None:
                 engine.expire()
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancels what waits, abandons what runs; False when a copy still runs after ``timeout_s``."""
+        """Cancel what waits, abandon what runs; False when a copy still runs after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        engines = [engine for gpu in self._known() if (engine := gpu.engine) is not None]
-        # Each is told before any is waited for.
+        engines = [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
+        # All of them are stopped before any is waited for.
         stopped = [engine.close(0.0) for engine in engines]
         return all(
             done or engine.close(deadline - time.monotonic()) for engine, done in zip(engines, stopped, strict=True)
         )
 
     def close(self, timeout_s: float) -> bool:
-        """Waits until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
+        """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
         deadline = time.monotonic() + timeout_s
-        controls: list[Gpu | ControlThread] = [*self._known()]
+        controls: list[Gpu | ControlThread] = [*self._all_gpus()]
         if self._index is not None:
             controls.insert(0, self._index)
         closed = [control.close(max(0.0, deadline - time.monotonic())) for control in controls]
@@ -281,11 +281,11 @@ class Gpus:
             closed.append(self._pool.close(max(0.0, deadline - time.monotonic())))
         return all(closed)
 
-    def _known(self) -> list[Gpu]:
+    def _all_gpus(self) -> list[Gpu]:
         with self._lock:
             return list(self._gpus.values())
 
-    def _find(self, driver: CudaDriver, uuid: bytes) -> Gpu:
+    def _find_gpu(self, driver: CudaDriver, uuid: bytes) -> Gpu:
         """In the index thread. Raises NoSuchGpu, CudaError."""
         if not self._devices:
             self._devices = list_devices(driver)

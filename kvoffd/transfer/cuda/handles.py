@@ -1,4 +1,4 @@
-"""Memory of engines on a GPU, mapped from handles. Everything here belongs to the GPU's control thread."""
+"""Maps engines' memory on a GPU from handles. Everything here is called in the GPU's control thread."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ADVICE = {
 
 
 class UnmappableHandle(KvoffdError):
-    """The driver does not map what the engine exported; the sentence says why as far as that is known."""
+    """The driver does not map what the engine exported; the sentence says why, as far as is known."""
 
     code = ErrorCode.UNSUPPORTED
 
 
 @dataclass(frozen=True)
 class IpcExport:
-    """An ordinary allocation of the engine's: what CudaIpcHandle says of it."""
+    """An ordinary allocation of an engine, as CudaIpcHandle describes it."""
 
     handle: bytes
     size_bytes: int
@@ -41,14 +41,14 @@ class IpcExport:
 
 @dataclass(frozen=True)
 class VmmExport:
-    """Memory of the virtual memory API: what CudaVmmHandle says of it, and its descriptors, which stay the caller's."""
+    """Memory of the virtual memory API, as CudaVmmHandle describes it. Its descriptors stay the caller's."""
 
     fds: Sequence[int]
     chunk_bytes: Sequence[int]
 
 
 class GpuSegment:
-    """``size_bytes`` of engine memory at ``address``."""
+    """``size_bytes`` of engine memory, mapped at ``address``."""
 
     def __init__(self, address: int, size_bytes: int, undo: ExitStack) -> None:
         self.address = address
@@ -56,7 +56,7 @@ class GpuSegment:
         self._undo = undo
 
     def close(self) -> None:
-        """Unmaps it, so that the engine's GPU memory is free once the engine is gone too; repeatable. No copy may run.
+        """Unmap the memory, so that it is free once the engine is gone too. Repeatable. No copy of it may run.
 
         Raises:
             CudaError: a part could not be unmapped; the other parts are.
@@ -74,9 +74,9 @@ class _OpenHandle:
 class GpuMappings:
     """Maps handles on one device. A handle is open once, and for one registration at a time.
 
-    The driver maps a handle once and answers every further opening with the same address. And memory that is freed and
-    allocated again can get the very same handle. So whether a handle that is open is still the right memory cannot be
-    seen from it: a second registration must wait until the first has let go of it, and is told so.
+    The driver maps a handle once and answers every further opening with the same address, and memory that is freed and
+    allocated again can get the very same handle. So nothing tells whether an open handle still is the right memory: a
+    second registration is refused until the first has let go of it.
     """
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
@@ -84,13 +84,8 @@ class GpuMappings:
         self._device = device
         self._open: dict[bytes, _OpenHandle] = {}
 
-    @property
-    def empty(self) -> bool:
-        """No IPC handle is open."""
-        return not self._open
-
     def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[GpuSegment]:
-        """Maps all segments of registration ``owner``, or none.
+        """Map all segments of registration ``owner``, or none.
 
         Raises:
             UnmappableHandle: the driver refuses one.

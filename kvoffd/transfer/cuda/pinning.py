@@ -24,26 +24,26 @@ _PAGE_BYTES = 4096
 
 
 class PinProgress(NamedTuple):
-    """How far it is. What is neither is not pinned yet."""
+    """How much of the pool is pinned. Bytes that are neither pinned nor refused are not pinned yet."""
 
     pool_bytes: int
     pinned_bytes: int
     refused_bytes: int
-    """Bytes the driver would not pin: copies of them are right but slow."""
+    """Bytes that the driver refused to pin: copies of them are right but slow."""
 
 
 class PinnedPool:
     """The pool's memory, pinned while at least one GPU uses it.
 
     It is pinned once for all GPUs, under the primary context of the first one that asks, which therefore stays until
-    the last one goes. Copies may use any of it at any time: what is not pinned yet, or not at all, is copied by calls
-    that bear that. Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as
-    ``iterate_steps`` cuts, lies in two of them.
+    the last one goes. Copies may use any of it at any time: what is not pinned is copied by calls that allow that.
+    Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as ``iterate_steps``
+    cuts, lies in two of them.
 
     Args:
         address: of the pool, on a page boundary; its pages have been touched.
         size_bytes: of the pool.
-        chunk_bytes: pinned at a time; a multiple of STEP_BYTES.
+        chunk_bytes: bytes pinned at a time; a multiple of STEP_BYTES.
     """
 
     def __init__(self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -62,7 +62,7 @@ class PinnedPool:
         self._run: _PinRun | None = None
 
     def acquire(self, device: int) -> None:
-        """One more GPU uses the pool; the first one starts the pinning."""
+        """Count a GPU that uses the pool; the first one starts the pinning."""
         with self._change:
             self._users += 1
             if self._users == 1:
@@ -71,14 +71,14 @@ class PinnedPool:
                 self._run.start()
 
     def release(self) -> None:
-        """One GPU less; with the last one all is unpinned, in the background. No copy of the GPU may be running."""
+        """Count a GPU less; with the last one all is unpinned, in the background. No copy of the GPU may be running."""
         with self._change:
             self._users -= 1
             if self._users == 0 and self._run is not None:
                 self._run.stop()
 
     def close(self, timeout_s: float) -> bool:
-        """Waits for the unpinning after the last release; False when it is not over in time. Then keep the memory."""
+        """Wait for the unpinning after the last release; False when it is not over in time. Then keep the memory."""
         run = self._run
         if run is None:
             return True
@@ -86,13 +86,13 @@ class PinnedPool:
         return not run.is_alive()
 
     def is_pinned(self, addresses: UInt64Array) -> npt.NDArray[np.bool_]:
-        """For each address in the pool, [n], whether its chunk is pinned."""
+        """Return for each address in the pool, [n], whether its chunk is pinned."""
         index = addresses // np.uint64(self._chunk_bytes) - np.uint64(self._first)
         return self._pinned[index.astype(np.int64)]
 
     @property
     def progress(self) -> PinProgress:
-        """How far it is; after the last release as far as it came, until all is unpinned and the context is gone."""
+        """How much is pinned; after the last release what was, until all is unpinned and the context is gone."""
         run = self._run
         if self._users or run is None:
             pinned = _bytes_of([chunk for chunk, done in zip(self._chunks, self._pinned.tolist(), strict=True) if done])
@@ -103,7 +103,7 @@ class PinnedPool:
 
     @property
     def problem(self) -> str | None:
-        """A sentence for the operator when a part of the pool could not be pinned."""
+        """A sentence for the operator when a part of the pool could not be pinned; else None."""
         refused_bytes = self.progress.refused_bytes
         if not refused_bytes:
             return None
@@ -114,7 +114,7 @@ class PinnedPool:
 
 
 class _PinRun(threading.Thread):
-    """From the first GPU that asks to the last that goes."""
+    """Pins the pool when the first GPU asks for it, unpins it when the last one goes."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _PinRun(threading.Thread):
         self.refused_bytes = 0
 
     def stop(self) -> None:
-        """From here on nothing counts as pinned; the thread unpins and ends."""
+        """Let nothing count as pinned from now on; the thread unpins and ends."""
         with self._showing:
             self._stopping.set()
             self._pinned[:] = False

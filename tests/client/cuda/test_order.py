@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from support.ordered_sender import wait_sent
 
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_proto.errors import ErrorCode
@@ -62,10 +63,10 @@ def gpu() -> Iterator[Gpu]:
 def test_a_job_is_sent_when_its_event_has_happened_and_not_before(gpu: Gpu) -> None:
     event = gpu.submit(1)
     assert event.waited_for.wait(WAIT_S)
-    assert not gpu.sender.wait_sent([1], 0.05)
+    assert not wait_sent(gpu.sender, [1], 0.05)
     assert gpu.sent == []
     event.happened.set()
-    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert wait_sent(gpu.sender, [1], WAIT_S)
     assert gpu.sent == [1]
 
 
@@ -89,7 +90,7 @@ def test_jobs_are_sent_in_their_order(gpu: Gpu) -> None:
     events = [gpu.submit(job_id) for job_id in range(10)]
     for event in reversed(events):
         event.happened.set()
-    assert gpu.sender.wait_sent(range(10), WAIT_S)
+    assert wait_sent(gpu.sender, range(10), WAIT_S)
     assert gpu.sent == list(range(10))
 
 
@@ -101,7 +102,7 @@ def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
     assert gpu.sender.waiting == [3]
     first.happened.set()
     second.happened.set()
-    assert gpu.sender.wait_sent([3], WAIT_S)
+    assert wait_sent(gpu.sender, [3], WAIT_S)
     assert gpu.sent == [3]
     assert gpu.failed == [(1, ErrorCode.CANCELLED), (2, ErrorCode.CANCELLED)]
     assert gpu.sender.withdraw([3]) == []
@@ -116,7 +117,7 @@ def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu
     assert new.waited_for.wait(WAIT_S)
     assert gpu.sent == []
     new.happened.set()
-    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert wait_sent(gpu.sender, [1], WAIT_S)
     assert gpu.sent == [1]
 
 
@@ -124,10 +125,10 @@ def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
     event = gpu.submit(1)
     event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     event.happened.set()
-    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert wait_sent(gpu.sender, [1], WAIT_S)
     assert (gpu.sent, gpu.failed) == ([], [(1, ErrorCode.COPY_FAILED)])
     gpu.submit(2).happened.set()
-    assert gpu.sender.wait_sent([2], WAIT_S)
+    assert wait_sent(gpu.sender, [2], WAIT_S)
     assert gpu.sent == [2]
 
 
@@ -137,7 +138,7 @@ def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
 
     gpu.sender.submit(1, send, lambda code: gpu.failed.append((1, code)))
     gpu.events[0].happened.set()
-    assert gpu.sender.wait_sent([1], WAIT_S)
+    assert wait_sent(gpu.sender, [1], WAIT_S)
     assert gpu.failed == [(1, ErrorCode.COPY_FAILED)]
 
 

@@ -50,7 +50,7 @@ def test_ordinary_memory_is_mapped_and_let_go(stub: StubCuda, mappings: GpuMappi
     assert np.all(buffer.view == 7)
     segment.close()
     segment.close()
-    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
 
 
 def test_a_handle_is_opened_once_for_all_segments_of_a_registration(stub: StubCuda, mappings: GpuMappings) -> None:
@@ -81,7 +81,7 @@ def test_memory_smaller_than_it_was_said_to_be_is_refused(stub: StubCuda, mappin
     buffer = stub.allocate(SIZE)
     with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was said to have {SIZE + 1}"):
         mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
-    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
 
 
 def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, mappings: GpuMappings) -> None:
@@ -102,7 +102,7 @@ def test_refusals_of_the_driver_are_explained(
     stub.fail("cuIpcOpenMemHandle_v2", status=status)
     with pytest.raises(UnmappableHandle, match=rf"cuIpcOpenMemHandle_v2 failed.*\({status}\).*{sentence}"):
         mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
-    assert mappings.empty
+    assert not mappings._open
 
 
 def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, mappings: GpuMappings) -> None:
@@ -110,7 +110,7 @@ def test_a_segment_that_fails_takes_the_earlier_ones_with_it(stub: StubCuda, map
     stub.fail("cuIpcOpenMemHandle_v2", 3, 400)
     with pytest.raises(UnmappableHandle):
         mappings.open(ONE, [IpcExport(buffer.handle, SIZE) for buffer in buffers])
-    assert (stub.ranges(Ranges.IPC), mappings.empty) == (0, True)
+    assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
 
 
 def test_chunks_of_virtual_memory_lie_one_after_the_other(
