@@ -14,6 +14,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from queue import SimpleQueue
 
@@ -149,6 +150,7 @@ class ChecksumThreadPool:
             task()
 
 
+@dataclass(eq=False)
 class StoreChecksums:
     """Takes the checksums of one store while it is copied, in ``threads`` threads that call ``follow_copy``.
 
@@ -162,28 +164,21 @@ class StoreChecksums:
         add_cost: called with the CPU seconds and the bytes of what was read.
     """
 
-    def __init__(
-        self,
-        checksums: SlotChecksums,
-        copied_bytes: Callable[[], int],
-        must_end: Callable[[], Outcome | None],
-        threads: int,
-        inline_bytes: int,
-        add_cost: Callable[[float, int], None],
-        on_end: Callable[[Outcome], None],
-    ) -> None:
-        self._checksums = checksums
-        self._copied_bytes = copied_bytes
-        self._must_end = must_end
-        self._inline_bytes = inline_bytes
-        self._add_cost = add_cost
-        self._on_end = on_end
-        self._claim_slots = max(1, _CLAIM_BYTES * len(checksums) // max(1, checksums.nbytes()))
+    _checksums: SlotChecksums
+    _copied_bytes: Callable[[], int]
+    _must_end: Callable[[], Outcome | None]
+    _threads: int
+    _inline_bytes: int
+    _add_cost: Callable[[float, int], None]
+    _on_end: Callable[[Outcome], None]
+
+    def __post_init__(self) -> None:
+        self._claim_slots = max(1, _CLAIM_BYTES * len(self._checksums) // max(1, self._checksums.nbytes()))
         self._lock = threading.Lock()
         self._next = 0
         """The first slot that no thread has claimed."""
         self._copied = False
-        self._unfinished = 1 + threads
+        self._unfinished = 1 + self._threads
         """How many of the copy and the threads that follow it are not done."""
         self._outcome = Outcome.DONE
 

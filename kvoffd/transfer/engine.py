@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
 from kvoffd.transfer.checksums import SlotChecksums
@@ -12,10 +14,11 @@ from kvoffd.transfer.plan import Direction, Outcome, Plan
 __all__ = ["Direction", "DirectionLoad", "Outcome", "Transfer", "TransferEngine"]
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
 
-    Args:
+    Attributes:
         deadline: on the engine's clock, in seconds; looked at before the transfer starts and between its steps.
         on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying,
             when nothing touches its memory any more, its slots included. It must be quick and must not raise.
@@ -23,26 +26,16 @@ class Transfer:
             the deadline, as on a GPU that hangs, and may touch the memory until ``on_done``, if that ever comes.
         checksums: of its slots. A load's are compared before its first byte moves; a store's are taken of each slot
             that is whole while others are still copied.
+        abandoned: the transfer ends as FAILED at its next step.
     """
 
-    __slots__ = ("abandoned", "checksums", "deadline", "direction", "on_done", "on_overdue", "plan")
-
-    def __init__(
-        self,
-        direction: Direction,
-        plan: Plan,
-        deadline: float,
-        on_done: OnDone,
-        on_overdue: Callable[[Transfer], None] | None = None,
-        checksums: SlotChecksums | None = None,
-    ) -> None:
-        self.direction = direction
-        self.plan = plan
-        self.deadline = deadline
-        self.on_done = on_done
-        self.on_overdue = on_overdue
-        self.checksums = checksums
-        self.abandoned = False
+    direction: Direction
+    plan: Plan
+    deadline: float
+    on_done: OnDone
+    on_overdue: Callable[[Transfer], None] | None = None
+    checksums: SlotChecksums | None = None
+    abandoned: bool = False
 
 
 OnDone = Callable[[Transfer, Outcome, float], None]
@@ -66,14 +59,7 @@ class DirectionLoad(NamedTuple):
 
     def plus(self, other: DirectionLoad) -> DirectionLoad:
         """Return the sum of two engines' counters."""
-        return DirectionLoad(
-            self.queued + other.queued,
-            self.running + other.running,
-            self.busy_seconds + other.busy_seconds,
-            self.bytes + other.bytes,
-            self.checksum_seconds + other.checksum_seconds,
-            self.checksum_bytes + other.checksum_bytes,
-        )
+        return DirectionLoad(*map(add, self, other))
 
 
 class TransferEngine(ABC):
@@ -102,9 +88,9 @@ class TransferEngine(ABC):
         Returns False, and changes nothing, when it runs or has ended.
         """
 
-    @abstractmethod
     def abandon(self, transfer: Transfer) -> None:
         """End the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""
+        transfer.abandoned = True
 
     def expire(self) -> None:  # noqa: B027 - engines whose copies always come back need not do anything
         """End waiting transfers beyond their deadline; call ``on_overdue`` of running ones that do not come back.

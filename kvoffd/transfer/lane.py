@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -21,26 +22,22 @@ OVERDUE_GRACE_S = 1.0
 MAX_AWAITING_CHECKSUMS = 4
 
 
+@dataclass(slots=True, eq=False)
 class CopyProgress:
-    """How far one transfer's copy is, shared by its copier and its lane.
+    """How far one transfer's copy is, shared by its copier and its lane. Made in the thread that copies.
 
     Attributes:
+        thread_id: the kernel's id of the thread that copies.
         copied_bytes: bytes of the plan that are copied, in the plan's order.
         checksums: the checksums that other threads take while the copy runs; None where there are none.
-        thread_id: the kernel's id of the thread that copies.
     """
 
-    __slots__ = ("_add_checksum_cost", "_clock", "_transfer", "checksums", "copied_bytes", "thread_id")
-
-    def __init__(
-        self, clock: Callable[[], float], transfer: Transfer, add_checksum_cost: Callable[[float, int], None]
-    ) -> None:
-        self._clock = clock
-        self._transfer = transfer
-        self._add_checksum_cost = add_checksum_cost
-        self.thread_id = threading.get_native_id()
-        self.copied_bytes = 0
-        self.checksums: StoreChecksums | None = None
+    _clock: Callable[[], float]
+    _transfer: Transfer
+    _add_checksum_cost: Callable[[float, int], None]
+    thread_id: int = field(default_factory=threading.get_native_id)
+    copied_bytes: int = 0
+    checksums: StoreChecksums | None = None
 
     def must_end(self) -> Outcome | None:
         """Return how the transfer must end now, before its next step; None when it may go on."""
@@ -80,14 +77,12 @@ class ChecksumThreads(NamedTuple):
     """The threads that take the checksums of a lane's stores. A store ends when its checksums are taken.
 
     Attributes:
-        threads: number of threads of the lane.
-        threads_per_store: how many of them work for one store; none for a small one.
+        threads: how many; all of them work for one store at a time, none for a small one.
         inline_bytes: size of a small store. Where no more than this is left when a copy is done, its thread reads it.
         on_start: called by each thread first.
     """
 
     threads: int
-    threads_per_store: int
     inline_bytes: int
     on_start: Callable[[], None] = lambda: None
 
@@ -281,7 +276,7 @@ class Lane:
         pool = self._checksum_pool
         assert pool is not None
         began = time.perf_counter()
-        threads = settings.threads_per_store if checksums.nbytes() > settings.inline_bytes else 0
+        threads = settings.threads if checksums.nbytes() > settings.inline_bytes else 0
         store = StoreChecksums(
             checksums,
             lambda: progress.copied_bytes,
@@ -342,9 +337,6 @@ class LaneEngine(TransferEngine):
 
     def cancel(self, transfer: Transfer) -> bool:
         return self._lanes[transfer.direction].cancel(transfer)
-
-    def abandon(self, transfer: Transfer) -> None:
-        transfer.abandoned = True
 
     def expire(self) -> None:
         for lane in self._lanes.values():

@@ -216,11 +216,10 @@ def plan_copy(
     key, sub = position // per_key, position % per_key
     ids = block_ids.astype(np.uint64)
     if chosen is not None:
-        kept = chosen[key]
-        key, sub, ids = key[kept], sub[kept], ids[kept]
+        wanted = chosen[key]
+        key, sub, ids = key[wanted], sub[wanted], ids[wanted]
     if ids.size == 0:
-        empty = np.empty(0, dtype=np.uint64)
-        return Plan(empty, empty, empty, 0)
+        return concatenate([])
     # [m, L]: one row per engine block, one column per layer.
     engine = layout.tensor_address + ids[:, None] * layout.stride
     pool = slot_address[key][:, None] + layout.slot_page_offset + sub.astype(np.uint64)[:, None] * layout.page_bytes

@@ -17,7 +17,7 @@ from kvoffd_client.vllm.connector_stats import (
     LATE_LOOKUPS,
     LOOKUPS,
 )
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, ManagerParts, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
@@ -35,12 +35,9 @@ class Rig:
         self.client = FakeSchedulerClient(self.clock)
         suffix = (0).to_bytes(4, "big")
         self.manager = KvoffdManager(
-            ManagerParts(
-                client=self.client,
-                lookup_settings=LookupSettings(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
-                store_window=StoreWindow({suffix: SHARD_BYTES}),
-                event_translator=KvEventTranslator((0,)),
-            )
+            LookupSettings(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
+            StoreWindow({suffix: SHARD_BYTES}),
+            KvEventTranslator((0,)),
         )
 
     def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:

@@ -6,7 +6,7 @@ import dataclasses
 
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
 
-from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT, DiskWaitRule
+from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT
 from kvoffd_client.vllm.request_lookups import MAX_KEYS_PER_LOOKUP, KeyStatus, LookupSettings, RequestLookups
 
 GROUPS = [[key(1), key(2), key(3)], [key(4, group_id=7)]]
@@ -190,7 +190,7 @@ class DiskRig(Rig):
 
     def __init__(self, mode: str = LIMIT, limit_s: float = 1.0) -> None:
         super().__init__()
-        settings = dataclasses.replace(self.lookups.settings, disk_wait_rule=DiskWaitRule(mode, limit_s))
+        settings = dataclasses.replace(self.lookups.settings, disk_wait=mode, disk_wait_s=limit_s)
         self.lookups = RequestLookups(settings)
 
     def ask(self, coming: int, wait_s: float = 0.0) -> None:
@@ -233,7 +233,7 @@ def test_best_effort_takes_what_is_ready() -> None:
     rig = DiskRig(BEST_EFFORT)
     rig.ask(coming=2)
     assert rig.statuses(1, 2, 3) == [KeyStatus.HIT, KeyStatus.MISS, KeyStatus.MISS]
-    assert rig.lookups.disk_wait.over
+    assert rig.lookups.disk_wait_over
 
 
 def test_the_limit_ends_the_waiting_for_good() -> None:

@@ -20,6 +20,7 @@ GROUP_ID_BYTES = 4
 """The end of an OffloadKey: the group's id, behind the block hash."""
 
 
+@dataclass(eq=False, repr=False)
 class KeyedSpec(LoadStoreSpec):
     """The daemon's end of a transfer: blocks named by key.
 
@@ -28,9 +29,8 @@ class KeyedSpec(LoadStoreSpec):
         lease_id: the lease a load reads under; NO_LEASE for stores.
     """
 
-    def __init__(self, groups: tuple[bytes, ...], lease_id: int = NO_LEASE) -> None:
-        self.groups = groups
-        self.lease_id = lease_id
+    groups: tuple[bytes, ...]
+    lease_id: int = NO_LEASE
 
     @classmethod
     def of(cls, keys: Collection[OffloadKey], positions: Mapping[bytes, int], lease_id: int = NO_LEASE) -> KeyedSpec:

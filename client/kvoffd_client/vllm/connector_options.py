@@ -30,20 +30,6 @@ DISK_WAIT_MODES = (BEST_EFFORT, WAIT, LIMIT)
 
 
 @dataclass(frozen=True)
-class DiskWaitRule:
-    """How long requests wait for blocks that the daemon reads from disk.
-
-    Attributes:
-        mode: ``best_effort`` takes what is ready and does not wait; ``wait`` waits until the daemon gives up what does
-            not come; ``limit`` waits for ``limit_s`` seconds, and not at all where the daemon expects to take longer.
-        limit_s: for ``limit``, counted from the first answer in which something was pending.
-    """
-
-    mode: str = LIMIT
-    limit_s: float = 1.0
-
-
-@dataclass(frozen=True)
 class ConnectorOptions:
     """The connector's own options, checked.
 
@@ -74,10 +60,6 @@ class ConnectorOptions:
     disk_wait_ms: float = 1000.0
     store_fence_timeout_s: float = 2.0
     respect_load_failure_policy: bool = False
-
-    @property
-    def disk_wait_rule(self) -> DiskWaitRule:
-        return DiskWaitRule(self.disk_wait, self.disk_wait_ms / 1000)
 
     @property
     def client_options(self) -> ClientOptions:
@@ -125,20 +107,16 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
 
 
 def _checked(key: str, value: object) -> str | float | bool:
-    if key in ("directory", "salt"):
-        if not isinstance(value, str):
-            raise ValueError(f"kv_connector_extra_config: {key!r} must be a string; it is {value!r}.")
-        return value
+    default = getattr(ConnectorOptions, key)
     if key == "disk_wait":
-        if value not in DISK_WAIT_MODES:
-            raise ValueError(
-                f"kv_connector_extra_config: {key!r} must be {' or '.join(DISK_WAIT_MODES)}; it is {value!r}."
-            )
-        return str(value)
-    if key == "respect_load_failure_policy":
-        if not isinstance(value, bool):
-            raise ValueError(f"kv_connector_extra_config: {key!r} must be true or false; it is {value!r}.")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3_600_000:
-        raise ValueError(f"kv_connector_extra_config: {key!r} must be a positive number; it is {value!r}.")
-    return float(value)
+        fits, wanted = value in DISK_WAIT_MODES, " or ".join(DISK_WAIT_MODES)
+    elif isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    elif isinstance(default, str):
+        fits, wanted = isinstance(value, str), "a string"
+    else:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits, wanted = number and 0 < value < 3_600_000, "a positive number"  # type: ignore[operator]
+    if not fits:
+        raise ValueError(f"kv_connector_extra_config: {key!r} must be {wanted}; it is {value!r}.")
+    return type(default)(value)

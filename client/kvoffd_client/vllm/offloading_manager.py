@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -23,7 +22,7 @@ from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, NO_LEASE, FailedJob, KeyedSpec
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.namespace_client import NamespaceClient, NamespaceReset
+from kvoffd_client.vllm.namespace_client import NamespaceReset
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
@@ -123,37 +122,28 @@ def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
     return [OffloadingEvent(keys=keys, medium=medium, removed=True)] if keys else []
 
 
-@dataclass(frozen=True)
-class ManagerParts:
-    """What a manager is made of.
+class KvoffdManager(OffloadingManager):
+    """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss.
 
-    Attributes:
-        client: connection to the daemon.
-        lookup_settings: what the lookups of all requests share; they use the same client.
+    Args:
+        lookup_settings: what the lookups of all requests share, the connection to the daemon among it.
         store_window: stores under way.
         event_translator: translates KV events; None when the engine publishes none.
     """
 
-    client: NamespaceClient
-    lookup_settings: LookupSettings
-    store_window: StoreWindow
-    event_translator: KvEventTranslator | None
-
-
-class KvoffdManager(OffloadingManager):
-    """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss."""
-
-    def __init__(self, parts: ManagerParts) -> None:
-        self._client = parts.client
-        self._lookup_settings = parts.lookup_settings
-        self._positions = parts.lookup_settings.positions
-        self._store_window = parts.store_window
-        self._event_translator = parts.event_translator
+    def __init__(
+        self, lookup_settings: LookupSettings, store_window: StoreWindow, event_translator: KvEventTranslator | None
+    ) -> None:
+        self._client = lookup_settings.client
+        self._lookup_settings = lookup_settings
+        self._positions = lookup_settings.positions
+        self._store_window = store_window
+        self._event_translator = event_translator
         self._lookups: dict[str, RequestLookups] = {}
         self._loading: dict[str, PendingLookup] = {}
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
-        self._reset = NamespaceReset(parts.client.reset)
+        self._reset = NamespaceReset(self._client.reset)
         self._usable = True
         self._credit_reported = False
 

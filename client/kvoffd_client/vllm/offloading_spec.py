@@ -29,7 +29,7 @@ from kvoffd_client.vllm.connector_stats import DEFINITIONS
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, ManagerParts, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
@@ -85,7 +85,7 @@ class KvoffdSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's half, connecting in the background."""
         if self._manager is None:
-            self._manager = KvoffdManager(self._parts())
+            self._manager = self._make_manager()
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -115,7 +115,7 @@ class KvoffdSpec(OffloadingSpec):
             )
         return self._worker
 
-    def _parts(self) -> ManagerParts:
+    def _make_manager(self) -> KvoffdManager:
         setup = self.setup
         options = setup.options
         publishes = self.kv_events_config.enable_kv_cache_events
@@ -131,19 +131,18 @@ class KvoffdSpec(OffloadingSpec):
                 options=options.client_options,
             )
 
-        client = NamespaceClient(connect)
-        return ManagerParts(
-            client=client,
-            lookup_settings=LookupSettings(
-                client=client,
+        return KvoffdManager(
+            LookupSettings(
+                client=NamespaceClient(connect),
                 positions={suffix: index for index, suffix in enumerate(suffixes)},
                 deadline_s=options.lookup_deadline_ms / 1000,
                 refresh_s=options.lookup_refresh_ms / 1000,
                 clock=time.monotonic,
-                disk_wait_rule=options.disk_wait_rule,
+                disk_wait=options.disk_wait,
+                disk_wait_s=options.disk_wait_ms / 1000,
             ),
-            store_window=StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
-            event_translator=KvEventTranslator(setup.group_ids) if publishes else None,
+            StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
+            KvEventTranslator(setup.group_ids) if publishes else None,
         )
 
     def _worker_client(self, registration: Registration) -> WorkerClient:

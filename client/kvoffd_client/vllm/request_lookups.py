@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
-from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, DiskWaitRule
+from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
 
@@ -85,7 +85,8 @@ class LookupSettings:
         deadline_s: an unanswered lookup counts as a miss after this many seconds.
         refresh_s: age at which an answer with misses is asked for again, and pause after a failed lookup, in seconds.
         clock: what time is measured with, as time.monotonic().
-        disk_wait_rule: how long to wait for blocks that the daemon reads from disk.
+        disk_wait: what to do about blocks that the daemon reads from disk; see ``ConnectorOptions``.
+        disk_wait_s: the most that the mode "limit" waits, from the first answer in which something was pending.
     """
 
     client: NamespaceClient
@@ -93,7 +94,8 @@ class LookupSettings:
     deadline_s: float
     refresh_s: float
     clock: Callable[[], float]
-    disk_wait_rule: DiskWaitRule = field(default_factory=DiskWaitRule)
+    disk_wait: str = LIMIT
+    disk_wait_s: float = 1.0
 
     def release(self, lookup: PendingLookup | None) -> None:
         """End a lookup's lease, if there is one, or may be one since no answer told."""
@@ -101,32 +103,6 @@ class LookupSettings:
             return
         if lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done:
             self.client.release(lookup.ticket.lease_id)
-
-
-@dataclass
-class DiskWait:
-    """One request's waiting for blocks that the daemon reads from disk.
-
-    Attributes:
-        since: when the first answer came in which something was pending; None before.
-        over: the request waits no more, whatever is still pending.
-        counted: that it waits no more was counted.
-    """
-
-    rule: DiskWaitRule
-    since: float | None = None
-    over: bool = False
-    counted: bool = False
-
-    def goes_on(self, expected_s: float, now: float) -> bool:
-        """Return whether to wait for pending keys, which the daemon expects to take ``expected_s`` more seconds."""
-        if self.since is None:
-            self.since = now
-        if self.rule.mode == BEST_EFFORT or (
-            self.rule.mode == LIMIT and now - self.since + expected_s >= self.rule.limit_s
-        ):
-            self.over = True
-        return not self.over
 
 
 @dataclass
@@ -141,6 +117,9 @@ class RequestLookups:
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         extra_keys: keys that vLLM asked for beside its chunks' (partial tails), and since when.
         from_disk: keys that the daemon read, or was to read, from disk for this request.
+        disk_wait_since: when the first answer came in which something was pending; None before.
+        disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
+        disk_wait_counted: that it does not was counted.
         timeout_counted: that the pending lookup timed out was counted.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
@@ -154,9 +133,9 @@ class RequestLookups:
     failed_at: float = float("-inf")
     timeout_counted: bool = False
     from_disk: set[OffloadKey] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.disk_wait = DiskWait(self.settings.disk_wait_rule)
+    disk_wait_since: float | None = None
+    disk_wait_over: bool = False
+    disk_wait_counted: bool = False
 
     def refresh(self, groups: Sequence[Sequence[OffloadKey]]) -> bool:
         """Take in an answer that came; send a lookup if it is missing, outdated or does not cover ``groups``.
@@ -180,7 +159,7 @@ class RequestLookups:
             state = self.answer.state(key)
             if state == READY:
                 return KeyStatus.HIT
-            if state == PENDING and self._waits_for_disk:
+            if state == PENDING and self._wait_for_disk():
                 return KeyStatus.PENDING
             if state is not None and (self.pending is None or state == PENDING):
                 return KeyStatus.MISS
@@ -199,10 +178,9 @@ class RequestLookups:
 
     def count_disk_wait(self) -> bool:
         """Return True at the first call after the request stopped waiting for the disk."""
-        if not self.disk_wait.over or self.disk_wait.counted:
-            return False
-        self.disk_wait.counted = True
-        return True
+        first = self.disk_wait_over and not self.disk_wait_counted
+        self.disk_wait_counted = self.disk_wait_over
+        return first
 
     def take(self) -> PendingLookup | None:
         """Hand the answer in force, with its lease, to a load. Neither is used again here."""
@@ -257,16 +235,20 @@ class RequestLookups:
         if answer.complete:
             return False
         age_s = self.settings.clock() - answer.ticket.answered_at
-        return age_s > (_retry_pause_s(answer.ticket.wait_s) if self._waits_for_disk else self.settings.refresh_s)
+        return age_s > (_retry_pause_s(answer.ticket.wait_s) if self._wait_for_disk() else self.settings.refresh_s)
 
-    @property
-    def _waits_for_disk(self) -> bool:
-        """Whether the request waits for something that the daemon reads from disk."""
-        if self.answer is None or self.disk_wait.over or not self.answer.ticket.pending:
+    def _wait_for_disk(self) -> bool:
+        """Return whether the request waits for blocks that the daemon reads from disk; begin or end its waiting."""
+        answer = self.answer
+        if answer is None or self.disk_wait_over or not answer.ticket.pending or not self._daemon_answers:
             return False
-        if not self._daemon_answers:
-            return False
-        return self.disk_wait.goes_on(self.answer.ticket.wait_s, self.settings.clock())
+        now = self.settings.clock()
+        if self.disk_wait_since is None:
+            self.disk_wait_since = now
+        expected_s = now - self.disk_wait_since + answer.ticket.wait_s
+        mode, limit_s = self.settings.disk_wait, self.settings.disk_wait_s
+        self.disk_wait_over = mode == BEST_EFFORT or (mode == LIMIT and expected_s >= limit_s)
+        return not self.disk_wait_over
 
     @property
     def _daemon_answers(self) -> bool:

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +80,7 @@ class CudaEngine(LaneEngine):
         step_pieces: int = STEP_PIECES,
     ) -> None:
         self._calls = calls = CopyCalls(driver, name)
-        checksum_threads = ChecksumThreads(CHECKSUM_THREADS, CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
+        checksum_threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
         super().__init__(
             {
                 direction: Lane(
@@ -147,30 +148,21 @@ class CopyCalls:
             self._driver.copy(destination, source, size, stream)
 
 
+@dataclass(eq=False)
 class _GpuCopier:
     """One copy thread: its stream, and an event for each step that may be in it."""
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        context: int,
-        direction: Direction,
-        is_pinned: IsPinned,
-        calls: CopyCalls,
-        locality: Locality,
-        step_pieces: int,
-    ) -> None:
-        self._driver = driver
-        self._context = context
-        self._direction = direction
-        self._is_pinned = is_pinned
-        self._calls = calls
-        self._locality = locality
-        self._step_pieces = step_pieces
-        self._stream = 0
-        self._events: list[int] = []
-        self._in_flight: deque[tuple[int, int]] = deque()
-        """(event, bytes) of the steps in the stream, oldest first."""
+    _driver: CudaDriver
+    _context: int
+    _direction: Direction
+    _is_pinned: IsPinned
+    _calls: CopyCalls
+    _locality: Locality
+    _step_pieces: int
+    _stream: int = 0
+    _events: list[int] = field(default_factory=list)
+    _in_flight: deque[tuple[int, int]] = field(default_factory=deque)
+    """(event, bytes) of the steps in the stream, oldest first."""
 
     def open(self) -> None:
         run_near(self._locality)

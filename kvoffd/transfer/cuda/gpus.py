@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.numa import locality_of
@@ -26,20 +27,23 @@ HANGING_S = 15.0
 _LANES_CLOSE_S = 10.0
 
 
+@dataclass(frozen=True, eq=False)
 class GpuMemory:
     """A registration's memory on one GPU. Its methods may be called from any thread and never wait.
 
     Attributes:
         segments: mapped memory, in the order of the handles.
         engine: copies to and from it.
-        node: the GPU's NUMA node; None where the machine has only one or does not tell.
     """
 
-    def __init__(self, gpu: Gpu, segments: list[GpuSegment], engine: TransferEngine) -> None:
-        self._gpu = gpu
-        self.node = gpu.locality.node
-        self.segments = segments
-        self.engine = engine
+    _gpu: Gpu
+    segments: list[GpuSegment]
+    engine: TransferEngine
+
+    @property
+    def node(self) -> int | None:
+        """The GPU's NUMA node; None where the machine has only one or does not tell."""
+        return self._gpu.locality.node
 
     def close(self, on_closed: Callable[[], None]) -> None:
         """Unmap the memory, then call ``on_closed`` in another thread. No copy of it may be running."""

@@ -47,13 +47,13 @@ class VmmExport:
     chunk_bytes: Sequence[int]
 
 
+@dataclass(eq=False)
 class GpuSegment:
     """``size_bytes`` of engine memory, mapped at ``address``."""
 
-    def __init__(self, address: int, size_bytes: int, undo: ExitStack) -> None:
-        self.address = address
-        self.size_bytes = size_bytes
-        self._undo = undo
+    address: int
+    size_bytes: int
+    _undo: ExitStack
 
     def close(self) -> None:
         """Unmap the memory, so that it is free once the engine is gone too. Repeatable. No copy of it may run.
