@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 from support.cache_harness import CacheHarness
-from support.daemon import DaemonProcess
+from support.daemon import DaemonProcess, clear_daemon
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd.config import Config
@@ -110,9 +110,24 @@ class Room:
         return self.worker.result(m.Store(self.worker.next_id(), self.worker.token, b"r" * 16, self._job, [part]))
 
 
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess("8MiB", block_access="write") as running:
+        yield running
+
+
 @pytest.fixture
-def room() -> Iterator[Room]:
+def own_room() -> Iterator[Room]:
+    """A room on a daemon of its own, which counts from zero and has opened no namespace before."""
     with DaemonProcess("8MiB", block_access="write") as daemon, ExitStack() as stack:
+        yield Room(daemon, stack)
+        assert "Traceback" not in daemon.log
+
+
+@pytest.fixture
+def room(daemon: DaemonProcess) -> Iterator[Room]:
+    clear_daemon(daemon)
+    with ExitStack() as stack:
         yield Room(daemon, stack)
         assert "Traceback" not in daemon.log
 
@@ -295,9 +310,9 @@ def test_a_lease_is_of_its_session_and_ends_with_it(room: Room) -> None:
     raise AssertionError("a lease outlived its session")
 
 
-def test_a_look_counts_in_no_hit_ratio(room: Room) -> None:
-    room.desk.get(1, 0, 1, 2)
-    report = stats(room.daemon.directory)
+def test_a_look_counts_in_no_hit_ratio(own_room: Room) -> None:
+    own_room.desk.get(1, 0, 1, 2)
+    report = stats(own_room.daemon.directory)
     assert report.namespaces[0].keys_asked == 0
     assert report.blocks.got_blocks == 3
 
@@ -390,8 +405,8 @@ def maps_of(daemon: DaemonProcess) -> int:
         return sum("memfd:staging" in line for line in maps)
 
 
-def test_a_namespace_is_restored_without_an_engine(room: Room) -> None:
-    desk = room.desk
+def test_a_namespace_is_restored_without_an_engine(own_room: Room) -> None:
+    desk = own_room.desk
     groups = [m.GroupSpec("full", 16), m.GroupSpec("sliding", 16, 256)]
     shard, narrow = b.ShardSpec(2, [b.PageSpec(PAGE, LAYER)] * 3), b.ShardSpec(2, [b.PageSpec(4096)])
     ranks = [[shard, narrow], [shard, b.ShardSpec(2, [])]]
@@ -413,19 +428,19 @@ def test_a_namespace_is_restored_without_an_engine(room: Room) -> None:
     assert [info.namespace for info in open_ones] == [NAMESPACE, OTHER], "a refused one was opened"
 
 
-def test_all_shards_of_a_block_come_at_once(room: Room) -> None:
-    desk = room.desk
+def test_all_shards_of_a_block_come_at_once(own_room: Room) -> None:
+    desk = own_room.desk
     rank = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
     nothing = [b.ShardSpec(1, [])]
     request = b.RestoreNamespace(
         desk.next_id(), desk.token, OTHER, "two", 3, 32, [m.GroupSpec("full", 16)], "{}", [rank, rank, nothing]
     )
     desk.ask(request, m.NamespaceOpened)
-    desk.attach(room.staging.fd, 1)
-    view = room.staging.view
+    desk.attach(own_room.staging.fd, 1)
+    view = own_room.staging.view
     shards = [b.PutShard(at * PAGE, checksum(view[at * PAGE : (at + 1) * PAGE])) for at in range(2)]
     empty = b.PutShard(0, checksum(b""))
-    put = desk.put_request(room.staging, 1, 1, namespace=OTHER, shards=[[*shards, empty]])
+    put = desk.put_request(own_room.staging, 1, 1, namespace=OTHER, shards=[[*shards, empty]])
     assert desk.ask(put, b.BlocksPut).states == bytes([b.PUT_STORED])
     got = desk.ask(b.GetBlocks(desk.next_id(), desk.token, OTHER, desk.lease(1), 0, key(1)), b.BlocksGot)
     (held,) = got.blocks
@@ -434,10 +449,10 @@ def test_all_shards_of_a_block_come_at_once(room: Room) -> None:
     assert [shard.checksum for shard in held] == [shards[0].checksum, shards[1].checksum, empty.checksum]
 
 
-def test_a_put_that_finds_no_room_leaves_no_half_blocks(room: Room) -> None:
+def test_a_put_that_finds_no_room_leaves_no_half_blocks(own_room: Room) -> None:
     """One rank's slots fit into what is left of the pool, the other's do not."""
-    desk = room.desk
-    room.desk.get(1, *range(KEYS))
+    desk = own_room.desk
+    own_room.desk.get(1, *range(KEYS))
     big = [b.ShardSpec(1, [b.PageSpec(512 << 10)])]
     small = [b.ShardSpec(1, [b.PageSpec(PAGE)])]
     request = b.RestoreNamespace(
@@ -460,7 +475,7 @@ def test_a_put_that_finds_no_room_leaves_no_half_blocks(room: Room) -> None:
             desk.ask(held, b.BlocksGot)  # so that the next one cannot have its place
     assert states[0] == b.PUT_STORED
     assert states[-1] == b.PUT_NO_ROOM
-    assert stats(room.daemon.directory).pool.writing_bytes == 0
+    assert stats(own_room.daemon.directory).pool.writing_bytes == 0
 
 
 # --- pins ------------------------------------------------------------------------------------------
@@ -521,7 +536,7 @@ def test_every_block_request_has_a_test_of_who_may_send_it() -> None:
             return (1 << 32) + number
 
     tested = {type(request) for request in requests_of(Paper())}  # type: ignore[arg-type]
-    assert tested | {b.DescribeNamespace} == set(b.BlockRequest.__args__)
+    assert tested | {b.DescribeNamespace} == {request for request in m.EXCHANGES if request.__module__ == b.__name__}
     assert codec.decode_request(codec.encode(requests_of(Paper())[0]))  # type: ignore[arg-type]
 
 
