@@ -1,4 +1,4 @@
-"""How often something happens, and how long it takes. For one thread each."""
+"""Meters: how often something happens, and how long it takes. Each is used by one thread."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RateMeter:
         self._newest = 0
 
     def add(self, amount: float = 1.0) -> None:
-        """Count ``amount`` as happening now."""
+        """Add ``amount`` to the bin of this moment."""
         self._advance()
         self._amounts[self._newest % _BINS] += amount
 
     def per_second(self) -> float:
-        """The mean rate."""
+        """Return the mean rate over the window."""
         age = self._advance()
         oldest = max(self._newest - _BINS + 1, 0)
         # A meter that is younger than a bin would show wild rates.
@@ -52,7 +52,7 @@ class RateMeter:
 class LatencyRecorder:
     """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``.
 
-    For one thread. An observation costs a microsecond at most; a summary sorts what is kept.
+    For one thread. An observation costs a microsecond at most; a summary sorts the kept observations.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LatencyRecorder:
         self._count += 1
 
     def summary(self) -> LatencyStats:
-        """Count since the start; median, 99th percentile (nearest rank) and largest of the recent ones, 0 for none."""
+        """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, else 0."""
         oldest = self._clock() - self._window_s
         kept = min(self._count, self._capacity)
         recent = sorted(self._seconds[slot] for slot in range(kept) if self._times[slot] >= oldest)

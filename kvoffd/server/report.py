@@ -22,9 +22,9 @@ StructT = TypeVar("StructT", bound=Struct)
 
 
 def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
-    """Fill a struct: each field is ``given``, or is the attribute of its name of the first source that has one.
+    """Return a struct: a field is ``given``, or else the attribute of the same name of the first source that has it.
 
-    So a counter that bears its field's name is not named here.
+    A counter with the name of its field needs no line here.
 
     Raises:
         AttributeError: a field is nowhere to be found.

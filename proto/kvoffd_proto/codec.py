@@ -14,7 +14,7 @@ _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(reduce(
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(reduce(or_, REPLIES))
 _completions = msgspec.msgpack.Decoder(Completions)
 
-# Of msgpack, for the one place that looks into a frame by itself.
+# Markers of msgpack, for request_id_of, which reads a frame without the decoder.
 _FIXARRAY, _FIXSTR = 0b1001, 0b101
 _ARRAY_HEAD_BYTES = {0xDC: 3, 0xDD: 5}
 _UINT_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
@@ -22,7 +22,7 @@ _HEAD_BYTES = 5 + 32 + 9
 
 
 class CodecError(Exception):
-    """The frame is not a message that belongs here. The text says what is wrong with it."""
+    """The frame is not a message of the expected kind. The text says what is wrong with it."""
 
 
 def encode(message: AnyRequest | AnyReply | Completions) -> bytes:
@@ -55,7 +55,7 @@ def decode_completions(frame: bytes | memoryview) -> Completions:
 
 
 def request_id_of(frame: bytes | memoryview) -> int:
-    """The request id of a frame that does not decode, so that the refusal finds its sender; 0 where there is none.
+    """Return the request id of a frame that does not decode, so that the refusal can name it; 0 where there is none.
 
     Reads the array's head, the tag and the number, and no more: the rest may be millions of items that mean nothing.
     """

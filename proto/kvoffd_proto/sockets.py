@@ -69,14 +69,14 @@ def default_directory() -> Path:
 
 KEY_CHARACTERS = 40
 NO_TOKEN = bytes(16)
-"""In requests over TCP: the connection's key is what says who asks."""
+"""The token of requests over TCP, where the connection's key identifies the client."""
 
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _MAX_FILE_BYTES = 1 << 20
 
 
 class CurveKeyError(Exception):
-    """A key or a file of keys is not to be used. The text is a sentence that says what to do."""
+    """A key or a file of keys cannot be used. The text is a sentence that says what to do."""
 
 
 def is_key(text: str) -> bool:
@@ -85,7 +85,7 @@ def is_key(text: str) -> bool:
 
 
 def read_secret_key(path: Path) -> str:
-    """The secret key in ``path``. Raises CurveKeyError, also where everybody may read the file."""
+    """Return the secret key in ``path``. Raises CurveKeyError, also for a file that everybody may read."""
     lines = _lines(path, secret=True)
     if len(lines) != 1 or not is_key(lines[0]):
         raise CurveKeyError(f"{path} holds no secret key; make a pair of files with `kvoffd-cli keygen FILE`.")
@@ -93,7 +93,7 @@ def read_secret_key(path: Path) -> str:
 
 
 def read_public_keys(path: Path) -> dict[str, str]:
-    """Names by public key. Raises CurveKeyError."""
+    """Return the administrators' names by public key. Raises CurveKeyError."""
     found: dict[str, str] = {}
     for line in _lines(path, secret=False):
         key, _, name = line.partition(" ")
@@ -134,14 +134,14 @@ READABLE, WRITABLE = 1, 2  # ZMQ_POLLIN, ZMQ_POLLOUT
 
 
 def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-    """Send one message. Raises zmq.Again where there is no room, zmq.ZMQError where nobody is there to have it."""
+    """Send one message. Raises zmq.Again when the queue is full, zmq.ZMQError when the peer has gone."""
     for frame in frames[:-1]:
         socket.send(frame, _MORE)
     socket.send(frames[-1], _NOW)
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """One message. Raises zmq.Again where none waits."""
+    """Receive one message. Raises zmq.Again when there is none."""
     frames = [socket.recv(_NOW)]
     while socket.get(_RCVMORE):
         frames.append(socket.recv(_NOW))
@@ -149,5 +149,5 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def events_of(socket: zmq.Socket[bytes]) -> int:
-    """What the socket is: READABLE, WRITABLE, both or 0. Looking makes ZeroMQ notice what has changed."""
+    """Return READABLE, WRITABLE, both or 0. The call makes ZeroMQ notice what has changed since the last one."""
     return cast(int, socket.get(_EVENTS))
