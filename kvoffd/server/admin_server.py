@@ -36,13 +36,13 @@ MAX_MESSAGE_BYTES = 64 * 1024
 HANDSHAKE_MS = 5_000
 QUEUED_REPLIES = 64
 BACKLOG = 16
-MESSAGES_PER_TURN = 8
+MESSAGES_AT_ONCE = 8
 REST_S = 0.005
-"""Between two turns: engines' messages come first."""
+"""Pause between two batches of messages: engines' messages come first."""
 WARN_EVERY_S = 60.0
 
 
-class AdminDoorError(KvoffdError):
+class AdminServerError(KvoffdError):
     """Administration over TCP cannot be offered. The message says why."""
 
 
@@ -55,15 +55,15 @@ class AdminKeys(NamedTuple):
 
     @classmethod
     def read(cls, config: Config) -> AdminKeys:
-        """From the files that ``config`` names. Raises AdminDoorError."""
+        """From the files that ``config`` names. Raises AdminServerError."""
         try:
             secret = read_secret_key(Path(config.admin_key_file)).encode()
             clients = frozenset(read_public_keys(Path(config.admin_clients_file)))
             return cls(secret, zmq.curve_public(secret), clients)
         except CurveKeyError as error:
-            raise AdminDoorError(f"admin_address cannot be served: {error}") from error
+            raise AdminServerError(f"admin_address cannot be served: {error}") from error
         except zmq.ZMQError as error:  # this ZeroMQ has no CURVE, or the 40 characters are no number
-            raise AdminDoorError(f"admin_address cannot be served: ZeroMQ takes no such key ({error}).") from error
+            raise AdminServerError(f"admin_address cannot be served: ZeroMQ takes no such key ({error}).") from error
 
 
 class AdminServer:
@@ -78,7 +78,7 @@ class AdminServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._authenticator = ThreadAuthenticator(self._context)
         self._sessions: dict[str, Session] = {}
-        self._turn_due = False
+        self._read_due = False
         self._warned_at = -WARN_EVERY_S
 
     @property
@@ -87,14 +87,14 @@ class AdminServer:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def open(self) -> None:
-        """Listen. Raises AdminDoorError."""
+        """Listen. Raises AdminServerError."""
         for key in self._keys.clients:
-            session = self._service.open_session(StandingLifeline(), Peer(0, NOBODY, NOBODY, key), internal=True)
+            session = self._service.sessions.open(StandingLifeline(), Peer(0, NOBODY, NOBODY, key), internal=True)
             session.role = Role.ADMIN
             self._sessions[key] = session
         self._authenticator.start()
         self._authenticator.configure_curve_callback(
-            ZAP_DOMAIN, credentials_provider=_Known(self._keys.clients, self._post)
+            ZAP_DOMAIN, credentials_provider=_KnownKeys(self._keys.clients, self._post)
         )
         settings: dict[int, int | bytes] = {
             zmq.CURVE_SERVER: 1,
@@ -117,10 +117,10 @@ class AdminServer:
         try:
             self._socket.bind(f"tcp://{host}:{self._address.port}")
         except zmq.ZMQError as error:
-            raise AdminDoorError(
+            raise AdminServerError(
                 f"admin_address {host}:{self._address.port} cannot be listened on: {error}."
             ) from error
-        self._loop.add_reader(self._socket.FD, self._turn)
+        self._loop.add_reader(self._socket.FD, self._read_messages)
         logger.info(
             "Administration over %s for %d keys; the daemon's own public key is %s",
             self.endpoint,
@@ -136,22 +136,22 @@ class AdminServer:
         self._authenticator.stop()
         self._context.term()
 
-    def _turn(self) -> None:
-        self._turn_due = False
+    def _read_messages(self) -> None:
+        self._read_due = False
         if self._socket.closed:
             return
         try:
             more = self._read()
         except Exception:
-            logger.exception("A turn of administration over TCP failed.")
+            logger.exception("Reading messages of administration over TCP failed.")
             more = True
-        if more and not self._turn_due:
-            self._turn_due = True
-            self._loop.call_later(REST_S, self._turn)
+        if more and not self._read_due:
+            self._read_due = True
+            self._loop.call_later(REST_S, self._read_messages)
 
     def _read(self) -> bool:
-        """Answer up to a turn's worth of messages; True when there may be more."""
-        for _ in range(MESSAGES_PER_TURN):
+        """Answer up to ``MESSAGES_AT_ONCE`` messages; True when there may be more."""
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -164,7 +164,7 @@ class AdminServer:
             try:
                 self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
             except zmq.ZMQError:
-                self._service.replies_dropped += 1
+                self._service.context.replies_dropped += 1
                 logger.debug("An administrator went away before the answer.")
         return True
 
@@ -173,7 +173,7 @@ class AdminServer:
         self._loop.call_soon_threadsafe(self._refused, key)
 
     def _refused(self, key: str) -> None:
-        self._service.count_error(ErrorCode.FORBIDDEN)
+        self._service.context.count_error(ErrorCode.FORBIDDEN)
         now = self._loop.time()
         if now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
@@ -187,8 +187,8 @@ def _key_of(frame: zmq.Frame) -> str:
         return ""
 
 
-class _Known:
-    """Judges keys, in the authenticator's thread."""
+class _KnownKeys:
+    """Says which keys may connect, in the authenticator's thread."""
 
     def __init__(self, known: frozenset[str], on_refusal: Callable[[str], None]) -> None:
         self._known = known

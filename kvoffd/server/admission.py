@@ -1,17 +1,32 @@
-"""Who may connect, by the credentials that the kernel tells of a peer."""
+"""Who may connect, by the credentials that the kernel tells of a peer, and how many sessions and descriptors there may
+be."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable, Iterator
 
 import zmq
 
+from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
-from kvoffd.server.session import Peer
+from kvoffd.errors import KvoffdError
+from kvoffd.server.block_access import BlockAccess
+from kvoffd.server.jobs import JobRunner
+from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import TOKEN_BYTES, Role
+
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_CREDIT_BYTES = 2**30
+ALWAYS_ATTACHABLE = 64
+"""Descriptors that a session may attach however many the others have, as long as there are any."""
 
 
-def allowed(config: Config) -> tuple[frozenset[int], frozenset[int]]:
-    """Users and groups that may. Root and the daemon's own user and group are by default."""
+def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
+    """Users and groups that may connect. Root and the daemon's own user and group are by default."""
     uids = config.allowed_uids or (0, os.geteuid())
     gids = config.allowed_gids or (os.getegid(),)
     return frozenset(uids), frozenset(gids)
@@ -19,7 +34,7 @@ def allowed(config: Config) -> tuple[frozenset[int], frozenset[int]]:
 
 def may_connect(peer: Peer, config: Config) -> bool:
     """Whether the peer's user or group is allowed."""
-    uids, gids = allowed(config)
+    uids, gids = _allowed_ids(config)
     return peer.uid in uids or peer.gid in gids
 
 
@@ -28,14 +43,139 @@ def may_administer(peer: Peer, config: Config) -> bool:
     return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
 
 
-def guard(socket: zmq.Socket[bytes], config: Config) -> None:
+def filter_peers(socket: zmq.Socket[bytes], config: Config) -> None:
     """Have ZeroMQ accept the same users, and the daemon's own, which asks itself whether it works.
 
     Call before the socket is bound. ZeroMQ also looks at the groups that the system's user database gives a user, so it
     may accept one whose primary group alone the lifeline goes by.
     """
-    uids, gids = allowed(config)
+    uids, gids = _allowed_ids(config)
     for uid in sorted(uids | {os.geteuid()}):
         socket.setsockopt(zmq.IPC_FILTER_UID, uid)
     for gid in sorted(gids):
         socket.setsockopt(zmq.IPC_FILTER_GID, gid)
+
+
+class Sessions:
+    """The open sessions: admits clients, and ends what they held when they go.
+
+    Args:
+        max_attached: descriptors that all sessions together may have attached and not registered.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        cache: BlockCache,
+        runner: JobRunner,
+        block_access: BlockAccess,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+        max_attached: int,
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._runner = runner
+        self._block_access = block_access
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._max_attached = max_attached
+        self._by_id: dict[int, Session] = {}
+        self.by_token: dict[bytes, Session] = {}
+        self._last_id = 0
+        self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
+        """This life of the daemon."""
+        self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
+        """Bytes of stores that all sessions together may have outstanding."""
+        self.stopping = False
+        """The daemon takes no new work."""
+
+    def __iter__(self) -> Iterator[Session]:
+        """The open sessions, oldest first."""
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def check_not_stopping(self) -> None:
+        """Raise KvoffdError when the daemon takes no new work."""
+        if self.stopping:
+            raise KvoffdError(ErrorCode.SHUTTING_DOWN.sentence, ErrorCode.SHUTTING_DOWN)
+
+    def open(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
+        """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
+        self.check_not_stopping()
+        if not internal and self._taken() >= self._config.max_sessions:
+            raise KvoffdError(
+                f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
+            )
+        self._last_id += 1
+        session = Session(
+            self._last_id,
+            self._random_bytes(TOKEN_BYTES),
+            peer,
+            lifeline,
+            self._clock(),
+            CompletionLog(self.epoch, self._last_id),
+            last_request_at=self._clock(),
+            internal=internal,
+        )
+        self._by_id[session.id] = session
+        self.by_token[session.token] = session
+        return session
+
+    def attach(self, session: Session, segment_id: int, fd: int) -> None:
+        """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
+        if session.ended:
+            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+        if segment_id in session.segments:
+            raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
+        if len(session.segments) >= self._config.max_segments:
+            raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
+        free = self._max_attached - sum(len(other.segments) for other in self)
+        # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.
+        if free <= 0 or len(session.segments) >= max(free, ALWAYS_ATTACHABLE):
+            raise KvoffdError(
+                f"Descriptors are short: the session has {len(session.segments)} attached and {free} are left for all. "
+                "Register them, or raise the daemon's limit of open files.",
+                ErrorCode.TOO_MANY,
+            )
+        session.segments[segment_id] = fd
+
+    def credit_of(self, session: Session) -> int:
+        """Bytes of stores ``session`` may have outstanding: its share of what all writers together may."""
+        if session.role is Role.ADMIN:
+            return 0
+        writers = sum(1 for other in self if other.registrations)
+        return self.credit_bytes // max(1, writers)
+
+    def end(self, session: Session, on_drained: Callable[[], None]) -> None:
+        """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
+
+        ``on_drained`` is called once the last of its copies has ended.
+        """
+        if session.ended:
+            return
+        del self._by_id[session.id]
+        del self.by_token[session.token]
+        self._cache.end_owner(session.id)
+        session.end(on_drained)
+        self._runner.abandon(list(session.jobs.values()))
+        self._block_access.end_session(session)
+        session.close_memory()
+        if session.role is not None and not session.internal:
+            logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)
+
+    def end_those_with_lost_gpus(self) -> None:
+        """End the sessions whose GPU failed, so that they may register again."""
+        for session in list(self):
+            if any(registration.memory.engine.lost for registration in session.registrations.values()):
+                logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
+                self.end(session, session.lifeline.close)
+
+    def _taken(self) -> int:
+        taken = sum(not session.internal for session in self)
+        if taken < self._config.max_sessions:
+            return taken
+        # The last ones may be dead already, their EOF just not read yet.
+        return sum(not session.internal and session.lifeline.alive() for session in self)

@@ -1,136 +1,157 @@
-"""Blocks that operators write: copied from attached memory, compared with their checksums, then ready."""
+"""What operators may do with single blocks: list them, read them, and write them from attached memory."""
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.pins import StoreTicket
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, OutOfBounds
 from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
-from kvoffd.server.session import Session
+from kvoffd.server.jobs import ERROR_OF_OUTCOME, JobRunner
+from kvoffd.server.session import ClientMemory, Job, Session
 from kvoffd.transfer.checksums import SlotChecksums
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd.transfer.plan import Plan
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_PRESENT, PUT_STORED, PutBlocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle
+from kvoffd_proto.messages import Role
 
-logger = logging.getLogger(__name__)
+MAX_WRITES = 4
+"""Requests of one session at a time: enough to fill one segment while another is copied."""
 
-MAX_PUTS = 4
-"""Of one session at a time: enough to fill one segment while another is copied."""
-
-PUT_OF_POOL = 4
+WRITE_OF_POOL = 4
 """One part in so many may be written by one request: until its end nobody can evict that."""
 
-Ended = Callable[[bytes | KvoffdError], None]
-"""Told how a put ended: the state of each key, or why nothing was done."""
 
-_ERROR_OF_OUTCOME = {
-    Outcome.CANCELLED: ErrorCode.CANCELLED,
-    Outcome.DEADLINE: ErrorCode.DEADLINE,
-    Outcome.FAILED: ErrorCode.COPY_FAILED,
-}
+class BlockAccess:
+    """Lets operators in, and keeps their place in a listing of blocks: one listing for each session."""
+
+    def __init__(self, config: Config, cache: BlockCache) -> None:
+        self._access = config.block_access
+        self._uids = config.block_uids or (0, os.geteuid())
+        self._cache = cache
+        self._listings: dict[int, list[bytes]] = {}
+        self.got_blocks = 0
+        """Blocks that were opened for reading."""
+
+    def admit(self, session: Session, *, write: bool) -> None:
+        """Raise KvoffdError unless the session is an administrator's who may read blocks, or write them too."""
+        if session.role is not Role.ADMIN:
+            raise KvoffdError(f"Blocks are opened by the role admin, not {session.role}.", ErrorCode.WRONG_ROLE)
+        if self._access == "off" or (write and self._access == "read"):
+            wanted, verb = ("write", "writes") if write else ("read", "reads")
+            raise KvoffdError(
+                f"Nobody {verb} single blocks of this daemon, whose block_access is {self._access!r}; start it with "
+                f"block_access = {wanted!r} if operators are to do that.",
+                ErrorCode.FORBIDDEN,
+            )
+        if session.peer.key:  # nobody's uid, though it says 0
+            raise KvoffdError("Blocks are opened on the daemon's own machine, not over TCP.", ErrorCode.FORBIDDEN)
+        if session.peer.uid not in self._uids:
+            raise KvoffdError(
+                f"User {session.peer.uid} may not open blocks of this daemon; add the uid to block_uids.",
+                ErrorCode.FORBIDDEN,
+            )
+
+    def page(
+        self, session: Session, namespace: Namespace, group: int, prefix: str, pinned: bool, start: int, limit: int
+    ) -> tuple[list[Block], int, int]:
+        """One page of the session's listing, which ``start`` 0 makes anew.
+
+        Returns the blocks that are still there, where the next page begins (0: nowhere), and the keys noted at first.
+        Raises BadGeometry, BadKeys for a prefix that is not hex digits.
+        """
+        namespace.check_group(group)
+        index = self._cache.blocks.index[namespace][group]
+        if not start:
+            whole, odd = _prefix(prefix)
+            if pinned:
+                found = [
+                    block.key
+                    for block in self._cache.blocks.operator_pinned
+                    if block.namespace is namespace and block.group == group
+                ]
+            else:
+                found = list(index)
+            if whole:
+                found = [key for key in found if key.startswith(whole)]
+            if odd is not None:
+                found = [key for key in found if len(key) > len(whole) and key[len(whole)] >> 4 == odd]
+            self._listings[session.id] = found
+        listing = self._listings.get(session.id, [])
+        blocks = [block for key in listing[start : start + limit] if (block := index.get(key)) is not None]
+        end = start + limit
+        total = len(listing)
+        if end >= total:
+            self._listings.pop(session.id, None)
+        return blocks, end if end < total else 0, total
+
+    def end_session(self, session: Session) -> None:
+        """Forget the session's listing."""
+        self._listings.pop(session.id, None)
 
 
-class Staging:
-    """A mapped segment of an operator. Unmapped when its session has ended and no put reads it any more."""
-
-    def __init__(self, memory: EngineMemory) -> None:
-        self.memory = memory
-        self.address, self.size_bytes = memory.spans[0]
-        self._puts = 0
-        self._closing = False
-
-    def begin(self) -> None:
-        """A put reads it."""
-        self._puts += 1
-
-    def end(self) -> None:
-        """A put reads it no more."""
-        self._puts -= 1
-        self._close_if_idle()
-
-    def close(self) -> None:
-        """Unmap it as soon as nobody reads it."""
-        self._closing = True
-        self._close_if_idle()
-
-    def _close_if_idle(self) -> None:
-        if self._closing and not self._puts:
-            self.memory.close(lambda: None)
+def _prefix(digits: str) -> tuple[bytes, int | None]:
+    """Whole bytes of a prefix in hex, and the half byte after them, where there is one."""
+    try:
+        return bytes.fromhex(digits[: len(digits) & ~1]), int(digits[-1], 16) if len(digits) % 2 else None
+    except ValueError:
+        raise KvoffdError(f"{digits[:80]!r} is no beginning of a key; give hex digits.", ErrorCode.BAD_KEYS) from None
 
 
-@dataclass(eq=False)
-class BlockWrite:
-    """One request under way."""
-
-    session: Session
-    namespace: Namespace
-    group: int
-    keys: list[bytes]
-    staging: Staging
-    ended: Ended
-    tickets: list[StoreTicket] = field(default_factory=list)
-    """By rank."""
-    expected: list[int] = field(default_factory=list)
-    """Checksums, in the order of the tickets' keys to copy."""
-    inspection: SlotChecksums | None = None
-    transfer: Transfer | None = None
-    nbytes: int = 0
-
-
-class PutRunner:
-    """Turns PutBlocks into transfers and their ends into replies. ``post`` is as JobRunner's."""
+class BlockWriter:
+    """Accepts PutBlocks: blocks are copied from attached memory, compared with their checksums, then ready."""
 
     def __init__(
         self,
+        config: Config,
         cache: BlockCache,
         memory: MemoryMapper,
         pool_address: int,
         clock: Callable[[], float],
-        deadline_s: float,
-        post: Callable[[BlockWrite, Outcome], None],
+        runner: JobRunner,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._memory = memory
         self._pool_address = pool_address
         self._clock = clock
-        self._deadline_s = deadline_s
-        self._post = post
-        self._most_bytes = cache.slots.pool_bytes // PUT_OF_POOL
-        self._running: dict[BlockWrite, None] = {}
+        self._runner = runner
+        self._max_segments = config.max_registrations
+        self._max_bytes = cache.slots.pool_bytes // WRITE_OF_POOL
+        self._last_id = 0
         self.put_blocks = 0
         """Blocks that were written."""
         self.put_bytes = 0
         """Bytes copied for them."""
 
-    @property
-    def unfinished(self) -> int:
-        """Puts that have not ended."""
-        return len(self._running)
+    def write(
+        self, session: Session, namespace: Namespace, message: PutBlocks, answer: Callable[[bytes | KvoffdError], None]
+    ) -> None:
+        """Accept a write, or raise KvoffdError and change nothing.
 
-    def put(self, session: Session, namespace: Namespace, message: PutBlocks, most_stagings: int, ended: Ended) -> None:
-        """Start a put, or raise KvoffdError and change nothing. ``ended`` is called once, maybe at once."""
-        if sum(put.session is session for put in self._running) >= MAX_PUTS:
-            raise KvoffdError(f"{MAX_PUTS} puts of the session run; wait for their replies.", ErrorCode.TOO_MANY)
+        ``answer`` is called once, maybe at once, with the state of each key, or with why nothing was done.
+        """
+        if len(session.jobs) >= MAX_WRITES:
+            raise KvoffdError(f"{MAX_WRITES} puts of the session run; wait for their replies.", ErrorCode.TOO_MANY)
         keys = namespace.split(message.group, message.keys, distinct=True)
         lengths = self._check(namespace, message, keys)
-        staging = self._staging(session, message, most_stagings)
-        put = BlockWrite(session, namespace, message.group, keys, staging, ended)
+        staging = self._staging(session, message)
+        self._last_id += 1
+        job = BlockWrite(self._last_id, session, staging, self._clock(), self, keys, answer)
         try:
-            plan = self._plan(put, message, lengths)
+            plan = self._plan(job, namespace, message, lengths)
         except BaseException:
-            for ticket in put.tickets:
-                self._cache.abort_store(ticket)
+            for ticket in job.store_tickets:
+                self.cache.abort_store(ticket)
             raise
-        self._start(put, plan)
+        self._runner.start(job, plan)
 
     def _check(self, namespace: Namespace, message: PutBlocks, keys: list[bytes]) -> list[int]:
         """The length of each rank's shards, if the request fits the namespace's geometry."""
@@ -154,143 +175,131 @@ class PutRunner:
         described = namespace.shards(0)
         if described is not None and message.first_block >= described[message.group].blocks_per_key:
             raise BadGeometry(f"A key of the group has no engine block {message.first_block}.")
-        if (wanted := sum(lengths) * len(keys)) > self._most_bytes and len(keys) > 1:
+        if (wanted := sum(lengths) * len(keys)) > self._max_bytes and len(keys) > 1:
             raise KvoffdError(
-                f"The blocks have {wanted} bytes together, and one request may bring {self._most_bytes}; put fewer at "
+                f"The blocks have {wanted} bytes together, and one request may bring {self._max_bytes}; put fewer at "
                 "a time.",
                 ErrorCode.TOO_LARGE,
             )
         return lengths
 
-    def _staging(self, session: Session, message: PutBlocks, most: int) -> Staging:
+    def _staging(self, session: Session, message: PutBlocks) -> ClientMemory:
         """The mapped segment that a request names."""
         known = session.staging.get(message.segment_id)
         if known is not None:
-            if known.size_bytes != message.segment_bytes:
-                raise BadGeometry(f"Segment {message.segment_id} was mapped with {known.size_bytes} bytes.")
+            if known.mapped_bytes != message.segment_bytes:
+                raise BadGeometry(f"Segment {message.segment_id} was mapped with {known.mapped_bytes} bytes.")
             return known
         if message.segment_id not in session.segments:
             raise KvoffdError(f"No descriptor was attached as segment {message.segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
-        if len(session.staging) >= most:
-            raise KvoffdError(f"The session puts from {most} segments, its limit; use one again.", ErrorCode.TOO_MANY)
+        if len(session.staging) >= self._max_segments:
+            raise KvoffdError(
+                f"The session puts from {self._max_segments} segments, its limit; use one again.", ErrorCode.TOO_MANY
+            )
         mapped: list[EngineMemory | KvoffdError] = []
         handle = MemfdHandle(message.segment_id, message.segment_bytes)
+        # Memory of the host is mapped at once.
         self._memory.map(b"", [handle], session.segments, mapped.append)
-        (memory,) = mapped  # host memory is mapped at once
+        (memory,) = mapped
         if isinstance(memory, KvoffdError):
             raise memory
-        session.close_segment(message.segment_id)
-        staging = session.staging[message.segment_id] = Staging(memory)
+        os.close(session.segments.pop(message.segment_id))
+        staging = session.staging[message.segment_id] = ClientMemory(memory)
         return staging
 
-    def _plan(self, put: BlockWrite, message: PutBlocks, lengths: list[int]) -> Plan:
+    def _plan(self, job: BlockWrite, namespace: Namespace, message: PutBlocks, lengths: list[int]) -> Plan:
         """Take slots, and say what goes where."""
         sources: list[int] = []
         slots: list[tuple[int, int]] = []
+        ((address, _),) = job.client_memory.memory.spans
         for rank, length in enumerate(lengths):
-            node = put.namespace.nodes.get(rank)  # where the rank's own stores want them
-            ticket = self._cache.begin_store(
-                put.namespace, rank, message.group, message.keys, message.first_block, put.tickets, node
+            node = namespace.nodes.get(rank)  # where the rank's own stores want them
+            ticket = self.cache.begin_store(
+                namespace, rank, message.group, message.keys, message.first_block, job.store_tickets, node
             )
-            put.tickets.append(ticket)
+            job.store_tickets.append(ticket)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
                 shard = message.shards[number][rank]
-                sources.append(put.staging.address + shard.offset_bytes)
+                sources.append(address + shard.offset_bytes)
                 slots.append((offset, length))
-                put.expected.append(int.from_bytes(shard.checksum, "big"))
+                job.expected.append(int.from_bytes(shard.checksum, "big"))
         sizes = np.array([length for _, length in slots], dtype=np.uint64)
         destinations = np.array([offset for offset, _ in slots], dtype=np.uint64) + np.uint64(self._pool_address)
-        put.nbytes = sum(length for _, length in slots)
         if slots:
-            digests = self._cache.slots.digests
-            put.inspection = SlotChecksums(digests, slots, put.expected, pool_address=self._pool_address)
+            digests = self.cache.slots.digests
+            job.checksums = SlotChecksums(digests, slots, job.expected, pool_address=self._pool_address)
         copied = sizes > 0  # a rank without a layer in the group has a slot and no bytes
-        return Plan(destinations[copied], np.array(sources, dtype=np.uint64)[copied], sizes[copied], put.nbytes)
+        nbytes = sum(length for _, length in slots)
+        return Plan(destinations[copied], np.array(sources, dtype=np.uint64)[copied], sizes[copied], nbytes)
 
-    def _start(self, put: BlockWrite, plan: Plan) -> None:
-        self._running[put] = None
-        put.staging.begin()
-        if not plan.pieces:
-            outcome = put.inspection.run(lambda: None) if put.inspection is not None else None
-            self.transfer_done(put, outcome or Outcome.DONE)
-            return
-        put.transfer = Transfer(
-            Direction.STORE,
-            plan,
-            self._clock() + self._deadline_s,
-            lambda _, outcome, __: self._post(put, outcome),
-            checksums=put.inspection,
-        )
-        try:
-            put.staging.memory.engine.submit(put.transfer)
-        except Exception:
-            # It holds slots: whatever went wrong, its end must let them go.
-            logger.exception("A put could not be handed to the copy engine; it fails.")
-            self.transfer_done(put, Outcome.FAILED)
 
-    def transfer_done(self, put: BlockWrite, outcome: Outcome) -> None:
-        """End ``put``: make its blocks readable, or give their slots back."""
-        if put.session.ended:
-            outcome = Outcome.CANCELLED  # nobody hears of it
+@dataclass(eq=False)
+class BlockWrite(Job):
+    """Blocks that an operator writes. Its store tickets are by rank."""
+
+    direction = Direction.STORE
+    owner: BlockWriter
+    keys: list[bytes]
+    answer: Callable[[bytes | KvoffdError], None]
+    expected: list[int] = field(default_factory=list, init=False)
+    """Checksums, in the order of the tickets' keys to copy."""
+
+    def end(self, outcome: Outcome) -> None:
+        """Make the blocks readable, or give their slots back, and tell whoever still waits."""
+        cache = self.owner.cache
         done = outcome is Outcome.DONE
-        sums = iter(put.inspection.sums if put.inspection is not None else ())
-        for ticket in put.tickets:
+        checksums = iter(self.checksums.sums if self.checksums is not None else ())
+        for ticket in self.store_tickets:
             if done:
-                ticket.checksums = [next(sums) for _ in ticket.copy]
-                self._cache.commit_store(ticket)
+                ticket.checksums = [next(checksums) for _ in ticket.copy]
+                cache.commit_store(ticket)
             else:
-                self._cache.abort_store(ticket)
-        del self._running[put]
-        put.staging.end()
-        if put.session.ended:
+                cache.abort_store(ticket)
+        if self.session.ended:
             return
         if done:
-            put.ended(self._states(put))
+            self.answer(self._states())
         elif outcome is Outcome.CORRUPT:
-            put.ended(KvoffdError(_wrong_bytes(put), ErrorCode.CHECKSUM))
+            self.answer(KvoffdError(self._wrong_bytes(), ErrorCode.CHECKSUM))
         else:
-            code = _ERROR_OF_OUTCOME[outcome]
-            put.ended(KvoffdError(code.sentence, code))
+            code = ERROR_OF_OUTCOME[outcome]
+            self.answer(KvoffdError(code.sentence, code))
 
-    def _states(self, put: BlockWrite) -> bytes:
+    def answer_overdue(self) -> bool:
+        """Refuse it, and let others store its keys elsewhere in the pool."""
+        for ticket in self.store_tickets:
+            self.owner.cache.drop_incomplete(ticket.blocks)
+        if not self.session.ended:
+            self.answer(KvoffdError(ErrorCode.DEADLINE.sentence, ErrorCode.DEADLINE))
+        return True
+
+    def _states(self) -> bytes:
         """What became of each key. One that found no room for a shard of some rank is not left half stored."""
-        states = bytearray([PUT_PRESENT]) * len(put.keys)
-        for ticket in put.tickets:
+        states = bytearray([PUT_PRESENT]) * len(self.keys)
+        for ticket in self.store_tickets:
             for number in ticket.copy:
                 states[number] = PUT_STORED
-        lacking = {number for ticket in put.tickets for number in ticket.dropped}
+        lacking = {number for ticket in self.store_tickets for number in ticket.dropped}
         for number in lacking:
             states[number] = PUT_NO_ROOM
         if lacking:
-            self._cache.drop_incomplete(
+            self.owner.cache.drop_incomplete(
                 block
-                for ticket in put.tickets
+                for ticket in self.store_tickets
                 for number, block in zip(ticket.copy, ticket.blocks, strict=True)
                 if number in lacking
             )
-        self.put_blocks += states.count(PUT_STORED)
-        self.put_bytes += put.nbytes
+        self.owner.put_blocks += states.count(PUT_STORED)
+        self.owner.put_bytes += self.nbytes
         return bytes(states)
 
-    def end_session(self, session: Session) -> None:
-        """Stop its puts; unmap its segments when the last of them has ended."""
-        for put in [put for put in self._running if put.session is session]:
-            engine = put.staging.memory.engine
-            if put.transfer is not None and not engine.cancel(put.transfer):
-                engine.abandon(put.transfer)
-        for staging in session.staging.values():
-            staging.close()
-        session.staging.clear()
-
-
-def _wrong_bytes(put: BlockWrite) -> str:
-    assert put.inspection is not None
-    wrong = "a block"
-    found = list(zip(put.inspection.sums, put.expected, strict=True))
-    at = 0
-    for ticket in put.tickets:
-        for number in ticket.copy:
-            if found[at][0] not in (0, found[at][1]):
-                wrong = f"key {put.keys[number].hex()} (rank {ticket.rank})"
-            at += 1
-    return f"The bytes of {wrong} do not have the checksum that was given for them; nothing was put."
+    def _wrong_bytes(self) -> str:
+        assert self.checksums is not None
+        found = zip(self.checksums.sums, self.expected, strict=True)
+        wrong = "a block"
+        for ticket in self.store_tickets:
+            for number in ticket.copy:
+                checksum, expected = next(found)
+                if checksum not in (0, expected):
+                    wrong = f"key {self.keys[number].hex()} (rank {ticket.rank})"
+        return f"The bytes of {wrong} do not have the checksum that was given for them; nothing was put."

@@ -23,16 +23,14 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
-from kvoffd.server.disks import QUIET_S, Disks, opener
-from kvoffd.server.engine_memory import GpuMapper
+from kvoffd.server.disks import opener
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifelines import LifelineServer
-from kvoffd.server.probe import SelfProbe
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
 from kvoffd.server.scrubber import take_sums
 from kvoffd.server.service import Service
-from kvoffd.server.transport import Transport
+from kvoffd.server.transport import SelfProbe, Transport
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.native import native
 from kvoffd.system.prefault import PageFaulter
@@ -44,7 +42,7 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-TICK_FAILURES_TOLD_S = 60.0
+TICK_FAILURES_LOGGED_S = 60.0
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
@@ -80,21 +78,24 @@ def run(config: Config) -> int:
     return 0
 
 
-class _Inbox:
-    """Calls on their way from other threads to the loop, one wake-up for many."""
+class Inbox:
+    """Calls on their way from other threads to the loop, one wake-up for many.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: Callable[[], None]) -> None:
+    After each wake-up the loop is told to send what the calls have left, once ``on_work`` is set.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._wake = wake
         self._waiting: deque[Callable[[], None]] = deque()
+        self.on_work: Callable[[], None] = lambda: None
 
     def post(self, call: Callable[[], None]) -> None:
-        """Called from any thread."""
+        """Have ``call`` made in the loop's thread. For any thread."""
         first = not self._waiting
         self._waiting.append(call)
         if first:
             try:
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self.work_off)
             except RuntimeError:
                 pass  # the loop has ended; so have all sessions
 
@@ -106,6 +107,7 @@ class _Inbox:
                 call()
             except Exception:
                 logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
+        self.on_work()
 
 
 class Daemon:
@@ -115,9 +117,10 @@ class Daemon:
         self._config = config
         self._notifier = Notifier(os.environ)
         self._stored_fds = take_stored_fds(os.environ)
+        self._directory = DaemonDirectory(config.directory)
         self._stop = asyncio.Event()
         self._copy_stuck = False
-        self._tick_failed_at = -TICK_FAILURES_TOLD_S
+        self._tick_failed_at = -TICK_FAILURES_LOGGED_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
 
@@ -128,24 +131,29 @@ class Daemon:
             loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
         admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
-        directory = DaemonDirectory(self._config.directory)
-        directory.acquire()
+        self._directory.acquire()
         try:
-            pool = await self._make_pool()
+            self._pool = await self._take_pool()
             try:
                 if not self._stop.is_set():
-                    await self._serve_pool(pool, directory, admin_keys)
+                    await self._serve_pool(admin_keys)
             finally:
-                self._stop.set()
-                if self._page_mapper is not None:
-                    await self._page_mapper
-                if not self._copy_stuck:
-                    pool.close()
+                await self._close_pool()
         finally:
-            directory.release(keep_lock=self._copy_stuck)
+            self._directory.release(keep_lock=self._copy_stuck)
         logger.info("Stopped.")
 
-    async def _make_pool(self) -> Pool:
+    async def _serve_pool(self, admin_keys: AdminKeys | None) -> None:
+        self._build_service()
+        self._build_sockets(admin_keys)
+        try:
+            await self._startup()
+            await self._main_loop()
+            await self._finish_jobs()
+        finally:
+            await self._shutdown()
+
+    async def _take_pool(self) -> Pool:
         """Take the memory and touch every page of it, telling how far it is; but for a pool that is there already."""
         config = self._config
         pool = await asyncio.get_running_loop().run_in_executor(
@@ -167,9 +175,9 @@ class Daemon:
         logger.info("The pool is in memory after %.1f s.", seconds)
         return pool
 
-    async def _serve_pool(self, pool: Pool, directory: DaemonDirectory, admin_keys: AdminKeys | None) -> None:
-        config = self._config
-        loop = asyncio.get_running_loop()
+    def _build_service(self) -> None:
+        """The parts without sockets, over the pool."""
+        config, pool = self._config, self._pool
         publisher = EventPublisher(config.event_buffer_steps)
         cache = BlockCache(
             pool,
@@ -180,78 +188,61 @@ class Daemon:
             lease_ttl_s=config.lease_ttl_s,
         )
         adopt_blocks(cache, pool)
-        host = HostEngine(threads_per_direction=config.copy_threads)
-        gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library)
-        if gpus.available:
+        self._inbox = Inbox(asyncio.get_running_loop())
+        self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
+        self._gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library)
+        if self._gpus.available:
             logger.info("A CUDA driver is here; GPUs are used when their engines register.")
-        faulter = PageFaulter()
-        inbox = _Inbox(loop, lambda: self._take_in(inbox, transport))
-        service = Service(
+        self._page_faulter = PageFaulter()
+        self._service = Service(
             config,
             cache,
             publisher,
-            host,
+            self._host_engine,
             pool.address,
             pool.table_bytes,
             time.monotonic,
-            lambda job, outcome: inbox.post(lambda: service.transfer_done(job, outcome)),
-            map_segment=faulter.map_memfd,
-            gpu_mapper=GpuMapper(gpus, inbox.post) if gpus.available else None,
+            self._inbox.post,
+            map_segment=self._page_faulter.map_memfd,
             # The other half is for lifelines, the sockets of ZeroMQ, and descriptors on their way to a session.
             max_attached=resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2,
+            gpus=self._gpus if self._gpus.available else None,
+            open_disk=opener(pool, self._inbox.post),
         )
-        disks = service.disks = Disks(
-            config,
-            cache,
-            publisher,
-            time.monotonic,
-            opener(pool, inbox.post),
-            inbox.post,
-            lambda: service.jobs.busy(QUIET_S),
+
+    def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
+        config, service = self._config, self._service
+        self._transport = Transport(service, self._directory)
+        self._inbox.on_work = self._transport.wake
+        self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
+        self._probe = SelfProbe(service, self._directory)
+        self._http = (
+            HttpServer(config.http_address, self._probe.metrics, self._probe.health) if config.http_address else None
         )
-        transport = Transport(service, directory)
-        lifelines = LifelineServer(service, directory, transport.schedule_turn, pool.share)
-        probe = SelfProbe(service, directory)
-        http = HttpServer(config.http_address, probe.metrics, probe.health) if config.http_address else None
-        door = AdminServer(service, config.admin_address, admin_keys) if admin_keys is not None else None
+        self._admin_server = AdminServer(service, config.admin_address, admin_keys) if admin_keys is not None else None
+
+    async def _startup(self) -> None:
+        """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
+        config = self._config
         try:
-            try:
-                lifelines.open()
-                transport.open()
-                probe.open()
-                if door is not None:
-                    door.open()
-            except (OSError, zmq.ZMQError) as error:
-                raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
-            if http is not None:
-                await self._start_http(http)
-            self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
-            logger.info("Serving %s.", config.directory)
-            for size in config.disk:
-                disks.attach(size)
-            if pool.resident:
-                self._page_mapper = loop.run_in_executor(None, pool.map_pages, self._stop.is_set)
-            await self._run(service, transport, lifelines, probe, pool)
-            await self._shut_down(service, transport)
-        finally:
-            if http is not None:
-                await http.close()
-            if door is not None:
-                door.close(LINGER_MS)
-            probe.close()
-            if not disks.close(DISKS_CLOSE_S):
-                self._copy_stuck = True
-            if not host.close(ENGINE_CLOSE_S) or not gpus.stop(ENGINE_CLOSE_S):
-                self._copy_stuck = True
-                logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
-            self._take_in(inbox, transport)
-            transport.flush()
-            lifelines.close()
-            faulter.close()
-            if not gpus.close(GPUS_CLOSE_S):
-                # The driver lets go of the pool when the process ends.
-                self._copy_stuck = True
-            transport.close(LINGER_MS)
+            self._lifelines.open()
+            self._transport.open()
+            self._probe.open()
+            if self._admin_server is not None:
+                self._admin_server.open()
+        except (OSError, zmq.ZMQError) as error:
+            raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
+        if self._http is not None:
+            await self._start_http(self._http)
+        self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
+        logger.info("Serving %s.", config.directory)
+        disks = self._service.context.disks
+        assert disks is not None
+        for size in config.disk:
+            disks.attach(size)
+        if self._pool.resident:
+            loop = asyncio.get_running_loop()
+            self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
 
     async def _start_http(self, http: HttpServer) -> None:
         try:
@@ -262,19 +253,18 @@ class Daemon:
                 raise
             logger.warning("No /metrics and no probes are served: %s", error.message)
 
-    async def _run(
-        self, service: Service, transport: Transport, lifelines: LifelineServer, probe: SelfProbe, pool: Pool
-    ) -> None:
+    async def _main_loop(self) -> None:
         """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
-        watchdog = asyncio.create_task(keep_watchdog(self._notifier, probe.works))
+        context = self._service.context
+        watchdog = asyncio.create_task(keep_watchdog(self._notifier, self._probe.works))
         try:
             while not self._stop.is_set():
-                self._tick(service, lifelines)
-                if service.memory.stuck:
+                self._tick()
+                if context.memory.stuck:
                     _give_up()
-                if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
-                    self._scrubbing = asyncio.create_task(self._scrub(service, transport, pool))
-                transport.schedule_turn()
+                if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
+                    self._scrubbing = asyncio.create_task(self._scrub())
+                self._transport.wake()
                 try:
                     await asyncio.wait_for(self._stop.wait(), TICK_S)
                 except TimeoutError:
@@ -285,47 +275,71 @@ class Daemon:
             if self._scrubbing is not None:
                 await self._scrubbing  # ends with its step; the pool must stay mapped that long
 
-    def _tick(self, service: Service, lifelines: LifelineServer) -> None:
+    def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        for tick in (service.tick, lifelines.tick):
+        for tick in (self._service.tick, self._lifelines.tick):
             try:
                 tick()
             except Exception:
                 now = time.monotonic()
-                if now - self._tick_failed_at >= TICK_FAILURES_TOLD_S:
+                if now - self._tick_failed_at >= TICK_FAILURES_LOGGED_S:
                     self._tick_failed_at = now
                     logger.exception("Regular work failed inside the daemon; it is tried again, told once a minute.")
 
-    async def _scrub(self, service: Service, transport: Transport, pool: Pool) -> None:
+    async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
-        loop = asyncio.get_running_loop()
-        while not self._stop.is_set() and (looks := service.scrubber.next_step()):
+        loop, scrubber = asyncio.get_running_loop(), self._service.context.scrubber
+        while not self._stop.is_set() and (checks := scrubber.next_step()):
             started = time.monotonic()
-            sums = await loop.run_in_executor(None, take_sums, pool.digests, looks)
-            service.scrubber.finish_step(looks, sums)
-            transport.schedule_turn()
+            sums = await loop.run_in_executor(None, take_sums, self._pool.digests, checks)
+            scrubber.finish_step(checks, sums)
+            self._transport.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 
-    async def _shut_down(self, service: Service, transport: Transport) -> None:
+    async def _finish_jobs(self) -> None:
         """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""
-        service.stopping = True
+        self._service.sessions.stopping = True
         self._notifier.stopping("Stopping: running jobs may finish.")
+        runner = self._service.context.runner
         deadline = time.monotonic() + self._config.shutdown_deadline_s
-        if service.jobs.unfinished:
-            logger.info(
-                "Stopping: %d jobs may finish within %.1f s.", service.jobs.unfinished, deadline - time.monotonic()
-            )
-        await _until(lambda: not service.jobs.unfinished, deadline)
-        if service.jobs.unfinished:
-            logger.warning("Stopping: %d jobs did not finish in time and are failed.", service.jobs.unfinished)
-            service.jobs.abandon_all()
-            await _until(lambda: not service.jobs.unfinished, time.monotonic() + ABANDON_S)
-        transport.flush()
+        if runner.unfinished:
+            logger.info("Stopping: %d jobs may finish within %.1f s.", runner.unfinished, deadline - time.monotonic())
+        await _until(lambda: not runner.unfinished, deadline)
+        if runner.unfinished:
+            logger.warning("Stopping: %d jobs did not finish in time and are failed.", runner.unfinished)
+            runner.abandon_all()
+            await _until(lambda: not runner.unfinished, time.monotonic() + ABANDON_S)
+        self._transport.flush()
 
-    @staticmethod
-    def _take_in(inbox: _Inbox, transport: Transport) -> None:
-        inbox.work_off()
-        transport.schedule_turn()
+    async def _shutdown(self) -> None:
+        """Close all sockets, end all threads but for what hangs, and send what that has left."""
+        if self._http is not None:
+            await self._http.close()
+        if self._admin_server is not None:
+            self._admin_server.close(LINGER_MS)
+        self._probe.close()
+        disks = self._service.context.disks
+        if disks is not None and not disks.close(DISKS_CLOSE_S):
+            self._copy_stuck = True
+        if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
+            self._copy_stuck = True
+            logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
+        self._inbox.work_off()
+        self._transport.flush()
+        self._lifelines.close()
+        self._page_faulter.close()
+        if not self._gpus.close(GPUS_CLOSE_S):
+            # The driver lets go of the pool when the process ends.
+            self._copy_stuck = True
+        self._transport.close(LINGER_MS)
+
+    async def _close_pool(self) -> None:
+        """Unmap the pool, unless a copy that does not end still uses it."""
+        self._stop.set()
+        if self._page_mapper is not None:
+            await self._page_mapper
+        if not self._copy_stuck:
+            self._pool.close()
 
 
 class _TouchProgress:
@@ -335,14 +349,14 @@ class _TouchProgress:
         self._pool_bytes = pool_bytes
         self._notifier = notifier
         self._every_s = every_s
-        self._told_at = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def update(self, touched_bytes: int) -> None:
         """Called from the touching threads."""
         now = time.monotonic()
-        if now - self._told_at < self._every_s:
+        if now - self._logged_at < self._every_s:
             return
-        self._told_at = now
+        self._logged_at = now
         text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._pool_bytes)}."
         logger.info("%s", text)
         self._notifier.starting(text)

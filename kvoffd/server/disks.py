@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -16,13 +16,11 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
-from kvoffd.server.report import filled
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
 from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
-from kvoffd.tiers.tier import CompositeTier, TierListener, TierStats
-from kvoffd_proto import messages as m
+from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -34,9 +32,6 @@ STOP_OPENING_S = 1.0
 MAX_DISKS = 64
 TRICKLE_BYTES_A_CORE = 4 * 2**20
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
-QUIET_S = 0.05
-"""Engines that have copied nothing for so long do not copy."""
-
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 
@@ -188,9 +183,9 @@ class Disks:
             *[f"A call to the disk at {name} does not come back; look at it (dmesg)." for name in hanging],
         ]
 
-    def report(self) -> list[m.DiskStats]:
+    def __iter__(self) -> Iterator[Disk]:
         """Every directory."""
-        return [_stats_of(disk) for disk in self._disks.values()]
+        return iter(self._disks.values())
 
     def close(self, deadline_s: float) -> bool:
         """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
@@ -301,23 +296,3 @@ def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
         )
 
     return open_disk
-
-
-def _stats_of(disk: Disk) -> m.DiskStats:
-    tier = disk.tier
-    if tier is None:
-        figures, report = TierStats(disk.size.size_bytes), None
-    else:
-        figures, report = tier.stats(), tier.report()
-    return filled(
-        m.DiskStats,
-        disk,
-        disk.size,
-        figures,
-        directory=disk.size.directory,
-        state="hanging" if report and report.hangs else str(disk.state),
-        oldest_seconds=report.oldest_age_s if report else 0.0,
-        lifetime_written_bytes=report.lifetime_written_bytes if report else 0,
-        direct=report.direct if report else False,
-        errors=dict(figures.errors),
-    )

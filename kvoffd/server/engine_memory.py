@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.system.mappings import MappedSegment
@@ -20,101 +21,48 @@ Post: TypeAlias = Callable[[Callable[[], None]], None]
 """Has the service's thread call something soon; from any thread."""
 
 
-class EngineMemory(Protocol):
+@dataclass(frozen=True)
+class EngineMemory:
     """Mapped segments of one registration, and the engine that copies to and from them."""
 
-    @property
-    def engine(self) -> TransferEngine: ...
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """(address, size in bytes) of each segment, in the order of the handles."""
-        ...
-
-    @property
-    def node(self) -> int | None:
-        """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
-        ...
-
-    def close(self, on_closed: Callable[[], None]) -> None:
-        """Unmap it, then have ``on_closed`` called in the service's thread. No copy of it may be running. Once."""
-        ...
+    engine: TransferEngine
+    spans: list[tuple[int, int]]
+    """(address, size in bytes) of each segment, in the order of the handles."""
+    node: int | None
+    """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
+    close: Callable[[Callable[[], None]], None]
+    """Unmaps it, then has its argument called in the service's thread. No copy of it may be running. Once."""
 
 
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
-class _HostMemory:
-    """Memfds."""
-
-    node = None
-
-    def __init__(self, engine: TransferEngine, segments: list[MappedSegment]) -> None:
-        self.engine = engine
-        self.spans = [(segment.address, segment.size_bytes) for segment in segments]
-        self._segments = segments
-
-    def close(self, on_closed: Callable[[], None]) -> None:
-        for segment in self._segments:
-            segment.close()
-        on_closed()
-
-
-class _DeviceMemory:
-    """Memory of a GPU, unmapped by that GPU's own thread."""
-
-    def __init__(self, memory: GpuMemory, post: Post) -> None:
-        self.engine = memory.engine
-        self.spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
-        self.node = memory.node
-        self._memory = memory
-        self._post = post
-
-    def close(self, on_closed: Callable[[], None]) -> None:
-        self._memory.close(lambda: self._post(on_closed))
-
-
-class GpuMapper:
-    """Maps memory of GPUs; ``post`` brings the answers of their threads to the service's."""
-
-    def __init__(self, gpus: Gpus, post: Post) -> None:
-        self.gpus = gpus
-        self._post = post
-
-    def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
-        """See ``MemoryMapper.map``."""
-        uuid, exports = _exports(handles, fds)
-
-        def mapped(result: GpuMemory | KvoffdError) -> None:
-            memory = result if isinstance(result, KvoffdError) else _DeviceMemory(result, self._post)
-            self._post(lambda: on_mapped(memory))
-
-        self.gpus.map(uuid, owner, exports, mapped)
-
-
 class MemoryMapper:
-    """Maps what workers register; knows all engines.
+    """Maps what clients register, and knows the engine that copies each kind of memory.
 
     Args:
         host: copies between memfds and the pool.
         map_segment: maps a memfd.
-        gpu_mapper: for memory of GPUs; None where there is no driver.
+        post: brings the answers of GPUs' threads to the service's.
+        gpus: None where there is no driver.
     """
 
     def __init__(
         self,
         host: TransferEngine,
         map_segment: Callable[[int, int], MappedSegment],
-        gpu_mapper: GpuMapper | None,
+        post: Post,
+        gpus: Gpus | None,
     ) -> None:
         self._host = host
         self._map_segment = map_segment
-        self._gpu_mapper = gpu_mapper
+        self._post = post
+        self._gpus = gpus
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of handles that can be mapped, as Welcome names them."""
-        return ["memfd"] if self._gpu_mapper is None else ["memfd", "cuda_ipc", "cuda_vmm"]
+        return ["memfd"] if self._gpus is None else ["memfd", "cuda_ipc", "cuda_vmm"]
 
     @property
     def stuck(self) -> bool:
@@ -127,7 +75,7 @@ class MemoryMapper:
     @property
     def problems(self) -> list[str]:
         """Sentences for the operator."""
-        return [] if self._gpu_mapper is None else self._gpu_mapper.gpus.problems
+        return [] if self._gpus is None else self._gpus.problems
 
     def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
         """Map the memory of registration ``owner`` and call ``on_mapped``, now or later, in the service's thread.
@@ -137,42 +85,60 @@ class MemoryMapper:
         """
         if all(isinstance(handle, MemfdHandle) for handle in handles):
             on_mapped(self._map_host(handles, fds))
-        elif self._gpu_mapper is None:
+        elif self._gpus is None:
             raise KvoffdError(
                 "This daemon has no CUDA driver, so it takes memory of the host only; install NVIDIA's driver where it "
                 "runs, or set cuda_library.",
                 ErrorCode.UNSUPPORTED,
             )
         else:
-            self._gpu_mapper.map(owner, handles, fds, on_mapped)
+            uuid, exports = _exports(handles, fds)
+            self._gpus.map(uuid, owner, exports, lambda result: self._post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
         """See TransferEngine."""
         self._host.expire()
-        if self._gpu_mapper is not None:
-            self._gpu_mapper.gpus.expire()
+        if self._gpus is not None:
+            self._gpus.expire()
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         """Counters of one direction over all engines."""
         load = self._host.load_of(direction)
-        return load if self._gpu_mapper is None else load.plus(self._gpu_mapper.gpus.load_of(direction))
+        return load if self._gpus is None else load.plus(self._gpus.load_of(direction))
 
     @property
     def pinning(self) -> PinProgress:
         """How much of the pool is pinned for GPUs."""
-        return PinProgress(0, 0, 0) if self._gpu_mapper is None else self._gpu_mapper.gpus.pinning
+        return PinProgress(0, 0, 0) if self._gpus is None else self._gpus.pinning
 
-    def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> _HostMemory:
+    def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[MappedSegment] = []
+
+        def close(on_closed: Callable[[], None]) -> None:
+            for segment in mapped:
+                segment.close()
+            on_closed()
+
         try:
             for handle in handles:
                 assert isinstance(handle, MemfdHandle)
                 mapped.append(self._map_segment(fds[handle.segment_id], handle.size_bytes))
         except BaseException:
-            for segment in mapped:
-                segment.close()
+            close(lambda: None)
             raise
-        return _HostMemory(self._host, mapped)
+        return EngineMemory(self._host, [(segment.address, segment.size_bytes) for segment in mapped], None, close)
+
+    def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
+        """Memory of a GPU, which that GPU's own thread unmaps."""
+        if isinstance(memory, KvoffdError):
+            return memory
+        spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
+        return EngineMemory(
+            memory.engine,
+            spans,
+            memory.node,
+            lambda on_closed: memory.close(lambda: self._post(on_closed)),
+        )
 
 
 def segment_ids(handles: Sequence[Handle]) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import PoolShare
 from kvoffd.server.admission import may_connect
-from kvoffd.server.service import Service
+from kvoffd.server.context import Context
 from kvoffd.server.session import Peer, Session
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
@@ -104,10 +104,10 @@ class _Connection:
             raise lifeline.LifelineError("An Attach frame came without its descriptor.")
         fd = self._fds.pop(0)
         try:
-            self._server.service.attach(self.session, frame.segment_id, fd)
+            self._server.context.sessions.attach(self.session, frame.segment_id, fd)
         except KvoffdError as error:
             os.close(fd)
-            self._server.service.count_error(error.code)
+            self._server.context.count_error(error.code)
             self.send(lifeline.AttachRefused(frame.segment_id, error.code, error.message))
         else:
             self.send(lifeline.Attached(frame.segment_id))
@@ -116,10 +116,10 @@ class _Connection:
         """Hand out a descriptor of the pool to who may read blocks."""
         assert self.session is not None
         try:
-            self._server.service.desk.admit(self.session, write=False)
+            self._server.context.block_access.admit(self.session, write=False)
             share = self._server.open_pool()
         except KvoffdError as error:
-            self._server.service.count_error(error.code)
+            self._server.context.count_error(error.code)
             self.send(lifeline.PoolRefused(error.code, error.message))
             return
         try:
@@ -136,12 +136,12 @@ class LifelineServer:
 
     def __init__(
         self,
-        service: Service,
+        context: Context,
         directory: DaemonDirectory,
         on_change: Callable[[], None],
         share_pool: Callable[[], PoolShare],
     ) -> None:
-        self.service = service
+        self.context = context
         self._share_pool = share_pool
         self._directory = directory
         self._on_change = on_change
@@ -168,7 +168,7 @@ class LifelineServer:
     def tick(self) -> None:
         """Accept again if it failed. End connections that never said Hello: they would hold a session for ever."""
         self._loop.add_reader(self._listener.fileno(), self._accept)
-        overdue = self.service.clock() - HELLO_DEADLINE_S
+        overdue = self.context.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections):
             session = connection.session
             if session is not None and session.role is None and session.opened_at < overdue:
@@ -207,18 +207,18 @@ class LifelineServer:
 
     def _admit(self, stream: socket.socket) -> None:
         connection = _Connection(stream, self)
-        service = self.service
+        context = self.context
         try:
             peer = peer_of(stream)
-            if not may_connect(peer, service.config):
+            if not may_connect(peer, context.config):
                 raise KvoffdError(
                     f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
                     "or the gid to allowed_gids.",
                     ErrorCode.FORBIDDEN,
                 )
-            connection.session = service.open_session(connection, peer)
+            connection.session = context.sessions.open(connection, peer)
         except KvoffdError as error:
-            service.count_error(error.code)
+            context.count_error(error.code)
             logger.warning("A connection was refused: %s", error.message)
             try:
                 connection.send(lifeline.Refused(error.code, error.message))
@@ -230,7 +230,7 @@ class LifelineServer:
         self._loop.add_reader(connection.fileno(), self._readable, connection)
         session = connection.session
         try:
-            connection.send(lifeline.Greeting(PROTOCOL_VERSION, service.epoch, session.id, session.token))
+            connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
         except OSError:
             self._end(connection)
 
@@ -238,7 +238,7 @@ class LifelineServer:
         try:
             connection.read()
         except lifeline.LifelineError as error:
-            self.service.count_error(ErrorCode.MALFORMED)
+            self.context.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)
             self._end(connection)
         except (EOFError, OSError):
@@ -254,5 +254,5 @@ class LifelineServer:
             connection.close()
             return
         self.forget(connection)
-        self.service.end_session(session, on_drained=connection.close)
+        self.context.sessions.end(session, on_drained=connection.close)
         self._on_change()

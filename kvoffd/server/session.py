@@ -1,20 +1,24 @@
-"""One connected client process and everything the daemon holds for it."""
+"""One connected client process and everything the daemon holds for it: descriptors, memory, jobs, completions."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import ClassVar, Protocol
 
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.pins import StoreTicket
+from kvoffd.errors import KvoffdError, UnknownLease, UnknownNamespace
+from kvoffd.server.engine_memory import EngineMemory
+from kvoffd.transfer.checksums import SlotChecksums
+from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Completions, JobResult, Role
-
-if TYPE_CHECKING:
-    from kvoffd.server.block_access import Staging
-    from kvoffd.server.jobs import Job
-    from kvoffd.server.registration import Registration
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Peer:
     uid: int
     gid: int
     key: str = ""
-    """Of an administrator over TCP, whom the kernel does not know: the public key."""
+    """Public key of an administrator over TCP, whom the kernel does not know."""
 
     def __str__(self) -> str:
         return f"key {self.key}" if self.key else f"uid {self.uid}"
@@ -44,7 +48,7 @@ class Lifeline(Protocol):
 
 
 class StandingLifeline:
-    """Of a session that lasts as long as the daemon."""
+    """The lifeline of a session that lasts as long as the daemon."""
 
     def alive(self) -> bool:
         return True
@@ -64,7 +68,7 @@ class CompletionLog:
         self._kept: deque[Completions] = deque()
         self._kept_results = 0
         self.kept_bytes = 0
-        """Of the keys in results that are not acknowledged: what a client that never reads could make large."""
+        """Bytes of the keys in unacknowledged results, which a client that never reads could make large."""
         self.sequence = 0
 
     def add(self, result: JobResult) -> None:
@@ -104,6 +108,85 @@ def _key_bytes(result: JobResult) -> int:
 
 
 @dataclass(eq=False)
+class ClientMemory:
+    """Mapped memory of a client that jobs copy from or to. Unmapped only when no job touches it any more."""
+
+    memory: EngineMemory
+    jobs: int = field(default=0, init=False)
+    """Jobs that hold addresses inside the memory."""
+    closing: bool = field(default=False, init=False)
+    _on_closed: Callable[[], None] = field(default=lambda: None, init=False)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the client's memory that the daemon can reach."""
+        return sum(size for _, size in self.memory.spans)
+
+    def close_when_idle(self, on_closed: Callable[[], None]) -> None:
+        """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
+        assert not self.closing, "a client's memory is closed once"
+        self.closing = True
+        self._on_closed = on_closed
+        self._close_if_idle()
+
+    def job_started(self) -> None:
+        """A job took addresses inside the memory."""
+        assert not self.closing, "memory that is being closed takes no jobs"
+        self.jobs += 1
+
+    def job_ended(self) -> None:
+        """A job will not touch the memory any more."""
+        assert self.jobs > 0
+        self.jobs -= 1
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self.closing or self.jobs:
+            return
+        self.memory.close(self._on_closed)
+
+
+@dataclass(eq=False)
+class Registration(ClientMemory):
+    """KV tensors that a worker has registered: its memory and the layouts over it."""
+
+    id: bytes
+    namespace: Namespace
+    rank: int
+    layouts: list[GroupLayout]
+
+
+@dataclass(eq=False)
+class Job(ABC):
+    """A copy that was accepted for a session, from its acceptance until it touches nothing any more.
+
+    ``JobRunner`` runs it. The kinds of jobs differ in what they copy and in how they are answered.
+    """
+
+    direction: ClassVar[Direction]
+
+    id: int
+    """Unique among the session's unfinished jobs."""
+    session: Session
+    client_memory: ClientMemory
+    accepted_at: float
+    nbytes: int = field(default=0, init=False)
+    store_tickets: list[StoreTicket] = field(default_factory=list, init=False)
+    checksums: SlotChecksums | None = field(default=None, init=False)
+    transfer: Transfer | None = field(default=None, init=False)
+    answered: bool = field(default=False, init=False)
+    """It has its answer, but its copy hangs and still holds its slots and the client's memory."""
+
+    @abstractmethod
+    def end(self, outcome: Outcome) -> None:
+        """Commit what was copied or give its slots back, and answer the client."""
+
+    def answer_overdue(self) -> bool:
+        """Answer although the copy hangs beyond its deadline; False where that is not safe, and nothing changed."""
+        return False
+
+
+@dataclass(eq=False)
 class Session:
     """State of one client. Ends with its lifeline; ``ended`` stays true while its last copies run out."""
 
@@ -124,16 +207,34 @@ class Session:
     segments: dict[int, int] = field(default_factory=dict)
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
-    staging: dict[int, Staging] = field(default_factory=dict)
+    staging: dict[int, ClientMemory] = field(default_factory=dict)
     """Mapped segments that an operator puts blocks from: by segment id."""
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
+    """Unanswered jobs by id."""
     hanging: set[Job] = field(default_factory=set)
-    """Jobs that have their completion but whose copy may still touch the client's memory."""
+    """Jobs that have their answer but whose copy may still touch the client's memory."""
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
     _on_drained: Callable[[], None] | None = None
+
+    def check_namespace(self, fingerprint: bytes) -> None:
+        """Raise UnknownNamespace unless the session has opened the namespace."""
+        if fingerprint not in self.namespaces:
+            raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
+
+    def check_lease(self, lease_id: int) -> None:
+        """Raise UnknownLease unless the id is one that the session may use."""
+        if lease_id >> 32 != self.id:
+            raise UnknownLease(f"Lease ids of session {self.id} are {self.id} * 2**32 + n.")
+
+    def registration(self, registration_id: bytes) -> Registration:
+        """A registration of the session. Raises KvoffdError."""
+        registration = self.registrations.get(registration_id)
+        if registration is None:
+            raise KvoffdError(ErrorCode.UNKNOWN_REGISTRATION.sentence, ErrorCode.UNKNOWN_REGISTRATION)
+        return registration
 
     def end(self, on_drained: Callable[[], None]) -> None:
         """Mark the session as ended; call ``on_drained`` once its last copy has ended, at once when there is none."""
@@ -142,12 +243,12 @@ class Session:
         self._drain()
 
     def job_ended(self, job_id: int) -> None:
-        """Forget a job that got its completion."""
+        """Forget a job that got its answer."""
         del self.jobs[job_id]
         self._drain()
 
     def job_hangs(self, job: Job) -> None:
-        """A job got its completion, but its copy has not come back."""
+        """A job got its answer, but its copy has not come back."""
         self.hanging.add(job)
         del self.jobs[job.id]
 
@@ -156,17 +257,21 @@ class Session:
         self.hanging.discard(job)
         self._drain()
 
-    def _drain(self) -> None:
-        if self._on_drained is not None and not self.jobs and not self.hanging:
-            on_drained, self._on_drained = self._on_drained, None
-            on_drained()
-
-    def close_segment(self, segment_id: int) -> None:
-        """Close one that is mapped by now."""
-        os.close(self.segments.pop(segment_id))
+    def close_memory(self) -> None:
+        """Unmap all memory as soon as no job touches it, and close what was attached."""
+        for memory in (*self.registrations.values(), *self.staging.values()):
+            memory.close_when_idle(lambda: None)
+        self.registrations.clear()
+        self.staging.clear()
+        self.close_segments()
 
     def close_segments(self) -> None:
         """Close descriptors that were attached and never registered."""
         for fd in self.segments.values():
             os.close(fd)
         self.segments.clear()
+
+    def _drain(self) -> None:
+        if self._on_drained is not None and not self.jobs and not self.hanging:
+            on_drained, self._on_drained = self._on_drained, None
+            on_drained()

@@ -1,4 +1,7 @@
-"""The two ZeroMQ sockets on the event loop: each wake-up reads until empty, then sends what is due."""
+"""The two ZeroMQ sockets on the event loop, and the daemon's own check that they are served.
+
+Each wake-up reads until empty, then sends what is due.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,68 @@ import asyncio
 import ctypes
 import logging
 import os
+from typing import TypeVar
 
 import zmq
 
-from kvoffd.server.admission import guard
+from kvoffd.observe.metrics import render_metrics
+from kvoffd.server.admission import filter_peers
 from kvoffd.server.service import Service
+from kvoffd.server.session import Peer, StandingLifeline
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
 from kvoffd_proto.events import SEQUENCE_BYTES
 from kvoffd_proto.sockets import receive_frames, send_frames
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_PER_TURN = 256
-"""After this many messages the loop gets its turn, so that completions and lifelines are not starved."""
-TURN_S = 0.02
-"""Or after so long: a message can be large."""
+MESSAGES_AT_ONCE = 256
+"""Messages that are read before the loop does other work, so that completions and lifelines are not starved."""
+READ_S = 0.02
+"""Or for how long they are read, in seconds: a message can be large."""
+
+
+PROBE_DEADLINE_S = 2.0
+
+AnswerT = TypeVar("AnswerT", bound=m.AnyReply)
 
 
 class Transport:
     """``jobs.sock`` and ``events.sock`` of one service.
 
-    ZeroMQ's descriptor is edge-triggered: it may stay silent while messages wait, so every turn that sent or left
-    something asks the socket again.
+    ZeroMQ's descriptor is edge-triggered: it may stay silent while messages wait, so the socket is asked again whenever
+    something was sent or left.
     """
 
     def __init__(self, service: Service, directory: DaemonDirectory) -> None:
         self._service = service
+        self._config = service.context.config
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         _seed_routing_ids()
         self._context = zmq.Context(io_threads=1)
         self._jobs = self._context.socket(zmq.ROUTER)
         self._events = self._context.socket(zmq.PUB)
-        self._turn_due = False
+        self._wake_due = False
 
     def open(self) -> None:
         """Bind both sockets. Raises zmq.ZMQError."""
-        buffer = self._service.config.event_buffer_steps
+        buffer = self._config.event_buffer_steps
         for socket in (self._jobs, self._events):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, max(10_000, buffer + 100))
-            guard(socket, self._service.config)
+            filter_peers(socket, self._config)
         # A peer that does not read must not make a reply vanish uncounted.
         self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # Twice our own limit, so that frames a little too long get a reply and only absurd ones cost the connection.
-        self._jobs.setsockopt(zmq.MAXMSGSIZE, 2 * self._service.config.max_frame_bytes)
+        self._jobs.setsockopt(zmq.MAXMSGSIZE, 2 * self._config.max_frame_bytes)
         paths = self._directory.sockets
         self._jobs.bind(f"ipc://{paths.jobs}")
         self._directory.open_to_group(paths.jobs)
         self._events.bind(f"ipc://{paths.events}")
         self._directory.open_to_group(paths.events)
-        self._loop.add_reader(self._jobs.FD, self._turn)
+        self._loop.add_reader(self._jobs.FD, self._read_and_send)
 
     def close(self, linger_ms: int) -> None:
         """Send what is queued, for ``linger_ms`` at most, and close."""
@@ -65,30 +79,30 @@ class Transport:
         self._events.close(linger=linger_ms)
         self._context.term()
 
-    def schedule_turn(self) -> None:
-        """Have a turn soon: something outside the socket changed what is to be sent."""
-        if not self._turn_due and not self._jobs.closed:
-            self._turn_due = True
-            self._loop.call_soon(self._turn)
+    def wake(self) -> None:
+        """Read and send soon: something outside the socket changed what is to be sent."""
+        if not self._wake_due and not self._jobs.closed:
+            self._wake_due = True
+            self._loop.call_soon(self._read_and_send)
 
-    def _turn(self) -> None:
-        self._turn_due = False
+    def _read_and_send(self) -> None:
+        self._wake_due = False
         if self._jobs.closed:
             return
         try:
             read = self._read()
             sent = self.flush()
         except Exception:
-            # The loop that serves engines must outlive whatever went wrong in one turn.
+            # The loop that serves engines must outlive whatever went wrong with one message.
             logger.exception("A turn of the message loop failed.")
             read = sent = True
         if read or sent:
-            self.schedule_turn()
+            self.wake()
 
     def _read(self) -> bool:
-        """Handle up to a turn's worth of messages; True when there was any."""
-        until = self._loop.time() + TURN_S
-        for count in range(MESSAGES_PER_TURN):
+        """Handle up to ``MESSAGES_AT_ONCE`` messages; True when there was any."""
+        until = self._loop.time() + READ_S
+        for count in range(MESSAGES_AT_ONCE):
             if count and self._loop.time() > until:
                 return True
             try:
@@ -125,9 +139,88 @@ class Transport:
         try:
             send_frames(self._jobs, frames)
         except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)
-            self._service.replies_dropped += 1
+            self._service.context.replies_dropped += 1
             return False
         return True
+
+
+class ProbeFailed(Exception):
+    """The message loop did not answer in time."""
+
+
+class SelfProbe:
+    """An admin session of the daemon with itself over ``jobs.sock``."""
+
+    def __init__(self, service: Service, directory: DaemonDirectory) -> None:
+        self._service = service
+        self._directory = directory
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._waiting: dict[int, asyncio.Future[m.AnyReply]] = {}
+        self._last_id = 0
+        self._token = b""
+
+    def open(self) -> None:
+        """Connect and say Hello. Raises zmq.ZMQError."""
+        session = self._service.sessions.open(StandingLifeline(), Peer(0, 0, 0), internal=True)
+        self._token = session.token
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{self._directory.sockets.jobs}")
+        self._loop.add_reader(self._socket.FD, self._read)
+        hello = m.Hello(self._next_id(), self._token, m.PROTOCOL_VERSION, m.Role.ADMIN, "kvoffd's own probe", "")
+        self._socket.send(codec.encode(hello), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket; whoever still waits for an answer is told that there is none."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._socket.FD)
+            self._socket.close(linger=0)
+        self._context.term()
+        for future in self._waiting.values():
+            future.cancel()
+
+    async def health(self) -> m.HealthReply:
+        """Ask for health. Raises ProbeFailed when no answer comes within the deadline."""
+        return await self._ask(m.Health(self._next_id(), self._token))
+
+    async def works(self) -> bool:
+        """Whether the message loop answers at all. Raises ProbeFailed when it does not."""
+        await self.health()
+        return True
+
+    async def metrics(self) -> bytes:
+        """Ask for statistics and render them as Prometheus text. Raises ProbeFailed."""
+        return render_metrics(await self._ask(m.Stats(self._next_id(), self._token)))
+
+    async def _ask(self, request: m.Request[AnswerT]) -> AnswerT:
+        future: asyncio.Future[m.AnyReply] = self._loop.create_future()
+        self._waiting[request.request_id] = future
+        try:
+            self._socket.send(codec.encode(request), zmq.NOBLOCK)
+            self._read()  # sending may have eaten the descriptor's edge
+            reply = await asyncio.wait_for(future, PROBE_DEADLINE_S)
+        except (TimeoutError, zmq.Again) as error:
+            raise ProbeFailed(f"The message loop did not answer within {PROBE_DEADLINE_S:.0f} s.") from error
+        finally:
+            self._waiting.pop(request.request_id, None)
+        if not isinstance(reply, m.answer_type(type(request))):
+            raise ProbeFailed(f"The daemon answered its own {type(request).__name__} with {reply}.")
+        return reply
+
+    def _read(self) -> None:
+        while True:
+            try:
+                reply = codec.decode_reply(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            future = self._waiting.get(reply.request_id)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
 
 def _seed_routing_ids() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
 from typing import cast
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.server.jobs import Job
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session
 from kvoffd.system.mappings import MappedSegment
@@ -98,7 +98,7 @@ class ServiceHarness:
         self.choices = choices
         self.now = 100.0
         self.engine = LazyEngine()
-        self.done: deque[tuple[Job, Outcome]] = deque()
+        self.done: deque[Callable[[], None]] = deque()
         self.pool = make_pool(POOL_BYTES, None)
         config = Config(
             pool_bytes=POOL_BYTES, max_jobs_in_flight=6, max_leases=3, max_keys_per_request=8, max_sessions=6,
@@ -113,7 +113,7 @@ class ServiceHarness:
             self.engine,
             self.pool.address,
             lambda: self.now,
-            lambda job, outcome: self.done.append((job, outcome)),
+            self.done.append,
             self._map,
             rng.randbytes,
         )
@@ -154,7 +154,7 @@ class ServiceHarness:
                     self.send(kind)
             self.finish()
         finally:
-            for session in self.service.sessions.values():
+            for session in self.service.sessions:
                 session.close_segments()
             self.pool.close()
 
@@ -167,7 +167,7 @@ class ServiceHarness:
     def admit(self, role: m.Role, space: bytes, stages: int = 3, rank: int = 0) -> None:
         """A session: said Hello from 1 stage on, in a namespace from 2 on, a worker's memory registered with 3."""
         try:
-            session = self.service.open_session(FakeLifeline(), Peer(1, 1, 1))
+            session = self.service.sessions.open(FakeLifeline(), Peer(1, 1, 1))
         except KvoffdError:
             return
         if stages >= 1:
@@ -175,8 +175,8 @@ class ServiceHarness:
         if stages >= 2 and role is not m.Role.ADMIN:
             self.handle(self.requests.open(session.token, space))
         if stages >= 3 and role is m.Role.WORKER and space in session.namespaces:
-            self.service.attach(session, 0, os.dup(_null()))
-            groups = [[PageRef(0, PAGE)]] * len(self.service.cache.namespace(space).groups)
+            self.service.sessions.attach(session, 0, os.dup(_null()))
+            groups = [[PageRef(0, PAGE)]] * len(self.service.context.cache.namespace(space).groups)
             sound = (MemfdHandle(0, BLOCKS * PAGE), TensorLayout(0, 0, PAGE, BLOCKS))
             register = m.Register(
                 1, session.token, space, NAMES[0], rank % WORLD[space], 1, [sound[0]], [sound[1]], groups
@@ -184,19 +184,19 @@ class ServiceHarness:
             self.handle(register)
 
     def session(self) -> Session:
-        return self.choices.of(list(self.service.sessions.values()))
+        return self.choices.of(list(self.service.sessions))
 
     def hang_up(self) -> None:
         session = self.session()
         cast(FakeLifeline, session.lifeline).open = False
         if self.choices.byte() % 2:  # else the daemon has not noticed yet
             self.ended.append(session.token)
-            self.service.end_session(session, lambda: None)
+            self.service.sessions.end(session, lambda: None)
 
     def attach(self) -> None:
         session, fd = self.session(), os.dup(_null())
         try:
-            self.service.attach(session, self.choices.byte() % 6, fd)
+            self.service.sessions.attach(session, self.choices.byte() % 6, fd)
         except KvoffdError:
             os.close(fd)
 
@@ -206,8 +206,8 @@ class ServiceHarness:
 
     def load(self) -> None:
         """A worker loads what somebody has a lease on."""
-        workers = [session for session in self.service.sessions.values() if session.registrations]
-        leases = list(self.service.cache.leases)
+        workers = [session for session in self.service.sessions if session.registrations]
+        leases = list(self.service.context.cache.leases)
         if workers and leases:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
@@ -216,7 +216,7 @@ class ServiceHarness:
 
     def take_done(self) -> None:
         while self.done:
-            self.service.transfer_done(*self.done.popleft())
+            self.done.popleft()()
         self.service.flush()
 
     # --- messages ----------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ class ServiceHarness:
         self.take_done()
         before, jobs = self.state(), self._jobs()
         service.handle(b"sender", frame)
-        replies = [codec.decode_reply(reply) for _, reply in service.outbox.replies]
-        service.outbox.replies.clear()
+        replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies]
+        service.context.outbox.replies.clear()
         after, accepted = self.state(), self._jobs() > jobs
         service.after_send()
         try:
@@ -263,13 +263,13 @@ class ServiceHarness:
 
     def _jobs(self) -> int:
         """Jobs that were accepted and are not forgotten."""
-        return sum(len(session.jobs) + len(session.completions) for session in self.service.sessions.values())
+        return sum(len(session.jobs) + len(session.completions) for session in self.service.sessions)
 
     def state(self) -> tuple[object, ...]:
-        cache = self.service.cache
+        cache = self.service.context.cache
         sessions = tuple(
             (one.id, one.role, len(one.jobs), one.store_bytes, len(one.completions), *map(len, _held(one)))
-            for one in self.service.sessions.values()
+            for one in self.service.sessions
         )
         leases = tuple((lease.lease_id, lease.deadline) for lease in cache.leases)
         pins = frozenset(cache.blocks.operator_pinned)
@@ -277,22 +277,22 @@ class ServiceHarness:
 
     def finish(self) -> None:
         """All sessions end, all copies come back: nothing is held."""
-        check_invariants(self.service.cache)
-        for session in list(self.service.sessions.values()):
+        check_invariants(self.service.context.cache)
+        for session in list(self.service.sessions):
             cast(FakeLifeline, session.lifeline).open = False
-            self.service.end_session(session, lambda: None)
+            self.service.sessions.end(session, lambda: None)
         while self.engine.queue or self.done:
             self.end_transfer()
         self.now += 1000
         self.service.tick()
-        cache = self.service.cache
+        cache = self.service.context.cache
         check_invariants(cache)
         cache.clear()  # what operators have pinned stays until then
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)
-        assert not self.service.jobs.unfinished
+        assert not self.service.context.runner.unfinished
         assert usage.free_bytes == POOL_BYTES, usage
 
 

@@ -66,7 +66,7 @@ def test_the_runs_reach_what_they_are_about() -> None:
     for number in range(150):
         harness = ServiceHarness(Choices(random.Random(number).randbytes(400)))
         harness.run()
-        errors += harness.service.errors
+        errors += harness.service.context.errors
         ended += harness.engine.ended
     assert ended[Direction.STORE, Outcome.DONE] > 50, ended
     assert ended[Direction.LOAD, Outcome.DONE] > 2, ended
@@ -104,7 +104,7 @@ def keep_descriptors_of_refused_registrations(monkeypatch: pytest.MonkeyPatch) -
         for fd in descriptors.values():
             os.close(fd)
 
-    monkeypatch.setattr("kvoffd.server.requests.memory._give_back", close)
+    monkeypatch.setattr("kvoffd.server.engine_requests._give_back", close)
 
 
 def forget_slots_of_failed_stores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def serve_ended_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def init(service: Service, *arguments: object) -> None:
         original(service, *arguments)  # type: ignore[arg-type]
-        service._by_token = Lasting()  # type: ignore[assignment]
+        service.sessions.by_token = Lasting()  # type: ignore[assignment]
 
     monkeypatch.setattr(Service, "__init__", init)
 

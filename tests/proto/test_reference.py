@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from kvoffd.server.requests.table import HANDLERS
+import kvoffd.server.service  # noqa: F401 - it fills the table of handlers
+from kvoffd.server.context import HANDLERS
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.reference import documented, fields_of, reference

@@ -401,9 +401,7 @@ class Answering:
 
     def __init__(self) -> None:
         self.answered = 0
-
-    def open_session(self, lifeline: object, peer: object, *, internal: bool) -> SimpleNamespace:
-        return SimpleNamespace(role=None)
+        self.sessions = SimpleNamespace(open=lambda lifeline, peer, *, internal: SimpleNamespace(role=None))
 
     def answer(self, session: object, frame: bytes) -> bytes:
         self.answered += 1

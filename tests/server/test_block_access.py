@@ -1,18 +1,20 @@
-"""What a put asks of the cache, without a daemon."""
+"""What writing a block asks of the cache, without a daemon."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 from support.invariants import check_invariants
 
+from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.block_access import BlockWrite, PutRunner
+from kvoffd.server.block_access import BlockWriter
 from kvoffd.server.engine_memory import MemoryMapper
+from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd.system.mappings import map_memfd
-from kvoffd.transfer.engine import Outcome
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
@@ -29,17 +31,20 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     assert engine.close(10)  # so that it cancels what it is given
     ended: list[bytes | KvoffdError] = []
 
-    def post(put: BlockWrite, outcome: Outcome) -> None:
-        runner.transfer_done(put, outcome)
+    def call(what: Callable[[], None]) -> None:
+        what()
 
-    runner = PutRunner(rig.cache, MemoryMapper(engine, map_memfd, None), 0, rig.clock, 10.0, post)
+    runner = JobRunner(rig.cache, rig.clock, 10.0, call)
+    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, None), 0, rig.clock, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)
         shards = [[PutShard(0, b"\x01" * 8)] * 2]
         request = PutBlocks(1, session.token, space.fingerprint, 1, memory.size_bytes, 0, keys_of(2), shards)
-        runner.put(session, space, request, 8, ended.append)
-        runner.end_session(session)
+        writer.write(session, space, request, ended.append)
+        session.close_memory()
+    assert not session.jobs
+    assert not runner.unfinished
     (error,) = ended
     assert isinstance(error, KvoffdError)
     assert error.code is ErrorCode.CANCELLED

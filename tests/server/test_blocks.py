@@ -21,7 +21,7 @@ from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.operators import BlockAccess
+from kvoffd.server.block_access import BlockAccess
 from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd_client import SharedMemory
 from kvoffd_proto import blocks as b

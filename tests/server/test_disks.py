@@ -14,8 +14,8 @@ from support.waiting import wait_until
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks, State
-from kvoffd.server.requests.admin import clear
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats

@@ -7,15 +7,17 @@ from typing import Any, cast
 
 from support.cache_harness import CacheHarness, keys_of
 
-from kvoffd.server.jobs import Job, JobRunner
+from kvoffd.config import Config
+from kvoffd.server.engine_jobs import EngineJobs, StoreJob
+from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog
-from kvoffd.transfer.engine import Direction, Outcome
+from kvoffd.transfer.engine import Outcome
 from kvoffd_proto.errors import ErrorCode
 
 WRITING, READY, ABSENT = 1, 2, 0
 
 
-def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> Job:
+def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJob:
     """A store of an engine's that was accepted, and whose copy hangs."""
     namespace = rig.cache.namespaces[0]
     session = SimpleNamespace(
@@ -27,14 +29,15 @@ def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> Job:
         copy_came_back=lambda job: None,
     )
     registration = SimpleNamespace(namespace=namespace, job_ended=lambda: None)
-    job = Job(1, cast(Any, session), cast(Any, registration), Direction.STORE, rig.clock())
+    owner = EngineJobs(Config(), rig.cache, 0, rig.clock, runner)
+    job = StoreJob(1, cast(Any, session), cast(Any, registration), rig.clock(), owner)
     job.store_tickets.append(rig.cache.begin_store(namespace, 0, 0, keys))
     runner._running[job] = None
     return job
 
 
 def runner_of(rig: CacheHarness) -> JobRunner:
-    return JobRunner(rig.cache, 0, rig.clock, 30.0, lambda job, outcome: None)
+    return JobRunner(rig.cache, rig.clock, 30.0, lambda call: None)
 
 
 def test_its_keys_are_free_for_others_and_its_slots_are_not() -> None:

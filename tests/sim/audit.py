@@ -94,14 +94,14 @@ class Audit:
 
     def check_jobs(self) -> None:
         """After a flush: the jobs without a completion are those that run."""
-        running = {(job.session.id, job.id) for job in self._service.jobs._running if not job.answered}
+        running = {(job.session.id, job.id) for job in self._service.context.runner._running if not job.answered}
         if running != self.unfinished:
             lost, unknown = self.unfinished - running, running - self.unfinished
             raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")
 
     def check_events(self, disk: SimDisk | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk."""
-        for namespace in self._service.cache.namespaces:
+        for namespace in self._service.context.cache.namespaces:
             if self.folded(namespace.fingerprint) != readable_in(self._service, namespace.fingerprint):
                 raise Broken("folding the KV events does not give the index")
             if disk is not None and not disk.tier.has_news:
@@ -116,17 +116,17 @@ class Audit:
     def check_cache(self) -> None:
         """The cache's own audit."""
         try:
-            check_invariants(self._service.cache)
+            check_invariants(self._service.context.cache)
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
     """What the daemon's index says can be read."""
-    namespace = service.cache.namespace(fingerprint)
+    namespace = service.context.cache.namespace(fingerprint)
     return {
         (group, key)
-        for group, index in enumerate(service.cache.blocks.index[namespace])
+        for group, index in enumerate(service.context.cache.blocks.index[namespace])
         for key, block in index.items()
         if block.state is BlockState.READY
     }

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
+from kvoffd.cache.cache import PoolUsage
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.disks import Disks
-from kvoffd.server.jobs import Job
-from kvoffd.server.session import Peer
+from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd_proto import codec, lifeline
@@ -108,6 +108,9 @@ class SimDaemon:
             self._map_segment,
             self._rng.randbytes,
         )
+        runner = self.service.context.runner
+        self._transfer_done = runner.transfer_done
+        runner.transfer_done = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disk(life)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
@@ -130,7 +133,7 @@ class SimDaemon:
         tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng, size_bytes)
         tier.draining = self._world.faults.calm
         disk = SimDisk(self.service, tier, self.clock, rng)
-        self.service.disks = cast(Disks, disk)
+        self.service.context.disks = cast(Disks, disk)
         tier.on_turn = self._schedule_flush
         return disk
 
@@ -139,7 +142,7 @@ class SimDaemon:
     def accept(self, stream: Lifeline) -> None:
         """A client has connected."""
         try:
-            session = self.service.open_session(stream, Peer(1, 1, 1))
+            session = self.service.sessions.open(stream, Peer(1, 1, 1))
         except KvoffdError as refusal:
             stream.to_client.send(lifeline.Refused(refusal.code, refusal.message))
             stream.close()
@@ -148,7 +151,9 @@ class SimDaemon:
         self._session_of_token[session.token] = session.id
         self.lifelines.append(stream)
         self._streams = [one for one in self._streams if one.server_open] + [stream]
-        stream.to_client.send(lifeline.Greeting(PROTOCOL_VERSION, self.service.epoch, session.id, session.token))
+        stream.to_client.send(
+            lifeline.Greeting(PROTOCOL_VERSION, self.service.context.epoch, session.id, session.token)
+        )
 
     def lifeline_frame(self, stream: Lifeline, frame: tuple[lifeline.Attach, Segment] | None) -> None:
         """A frame or the end of a lifeline was read."""
@@ -161,7 +166,7 @@ class SimDaemon:
         message, segment = frame
         fd = self.descriptors.make(segment)
         try:
-            self.service.attach(session, message.segment_id, fd)
+            self.service.sessions.attach(session, message.segment_id, fd)
         except KvoffdError as refusal:
             os.close(fd)
             stream.to_client.send(lifeline.AttachRefused(message.segment_id, refusal.code, refusal.message))
@@ -179,7 +184,7 @@ class SimDaemon:
                 raise Broken("a session was let go of while it had jobs")
             stream.close()
 
-        self.service.end_session(session, drained)
+        self.service.sessions.end(session, drained)
         self._schedule_flush()
 
     # --- the jobs socket, as Transport does it ------------------------------------------------------
@@ -199,17 +204,25 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CodecError:
             request = None
-        before = service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
-        sent = len(service.outbox.replies)
+        before = (
+            service.context.cache.pool_usage(),
+            len(service.context.cache.leases),
+            service.context.runner.unfinished,
+        )
+        sent = len(service.context.outbox.replies)
         service.handle(dealer.name, frame)
-        replies = [codec.decode_reply(reply) for _, reply in service.outbox.replies[sent:]]
+        replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
         )
         if self._world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
         if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
-            after = service.cache.pool_usage(), len(service.cache.leases), service.jobs.unfinished
+            after = (
+                service.context.cache.pool_usage(),
+                len(service.context.cache.leases),
+                service.context.runner.unfinished,
+            )
             if before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
@@ -227,6 +240,11 @@ class SimDaemon:
         elif not isinstance(request, m.Unregister):
             raise Broken(f"no reply to a {type(request).__name__}")
 
+    def _holdings(self) -> tuple[PoolUsage, int, int]:
+        """What a refused request must leave as it is."""
+        context = self.service.context
+        return context.cache.pool_usage(), len(context.cache.leases), context.runner.unfinished
+
     def flush(self) -> None:
         """Send what is due: publications before replies."""
         if self.torn is not None:
@@ -243,7 +261,7 @@ class SimDaemon:
             for message in messages:
                 self._dealers[sender].reply((b"", *message))
         self.service.after_send()
-        if self.service.publisher.has_news:  # what came up from disk took others' place
+        if self.service.context.publisher.has_news:  # what came up from disk took others' place
             self._schedule_flush()
         else:
             self.check()
@@ -264,18 +282,18 @@ class SimDaemon:
 
     # --- copies and time ---------------------------------------------------------------------------
 
-    def _post(self, job: Job, outcome: Outcome) -> None:
+    def _post(self, call: Callable[[], None]) -> None:
         delay = self._rng.uniform(0.0, 0.0005)
         if self._world.faults.hit("slow_post"):
             delay = self._rng.uniform(0.005, 0.1)
-        self.process.after(delay, lambda: self._finished(job, outcome))
+        self.process.after(delay, call)
 
     def _finished(self, job: Job, outcome: Outcome) -> None:
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
         commits = self.pool.commits
         self.clock.note(f"finished {job.session.id}/{job.id} {job.session.name} {outcome.value}")
-        self.service.transfer_done(job, outcome)
+        self._transfer_done(job, outcome)
         if job.direction is Direction.STORE and self.pool.commits > commits:
             if not held:
                 raise Broken("a store was committed although its client had closed the lifeline")
@@ -291,7 +309,7 @@ class SimDaemon:
 
     def _tick(self) -> None:
         self.service.tick()
-        if self.service.memory.stuck:
+        if self.service.context.memory.stuck:
             self.clock.note("daemon ends itself: a copy hangs")
             self._world.faults.counts["gave_up"] += 1
             self.die()
@@ -305,7 +323,7 @@ class SimDaemon:
 
     def evict_all(self) -> None:
         """Evict every block that may be evicted."""
-        cache = self.service.cache
+        cache = self.service.context.cache
         cache.pool_usage()  # enters the pins of the last lookup
         blocks = [block for block in cache.policy.candidates() if not block.pins]
         cache.blocks.evict(blocks)
@@ -324,7 +342,7 @@ class SimDaemon:
         """Every account."""
         self.audit.check_cache()
         self.audit.check_events(self.disk)
-        in_use = {segment for session in self.service.sessions.values() for segment in session.segments.values()}
+        in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
         if len(in_use) > len(self.service.sessions) * self.config.max_segments:
             raise Broken("more descriptors than segments are allowed")
 
@@ -332,10 +350,10 @@ class SimDaemon:
         """When no session and no job is left."""
         self.flush()
         self.check_all()
-        usage = self.service.cache.pool_usage()
-        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.cache.leases):
+        usage = self.service.context.cache.pool_usage()
+        if usage.pinned_bytes or usage.leaving_bytes or len(self.service.context.cache.leases):
             raise Broken(f"no session is left but something is held: {usage}")
-        if self.service.jobs.unfinished or not self.engine.idle:
+        if self.service.context.runner.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
         if self.space.mapped_segments():
             raise Broken("no session is left but engine memory is mapped")
@@ -345,15 +363,15 @@ class SimDaemon:
     def stop(self) -> None:
         """SIGTERM: as ``Daemon._shut_down``."""
         self.clock.note("daemon stops")
-        self.service.stopping = True
+        self.service.sessions.stopping = True
         deadline = self.clock.now + self.config.shutdown_deadline_s
 
         def wait_for_jobs() -> None:
-            if self.service.jobs.unfinished and self.clock.now < deadline:
+            if self.service.context.runner.unfinished and self.clock.now < deadline:
                 self.process.after(0.01, wait_for_jobs)
                 return
-            if self.service.jobs.unfinished:
-                self.service.jobs.abandon_all()
+            if self.service.context.runner.unfinished:
+                self.service.context.runner.abandon_all()
             self.process.after(0.2, self._exit)
 
         wait_for_jobs()
@@ -379,7 +397,7 @@ class SimDaemon:
             self.disk.tier.crash()
         for stream in self._streams:
             stream.close()
-        for session in self.service.sessions.values():
+        for session in self.service.sessions:
             session.close_segments()
         self._verify_table()
         self.pool.verify_ready()
@@ -394,7 +412,7 @@ class SimDaemon:
         """By namespace, what can be read."""
         index = {
             namespace.fingerprint: readable_in(self.service, namespace.fingerprint)
-            for namespace in self.service.cache.namespaces
+            for namespace in self.service.context.cache.namespaces
         }
         return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
 

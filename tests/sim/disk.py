@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.namespace import BlockState
+from kvoffd.server.disks import Disk
 from kvoffd.server.service import Service
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
@@ -121,8 +122,10 @@ class SimTier(MemoryTier):
         name = job.block.id
         if not job.reading:
             return
-        namespace = service.cache.find_namespace(name.fingerprint)
-        block = service.cache.blocks.index[namespace][name.group].get(name.key) if namespace is not None else None
+        namespace = service.context.cache.find_namespace(name.fingerprint)
+        block = (
+            service.context.cache.blocks.index[namespace][name.group].get(name.key) if namespace is not None else None
+        )
         if block is not None and block.state is BlockState.READY and block.shards[0].offset == job.offsets[0]:
             raise Broken("a block that was dropped while it came up is served")
 
@@ -148,19 +151,19 @@ class SimDisk:
             deadline_s=rng.choice((0.4, 1.5)),
             per_second_bytes=rng.choice((0, 2**20)),
         )
-        self.tiering = TieringManager(service.cache, tier, service.publisher, clock, settings)
+        self.tiering = TieringManager(service.context.cache, tier, service.context.publisher, clock, settings)
         tier.listener = self.tiering
         tier.service = service
-        service.cache.attach(self.tiering)
+        service.context.cache.attach(self.tiering)
         self._service = service
 
     def tick(self) -> None:
         """As Disks."""
         self.tiering.tick()
 
-    def report(self) -> list[m.DiskStats]:
+    def __iter__(self) -> Iterator[Disk]:
         """As Disks."""
-        return []
+        return iter(())
 
     def namespace_reset(self, fingerprint: bytes) -> None:
         """As Disks: here no directory comes or goes."""
@@ -171,7 +174,7 @@ class SimDisk:
     def handled(self, request: m.AnyRequest) -> None:
         """A request was answered well."""
         if isinstance(request, m.Invalidate):
-            size = self._service.cache.namespace(request.namespace).key_bytes
+            size = self._service.context.cache.namespace(request.namespace).key_bytes
             names = {
                 TierKey(request.namespace, part.group, part.keys[at : at + size])
                 for part in request.groups
@@ -183,7 +186,7 @@ class SimDisk:
 
     def readable(self, fingerprint: bytes) -> Readable:
         """What events must have told of by now."""
-        namespace, unpublished = self._service.cache.namespace(fingerprint), self.tiering._unpublished
+        namespace, unpublished = self._service.context.cache.namespace(fingerprint), self.tiering._unpublished
         return {
             (name.group, name.key)
             for name in self.tier.device.blocks

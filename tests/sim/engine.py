@@ -203,14 +203,14 @@ class Engine:
             return f"{self.name} has {len(self._active)} requests, {self.waiting} wait"
         service = self.world.daemon.service
         sessions = [session, *[rank.session for rank in self.ranks]]
-        if not all(one.usable and one.epoch == service.epoch for one in sessions):
+        if not all(one.usable and one.epoch == service.context.epoch for one in sessions):
             return f"{self.name} is not connected: {session.problem} {[rank.session.problem for rank in self.ranks]}"
         if session.live_leases or any(rank.session.jobs for rank in self.ranks):
             return f"{self.name} has {session.live_leases} leases and jobs {[len(r.session.jobs) for r in self.ranks]}"
         events = session.events
         assert events is not None
-        if events.next_sequence < service.publisher.sequence:
-            return f"{self.name} has seen {events.next_sequence} of {service.publisher.sequence} event messages"
+        if events.next_sequence < service.context.publisher.sequence:
+            return f"{self.name} has seen {events.next_sequence} of {service.context.publisher.sequence} event messages"
         if not events.lost and self.readable != self.world.daemon.audit.folded(self.content.spec.fingerprint):
             raise Broken(f"{self.name} folded the KV events to something else than what was published")
         return None

@@ -15,13 +15,13 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
 from kvoffd.pool.scan import scan_table
-from kvoffd.server.jobs import Job
+from kvoffd.server.engine_memory import Post
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import Outcome, TransferEngine
+from kvoffd.transfer.engine import TransferEngine
 from kvoffd_client import ClientOptions, Registration
 from kvoffd_client.admin_client import AdminSession
 from kvoffd_client.client_options import Identity
@@ -105,7 +105,7 @@ def make_service(
     engine: TransferEngine,
     pool_address: int,
     clock: Callable[[], float],
-    post: Callable[[Job, Outcome], None],
+    post: Post,
     map_segment: Callable[[int, int], MappedSegment],
     random_bytes: Callable[[int], bytes],
 ) -> Service:

@@ -125,8 +125,8 @@ PLANTED = (
     ),
     Planted(
         "commit what failed half-way",
-        "kvoffd.server.jobs",
-        "JobRunner.transfer_done",
+        "kvoffd.server.engine_jobs",
+        "StoreJob.end",
         "done = outcome is Outcome.DONE",
         "done = outcome is not Outcome.CANCELLED",
     ),
@@ -139,8 +139,8 @@ PLANTED = (
     ),
     Planted(
         "wrong slot offset",
-        "kvoffd.server.jobs",
-        "JobRunner._plan",
+        "kvoffd.server.engine_jobs",
+        "EngineJobs._plan",
         "np.uint64(self._pool_address)",
         "np.uint64(self._pool_address + 8 * (keys > 2))",
     ),
@@ -167,8 +167,8 @@ PLANTED = (
     ),
     Planted(
         "unmapped too early",
-        "kvoffd.server.registration",
-        "Registration._close_if_idle",
+        "kvoffd.server.session",
+        "ClientMemory._close_if_idle",
         "if not self.closing or self.jobs:",
         "if not self.closing:",
     ),
@@ -183,8 +183,8 @@ PLANTED = (
         "any token will do",
         "kvoffd.server.service",
         "Service._answer",
-        "self._by_token.get(request.token)",
-        "self._by_token.get(request.token) or next(iter(self.sessions.values()), None)",
+        "self.sessions.by_token.get(request.token)",
+        "self.sessions.by_token.get(request.token) or next(iter(self.sessions), None)",
     ),
     Planted(
         "a copy that hangs is not noticed",

@@ -164,16 +164,16 @@ class World:
 
     def _why_not_idle(self) -> str | None:
         daemon = self.daemon
-        if not daemon.process.alive or daemon.service.stopping:
+        if not daemon.process.alive or daemon.service.sessions.stopping:
             return "the daemon is down"
-        if daemon.service.jobs.unfinished:
-            return f"{daemon.service.jobs.unfinished} jobs run"
+        if daemon.service.context.runner.unfinished:
+            return f"{daemon.service.context.runner.unfinished} jobs run"
         for engine in self.engines:
             if engine.ended:
                 return f"{engine.name} is not replaced yet"
             if reason := engine.why_not_idle():
                 return reason
-        usage = daemon.service.cache.pool_usage()
+        usage = daemon.service.context.cache.pool_usage()
         if usage.pinned_bytes or usage.leaving_bytes or usage.writing_bytes:
             return f"something is held for nobody: {usage}"
         return None
@@ -226,7 +226,7 @@ class World:
             self.daemon.die()
 
     def _daemon_stop(self) -> None:
-        if self.daemon.process.alive and not self.daemon.service.stopping:
+        if self.daemon.process.alive and not self.daemon.service.sessions.stopping:
             self.daemon.process.run(self.daemon.stop)
 
     def _lost_pool(self) -> None:

@@ -1,0 +1,226 @@
+"""Requests of administrators: what the daemon tells of itself, its disks, and single blocks."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.server.context import Context, answers
+from kvoffd.server.disks import Disks
+from kvoffd.server.engine_requests import find_or_open
+from kvoffd.server.report import Reporter
+from kvoffd.server.session import Session
+from kvoffd.settings import MIN_DISK_BYTES, DiskSize
+from kvoffd_proto import blocks as b
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import format_size
+
+logger = logging.getLogger(__name__)
+
+
+@answers(m.Stats)
+def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
+    """All counters."""
+    return Reporter(context).stats(message.request_id)
+
+
+@answers(m.Health)
+def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
+    """Whether the daemon works."""
+    return Reporter(context).health(message.request_id)
+
+
+@answers(m.Sessions)
+def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
+    """The open sessions."""
+    return Reporter(context).sessions(message.request_id)
+
+
+@answers(m.Namespaces)
+def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
+    """The open namespaces."""
+    return Reporter(context).namespaces(message.request_id)
+
+
+@answers(m.Clear)
+def clear(context: Context, session: Session, message: m.Clear) -> m.Done:
+    """Drop the blocks of one namespace, or of all."""
+    cache = context.cache
+    count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
+    if message.namespace is None and context.tiering is not None:
+        count += context.tiering.forget_unopened()
+    if context.disks is not None:
+        context.disks.cleared(message.namespace)
+    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+    return m.Done(message.request_id, context.epoch, count)
+
+
+@answers(m.Scrub)
+def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
+    """Begin to compare every readable block with its checksum, or tell how far that is."""
+    if message.start:
+        context.scrubber.start()
+    return context.scrubber.report(message.request_id, context.epoch)
+
+
+# --- directories of the disk tier ----------------------------------------------------------------
+
+
+@answers(m.AttachDisk)
+def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.Done:
+    """Begin to use a directory."""
+    disks = _disks(context, session)
+    context.sessions.check_not_stopping()
+    if not os.path.isabs(message.directory) or "\0" in message.directory:
+        raise KvoffdError(f"{message.directory!r} is no absolute path; name the directory by one.", ErrorCode.MALFORMED)
+    if message.size_bytes < MIN_DISK_BYTES:
+        raise KvoffdError(
+            f"{format_size(message.size_bytes)} are too little for a disk tier; give it {format_size(MIN_DISK_BYTES)} "
+            "or more.",
+            ErrorCode.MALFORMED,
+        )
+    disks.attach(DiskSize(os.path.normpath(message.directory), message.size_bytes))
+    return m.Done(message.request_id, context.epoch, 1)
+
+
+@answers(m.DrainDisk)
+def drain_disk(context: Context, session: Session, message: m.DrainDisk) -> m.Done:
+    """Write nothing to a directory any more."""
+    _disks(context, session).drain(os.path.normpath(message.directory))
+    return m.Done(message.request_id, context.epoch, 1)
+
+
+@answers(m.DetachDisk)
+def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> m.Done:
+    """Give a directory up."""
+    _disks(context, session).detach(os.path.normpath(message.directory))
+    return m.Done(message.request_id, context.epoch, 1)
+
+
+def _disks(context: Context, session: Session) -> Disks:
+    """The disks, for whom it is: the daemon makes files in any directory that its user may write to."""
+    if session.peer.key or session.peer.uid not in (0, os.geteuid()):
+        raise KvoffdError(
+            f"Disks are for root and the daemon's own user (uid {os.geteuid()}) on this machine; {session.peer} may "
+            "only look at them.",
+            ErrorCode.FORBIDDEN,
+        )
+    if context.disks is None:
+        raise KvoffdError("This daemon has no disk tier.", ErrorCode.UNSUPPORTED)
+    return context.disks
+
+
+# --- single blocks -------------------------------------------------------------------------------
+
+
+@answers(b.DescribeNamespace)
+def describe_namespace(context: Context, session: Session, message: b.DescribeNamespace) -> b.NamespaceDescribed:
+    """What the blocks of a namespace are made of."""
+    namespace = context.cache.namespace(message.namespace)
+    ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
+    return b.NamespaceDescribed(
+        message.request_id,
+        context.epoch,
+        namespace.label,
+        namespace.world_size,
+        namespace.key_bytes,
+        list(namespace.groups),
+        namespace.description,
+        [None if shards is None else list(shards) for shards in ranks],
+    )
+
+
+@answers(b.RestoreNamespace)
+def restore_namespace(context: Context, session: Session, message: b.RestoreNamespace) -> m.NamespaceOpened:
+    """Open a namespace as an import needs it: all ranks' shards fixed."""
+    context.sessions.check_not_stopping()
+    context.block_access.admit(session, write=True)
+    if len(message.shards) != message.world_size:
+        raise BadGeometry(
+            f"Shards of {len(message.shards)} ranks are described, of a world of {message.world_size}; describe all."
+        )
+    sizes = [[b.shard_bytes_of(shard) for shard in shards] for shards in message.shards]
+    for nbytes in {size for by_group in sizes for size in by_group}:
+        context.cache.slots.slot_bytes(max(nbytes, 1))
+    for by_group in sizes:
+        if len(by_group) != len(message.groups):
+            raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace {len(message.groups)}.")
+    known = {namespace.fingerprint: namespace for namespace in context.cache.namespaces}.get(message.namespace)
+    if known is not None:
+        known.check_same(message.world_size, message.key_bytes, message.groups)
+        for rank, by_group in enumerate(sizes):
+            known.check_shard_bytes(rank, by_group)
+    namespace, created = find_or_open(context, message)
+    for rank, by_group in enumerate(sizes):
+        context.cache.set_shard_bytes(namespace, rank, by_group, message.shards[rank])
+    return m.NamespaceOpened(message.request_id, context.epoch, created)
+
+
+@answers(b.ListBlocks)
+def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
+    """One page of a listing."""
+    context.block_access.admit(session, write=False)
+    namespace = context.cache.namespace(message.namespace)
+    pins = context.cache.blocks.operator_pinned
+    blocks, following, total = context.block_access.page(
+        session, namespace, message.group, message.prefix, message.pinned, message.position, message.limit
+    )
+    infos = [b.BlockInfo(block.key, block.state, block.slot_bytes, block.pins, block in pins) for block in blocks]
+    return b.BlocksListed(message.request_id, context.epoch, infos, following, total)
+
+
+@answers(b.GetBlocks)
+def get_blocks(context: Context, session: Session, message: b.GetBlocks) -> b.BlocksGot:
+    """Pin blocks and tell where they lie."""
+    context.block_access.admit(session, write=False)
+    session.check_lease(message.lease_id)
+    namespace = context.cache.namespace(message.namespace)
+    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
+    context.check_lease_count(session)
+    found = context.cache.lease_blocks(namespace, message.lease_id, session.id, message.group, message.keys)
+    shards = [None if block is None else _shards_of(namespace, block) for block in found]
+    got = sum(block is not None for block in found)
+    context.block_access.got_blocks += got
+    ttl_ms = round(context.config.lease_ttl_s * 1000) if got else 0
+    return b.BlocksGot(message.request_id, context.epoch, shards, ttl_ms)
+
+
+@answers(b.PutBlocks)
+def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None:
+    """Copy blocks into the pool; the reply follows once that is done."""
+    context.sessions.check_not_stopping()
+    context.block_access.admit(session, write=True)
+    namespace = context.cache.namespace(message.namespace)
+    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
+    answer = context.answer_later(message.request_id)
+
+    def ended(result: bytes | KvoffdError) -> None:
+        answer(b.BlocksPut(message.request_id, context.epoch, result) if isinstance(result, bytes) else result)
+
+    context.block_writer.write(session, namespace, message, ended)
+
+
+@answers(b.PinBlocks)
+def pin_blocks(context: Context, session: Session, message: b.PinBlocks) -> m.Done:
+    """Keep blocks from eviction, or no more."""
+    context.block_access.admit(session, write=True)
+    cache = context.cache
+    namespace = cache.namespace(message.namespace)
+    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
+    count = (cache.pin if message.pin else cache.unpin)(namespace, message.group, message.keys)
+    verb = "pinned" if message.pin else "unpinned"
+    logger.info("Session %d (uid %d) %s %d blocks.", session.id, session.peer.uid, verb, count)
+    return m.Done(message.request_id, context.epoch, count)
+
+
+def _shards_of(namespace: Namespace, block: Block) -> list[b.HeldShard]:
+    shards = []
+    for rank in range(namespace.world_size):
+        shard, sizes = block.shards[rank], namespace.shard_bytes(rank)
+        assert sizes is not None, "a written shard has a size"
+        checksum = shard.checksum.to_bytes(b.CHECKSUM_BYTES, "big")
+        shards.append(b.HeldShard(shard.offset, sizes[block.group], checksum, shard.first_block))
+    return shards

@@ -1,0 +1,144 @@
+"""What requests and reports work on, and which function answers which request."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar, cast
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.observe.meters import LatencyRecorder, RateMeter
+from kvoffd.server.admission import Sessions
+from kvoffd.server.block_access import BlockAccess, BlockWriter
+from kvoffd.server.disks import Disks
+from kvoffd.server.engine_jobs import EngineJobs
+from kvoffd.server.engine_memory import MemoryMapper
+from kvoffd.server.jobs import JobRunner
+from kvoffd.server.publisher import EventPublisher, Frames
+from kvoffd.server.scrubber import Scrubber
+from kvoffd.server.session import Session
+from kvoffd.tiering.manager import TieringManager
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Outbox:
+    """What is to be sent: replies as (sender, frame), publications as frames of ``events.sock``."""
+
+    replies: list[tuple[bytes, bytes]] = field(default_factory=list)
+    event_replays: list[tuple[bytes, list[Frames]]] = field(default_factory=list)
+    publications: list[Frames] = field(default_factory=list)
+
+
+@dataclass
+class Context:
+    """The parts of one daemon, what it is about to send, and what it counts. In the service's thread."""
+
+    config: Config
+    clock: Callable[[], float]
+    started_at: float
+    cache: BlockCache
+    publisher: EventPublisher
+    memory: MemoryMapper
+    sessions: Sessions
+    runner: JobRunner
+    jobs: EngineJobs
+    block_access: BlockAccess
+    block_writer: BlockWriter
+    scrubber: Scrubber
+    table_bytes: int
+    disks: Disks | None
+    """The tiers below the pool, where there may be any."""
+    outbox: Outbox = field(default_factory=Outbox)
+    sender: bytes = b""
+    """Who sent the request that is being handled."""
+    lookups: list[tuple[int, float]] = field(default_factory=list)
+    """Lease and seconds of lookups that are to be counted once their replies are out."""
+    errors: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    replies_dropped: int = 0
+    lookup_latency: LatencyRecorder = field(default_factory=LatencyRecorder)
+    lookup_rate: RateMeter = field(default_factory=RateMeter)
+
+    def __post_init__(self) -> None:
+        self.epoch = self.sessions.epoch
+
+    @property
+    def tiering(self) -> TieringManager | None:
+        """What looks after the tiers below the pool; None while there is no tier."""
+        return self.disks.tiering if self.disks is not None else None
+
+    def reply(self, sender: bytes, reply: m.AnyReply) -> None:
+        """Send a reply with the next flush."""
+        self.outbox.replies.append((sender, codec.encode(reply)))
+
+    def answer_later(self, request_id: int) -> Callable[[m.AnyReply | Exception], None]:
+        """What sends the reply, or the refusal, to the request that is being handled, once that is known."""
+        sender = self.sender
+
+        def answer(result: m.AnyReply | Exception) -> None:
+            self.reply(sender, self.refusal(request_id, result) if isinstance(result, Exception) else result)
+
+        return answer
+
+    def refusal(self, request_id: int, error: Exception) -> m.Error:
+        """The reply to a request that raised ``error``, which is counted."""
+        if isinstance(error, KvoffdError):
+            code, sentence = error.code, error.message
+        else:
+            logger.error("A request failed inside the daemon.", exc_info=error)
+            code, sentence = ErrorCode.INTERNAL, ErrorCode.INTERNAL.sentence
+        self.count_error(code)
+        return m.Error(request_id, self.epoch, code, sentence)
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Count an error reply or a refusal at the lifeline."""
+        self.errors[code.name.lower()] += 1
+
+    def flush_completions(self, session: Session) -> None:
+        """Close the session's open batch of completions and put it out for publication."""
+        if frames := session.completions.flush(self.sessions.credit_of(session)):
+            self.outbox.publications.append(frames)
+
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
+        """Raise KvoffdError when a request names more keys than are allowed."""
+        total = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        if total > self.config.max_keys_per_request:
+            raise KvoffdError(
+                f"{total} keys in one request; {self.config.max_keys_per_request} are allowed.", ErrorCode.TOO_MANY
+            )
+
+    def check_lease_count(self, session: Session) -> None:
+        """Raise KvoffdError when the session holds as many leases as are allowed."""
+        limit = self.config.max_leases
+        if self.cache.leases.count_of(session.id) >= limit:
+            raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
+
+
+RequestT = TypeVar("RequestT", bound=m.AnyRequest)
+Handler: TypeAlias = Callable[[Context, Session, RequestT], m.AnyReply | None]
+"""Answers one kind of request. It returns None where the answer comes later, as that of an accepted job does."""
+
+HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}
+"""How each kind of request is answered."""
+
+
+def answers(kind: type[RequestT]) -> Callable[[Handler[RequestT]], Handler[RequestT]]:
+    """Make the decorated function the handler of requests of this kind."""
+
+    def register(handler: Handler[RequestT]) -> Handler[RequestT]:
+        assert kind not in HANDLERS, kind
+        # It is called with requests of its own kind only, which the type of the table cannot say.
+        HANDLERS[kind] = m.EXCHANGES[kind], cast("Handler[m.AnyRequest]", handler)
+        return handler
+
+    return register

@@ -1,0 +1,322 @@
+"""Requests of engines: their sessions, namespaces and memory, lookups of schedulers, stores and loads of workers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+
+from kvoffd import __version__
+from kvoffd.cache.namespace import Namespace
+from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.server.admission import may_administer
+from kvoffd.server.context import Context, answers
+from kvoffd.server.engine_memory import EngineMemory, segment_ids
+from kvoffd.server.session import Registration, Session
+from kvoffd.transfer.plan import build_layouts
+from kvoffd_proto import messages as m
+from kvoffd_proto.blocks import PageSpec, RestoreNamespace, ShardSpec
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import Handle
+
+logger = logging.getLogger(__name__)
+
+MAX_PAGES = 65536
+"""Pages in all groups of a registration together: each costs the event loop some microseconds."""
+_PENDING = bytes([m.PENDING])
+
+
+# --- session -------------------------------------------------------------------------------------
+
+
+@answers(m.Hello)
+def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
+    """Open the session. Saying it twice with the same role is harmless."""
+    if message.protocol_version != m.PROTOCOL_VERSION:
+        raise KvoffdError(
+            f"The client speaks protocol {message.protocol_version}, this daemon (kvoffd {__version__}) speaks "
+            f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+            ErrorCode.BAD_VERSION,
+        )
+    config = context.config
+    if session.role is not None and session.role != message.role:
+        raise KvoffdError(f"The session said Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
+    if message.role is m.Role.ADMIN and not session.internal and not may_administer(session.peer, config):
+        raise KvoffdError(
+            f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
+        )
+    if session.role is None and not session.internal:
+        logger.info(
+            "Session %d: %s %s (%s), pid %d.",
+            session.id,
+            message.role,
+            message.name,
+            message.software,
+            session.peer.pid,
+        )
+    session.role, session.name, session.software = message.role, message.name, message.software
+    limits = m.Limits(
+        config.max_frame_bytes,
+        config.max_keys_per_request,
+        config.max_jobs_in_flight,
+        config.max_leases,
+        config.max_registrations,
+        config.max_segments,
+    )
+    return m.Welcome(
+        message.request_id,
+        context.epoch,
+        session.id,
+        __version__,
+        [*context.memory.kinds, "kv_events"],
+        limits,
+        context.sessions.credit_of(session),
+        round(config.lease_ttl_s * 1000),
+        round(config.heartbeat_interval_s * 1000),
+        round(config.job_deadline_s * 1000),
+    )
+
+
+@answers(m.Heartbeat)
+def heartbeat(context: Context, session: Session, message: m.Heartbeat) -> m.HeartbeatReply:
+    """Forget acknowledged completions, renew leases."""
+    session.completions.acknowledge(message.acknowledged)
+    ended = context.cache.renew(session.id, message.renew)
+    credit_bytes = context.sessions.credit_of(session)
+    return m.HeartbeatReply(message.request_id, context.epoch, session.completions.sequence, credit_bytes, ended)
+
+
+@answers(m.Replay)
+def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayReply:
+    """Give out the completions that were not acknowledged, and the jobs that have none yet."""
+    session.completions.acknowledge(message.after)
+    # A job that ended but whose batch is still open must be in one of the two lists.
+    context.flush_completions(session)
+    return m.ReplayReply(message.request_id, context.epoch, session.completions.replay(), list(session.jobs))
+
+
+# --- namespaces and memory -----------------------------------------------------------------------
+
+
+@answers(m.OpenNamespace)
+def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
+    """Open a namespace or join it."""
+    context.sessions.check_not_stopping()
+    _, created = find_or_open(context, message)
+    session.namespaces.add(message.namespace)
+    return m.NamespaceOpened(message.request_id, context.epoch, created)
+
+
+def find_or_open(context: Context, message: m.OpenNamespace | RestoreNamespace) -> tuple[Namespace, bool]:
+    """The namespace a message describes, and whether it is new. Raises KvoffdError."""
+    limit = context.config.max_namespaces
+    known = {namespace.fingerprint for namespace in context.cache.namespaces}
+    if message.namespace not in known and len(known) >= limit:
+        raise KvoffdError(f"{limit} namespaces are open, the limit; raise max_namespaces.", ErrorCode.TOO_MANY)
+    namespace, created = context.cache.open_namespace(
+        message.namespace,
+        message.label,
+        message.world_size,
+        message.key_bytes,
+        message.groups,
+        message.description,
+    )
+    if created:
+        # A subscriber that knew an earlier life of the daemon must forget what it believed.
+        context.publisher.cleared(namespace)
+        if context.tiering is not None:
+            context.tiering.namespace_opened(namespace)
+    return namespace, created
+
+
+@answers(m.Register)
+def register(context: Context, session: Session, message: m.Register) -> None:
+    """Map a worker's memory; the reply follows once that is done.
+
+    Takes the attached descriptors over when all of it is sound, none of them otherwise.
+    """
+    context.sessions.check_not_stopping()
+    session.check_namespace(message.namespace)
+    namespace = context.cache.namespace(message.namespace)
+    _check_registration(context, session, message, namespace)
+    descriptors = _claim(session, message.segments)
+    session.registering.add(message.registration_id)
+    answer = context.answer_later(message.request_id)
+
+    def mapped(result: EngineMemory | KvoffdError) -> None:
+        session.registering.discard(message.registration_id)
+        try:
+            reply = _registered(context, session, message, namespace, result)
+        except Exception as error:
+            _give_back(session, descriptors)
+            answer(error)
+            return
+        for fd in descriptors.values():
+            os.close(fd)
+        answer(reply)
+
+    try:
+        context.memory.map(message.registration_id, message.segments, descriptors, mapped)
+    except BaseException:
+        session.registering.discard(message.registration_id)
+        _give_back(session, descriptors)
+        raise
+
+
+@answers(m.Unregister)
+def unregister(context: Context, session: Session, message: m.Unregister) -> None:
+    """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
+    registration = session.registration(message.registration_id)
+    del session.registrations[message.registration_id]
+    answer, done = context.answer_later(message.request_id), m.Done(message.request_id, context.epoch, 1)
+    context.runner.abandon([job for job in session.jobs.values() if job.client_memory is registration])
+    registration.close_when_idle(lambda: answer(done))
+
+
+def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> None:
+    if message.registration_id in session.registrations or message.registration_id in session.registering:
+        raise BadGeometry("A registration with this id exists; make a new id.")
+    held = len(session.registrations) + len(session.registering)
+    if held >= context.config.max_registrations:
+        raise KvoffdError(f"The session holds {held} registrations, its limit.", ErrorCode.TOO_MANY)
+    if message.rank >= namespace.world_size:
+        raise BadGeometry(f"Rank {message.rank} is outside the namespace's world size {namespace.world_size}.")
+    if (pages := sum(map(len, message.groups))) > MAX_PAGES:
+        raise BadGeometry(f"The registration has {pages} pages in its groups; {MAX_PAGES} are allowed.")
+    if len(message.groups) != len(namespace.groups):
+        raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
+
+
+def _registered(
+    context: Context,
+    session: Session,
+    message: m.Register,
+    namespace: Namespace,
+    memory: EngineMemory | KvoffdError,
+) -> m.Registered:
+    """Enter the registration, or unmap its memory and raise."""
+    if isinstance(memory, KvoffdError):
+        raise memory
+    try:
+        if session.ended:
+            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+        layouts = build_layouts(memory.spans, message.tensors, message.groups, message.blocks_per_key)
+        shard_bytes = [layout.shard_bytes for layout in layouts]
+        shards = [
+            ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])
+            for pages in message.groups
+        ]
+        context.cache.set_shard_bytes(namespace, message.rank, shard_bytes, shards)
+    except BaseException:
+        memory.close(lambda: None)
+        raise
+    session.registrations[message.registration_id] = Registration(
+        memory, message.registration_id, namespace, message.rank, layouts
+    )
+    return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
+
+
+def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
+    """Take the descriptors that handles name from the session: segment id -> fd."""
+    ids = segment_ids(handles)
+    for segment_id in ids:
+        if segment_id not in session.segments:
+            raise KvoffdError(f"No descriptor was attached as segment {segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
+    return {segment_id: session.segments.pop(segment_id) for segment_id in ids}
+
+
+def _give_back(session: Session, descriptors: dict[int, int]) -> None:
+    """Undo a claim. A new attachment may have got the same id meanwhile; then the old one has lost it."""
+    for segment_id, fd in descriptors.items():
+        if session.ended or segment_id in session.segments:
+            os.close(fd)
+        else:
+            session.segments[segment_id] = fd
+
+
+# --- scheduler -----------------------------------------------------------------------------------
+
+
+@answers(m.Lookup)
+def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupReply:
+    """Tell which keys are ready and pin those."""
+    started = context.clock()
+    session.check_lease(message.lease_id)
+    session.check_namespace(message.namespace)
+    namespace = context.cache.namespace(message.namespace)
+    context.check_key_count(namespace, message.groups)
+    context.check_lease_count(session)
+    groups = [(part.group, part.keys) for part in message.groups]
+    answer = context.cache.lookup(namespace, message.lease_id, session.id, groups, message.again)
+    ttl_ms = round(context.config.lease_ttl_s * 1000) if answer.pinned else 0
+    context.lookups.append((message.lease_id, context.clock() - started))
+    wait_ms = 0
+    if (tiering := context.tiering) is not None and any(_PENDING in states for states in answer.states):
+        wait_ms = math.ceil(tiering.promoter.wait_s * 1000)
+    return m.LookupReply(
+        message.request_id, context.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
+    )
+
+
+@answers(m.Release)
+def release(context: Context, session: Session, message: m.Release) -> m.Done:
+    """End leases of this session."""
+    return m.Done(message.request_id, context.epoch, context.cache.release(session.id, message.lease_ids))
+
+
+@answers(m.Invalidate)
+def invalidate(context: Context, session: Session, message: m.Invalidate) -> m.Done:
+    """Drop blocks that proved unusable."""
+    session.check_namespace(message.namespace)
+    namespace = context.cache.namespace(message.namespace)
+    context.check_key_count(namespace, message.groups)
+    count = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    return m.Done(message.request_id, context.epoch, count)
+
+
+@answers(m.Reset)
+def reset(context: Context, session: Session, message: m.Reset) -> m.Done:
+    """Drop every block of a namespace that the session has opened."""
+    session.check_namespace(message.namespace)
+    count = context.cache.reset(context.cache.namespace(message.namespace))
+    if context.disks is not None:
+        context.disks.namespace_reset(message.namespace)
+    return m.Done(message.request_id, context.epoch, count)
+
+
+# --- worker --------------------------------------------------------------------------------------
+
+
+@answers(m.Store)
+def store(context: Context, session: Session, message: m.Store) -> None:
+    """Accept a store; its completion is the answer."""
+    registration = _admit_job(context, session, message)
+    # Credits are a promise of the client; this is the bound behind it, for one that does not keep it.
+    if session.store_bytes > 2 * context.sessions.credit_bytes:
+        raise KvoffdError(
+            "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY
+        )
+    context.jobs.store(session, registration, message)
+
+
+@answers(m.Load)
+def load(context: Context, session: Session, message: m.Load) -> None:
+    """Accept a load; its completion is the answer."""
+    context.jobs.load(session, _admit_job(context, session, message), message)
+
+
+@answers(m.Cancel)
+def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
+    """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
+    jobs = [session.jobs[job_id] for job_id in dict.fromkeys(message.job_ids) if job_id in session.jobs]
+    cancelled, running = context.runner.cancel(jobs)
+    return m.CancelReply(message.request_id, context.epoch, cancelled, running)
+
+
+def _admit_job(context: Context, session: Session, message: m.Store | m.Load) -> Registration:
+    """The checks that every job must pass before its own."""
+    context.sessions.check_not_stopping()
+    registration = session.registration(message.registration_id)
+    context.jobs.check_limits(session, message.job_id)
+    context.check_key_count(registration.namespace, message.groups)
+    return registration
