@@ -55,6 +55,7 @@ class SharedMemory:
             _make_resident(self._map, size_bytes)
         except BaseException:
             os.close(self.fd)
+            self.fd = -1  # else __del__ would close the number again, which may be another file's by then
             raise
         self.view: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 

@@ -32,8 +32,8 @@ def pages(draw: st.DrawFn) -> PageSpec:
     shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     nbytes = int(np.prod(shape)) * DTYPES[dtype]
-    kind = draw(st.sampled_from(["told", "told", "told", "wrong", "silent"]))
-    if kind == "silent":
+    kind = draw(st.sampled_from(["described", "described", "described", "wrong", "missing"]))
+    if kind == "missing":
         return PageSpec(nbytes)
     return PageSpec(nbytes + (kind == "wrong"), LayerSpec(draw(st.text(max_size=5)), dtype, shape, "a b c"))
 
@@ -59,12 +59,12 @@ def geometries(draw: st.DrawFn) -> Geometry:
 def contents(draw: st.DrawFn) -> tuple[Geometry, list[Block]]:
     geometry = draw(geometries())
     keys = draw(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=5, unique=True))
-    dice = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     blocks = []
     for key in keys:
         group = draw(st.integers(0, len(geometry.groups) - 1))
         data = [
-            dice.integers(0, 256, geometry.shard_bytes(rank, group), dtype=np.uint8)
+            rng.integers(0, 256, geometry.shard_bytes(rank, group), dtype=np.uint8)
             for rank in range(geometry.world_size)
         ]
         blocks.append(Block.of_bytes(geometry, group, key, data, draw(st.integers(0, 2))))

@@ -16,9 +16,9 @@ TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
 KEYS = [m.GroupKeys(0, bytes(64))]
 
 
-def misbehave(fake: FakeDaemon, dice: random.Random) -> None:
+def misbehave(fake: FakeDaemon, rng: random.Random) -> None:
     try:
-        match dice.randrange(6):
+        match rng.randrange(6):
             case 0:
                 fake.restart()
             case 1:
@@ -38,24 +38,24 @@ def misbehave(fake: FakeDaemon, dice: random.Random) -> None:
 def test_every_job_gets_exactly_one_result_and_every_lookup_is_answered(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
-    dice = random.Random(20)
+    rng = random.Random(20)
     results: Counter[int] = Counter()
     futures = []
     job_id = 0
     ends_at = time.monotonic() + 2.0
     while time.monotonic() < ends_at:
-        for _ in range(dice.randrange(30)):
+        for _ in range(rng.randrange(30)):
             job_id += 1
-            if dice.random() < 0.5:
+            if rng.random() < 0.5:
                 worker.store(job_id, TRANSFER)
             else:
                 worker.load(job_id, 2**32, TRANSFER)
             futures.append(scheduler.lookup(KEYS))
             scheduler.release(futures[-1].lease_id)
-        if dice.random() < 0.3:
+        if rng.random() < 0.3:
             worker.fence(range(job_id - 5, job_id), 0.01)
-        if dice.random() < 0.3:
-            misbehave(fake, dice)
+        if rng.random() < 0.3:
+            misbehave(fake, rng)
         results.update(result.job_id for result in worker.wait_results(0.005))
     fake.answers.clear()
     wait_until(lambda: worker.unfinished == 0)

@@ -121,8 +121,8 @@ def test_a_refusal_at_the_lifeline_is_kept_as_the_reason(fake: FakeDaemon, caplo
         assert client.refusal is not None
         assert client.refusal.code is ErrorCode.BAD_VERSION
         wait_until(lambda: client._session.generation > 3)
-    told = [record for record in caplog.records if "99" in record.getMessage()]
-    assert len(told) == 1, "a reason is logged once, not at each attempt"
+    logged = [record for record in caplog.records if "99" in record.getMessage()]
+    assert len(logged) == 1, "a reason is logged once, not at each attempt"
 
 
 def test_a_session_that_the_daemon_refuses_later_connects_again(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
@@ -209,9 +209,9 @@ def test_an_error_inside_is_logged_once_and_survived(
 
     monkeypatch.setattr(scheduler._session, "_role_tick", explode)
     wait_until(lambda: calls > 3 and scheduler.ready)
-    told = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
-    assert len(told) == 1
-    assert told[0].exc_info is not None
+    logged = [record for record in caplog.records if record.levelno == logging.ERROR and record.name == "kvoffd_client"]
+    assert len(logged) == 1
+    assert logged[0].exc_info is not None
 
 
 def _in_child(scheduler: SchedulerClient, pipe: multiprocessing.connection.Connection) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 
 import numpy as np
 import pytest
 
-from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory
+from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory, shared_memory
 from kvoffd_proto.messages import GroupSpec
 
 
@@ -42,6 +43,25 @@ def test_forgotten_memory_gives_its_descriptor_back() -> None:
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_memory_that_the_kernel_refuses_closes_its_descriptor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    close = os.close
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    def spy(fd: int) -> None:
+        closed.append(fd)
+        close(fd)
+
+    monkeypatch.setattr(shared_memory, "_make_resident", refuse)
+    monkeypatch.setattr(shared_memory.os, "close", spy)
+    with pytest.raises(OSError, match="no memory"):
+        SharedMemory(4096)
+    gc.collect()
+    assert len(closed) == 1
 
 
 def test_memory_needs_a_size() -> None:

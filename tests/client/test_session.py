@@ -220,8 +220,8 @@ def test_a_stale_epoch_in_a_reply_ends_the_connection(scheduler: SchedulerSessio
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerSession, link: PaperLink) -> None:
     connect(scheduler, link, 0.0)
     scheduler.tick(0.0)
-    beat = link.last(m.Heartbeat)
-    scheduler.on_reply(m.Error(beat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
+    heartbeat = link.last(m.Heartbeat)
+    scheduler.on_reply(m.Error(heartbeat.request_id, EPOCH, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
     assert not scheduler.usable
     connect(scheduler, link, 5.0)
     assert scheduler.usable
@@ -265,8 +265,8 @@ def test_an_idle_daemon_is_not_silent(scheduler: SchedulerSession, link: PaperLi
     connect(scheduler, link, 0.0)
     for tenth in range(300):
         scheduler.tick(tenth / 10)
-        beat = link.last(m.Heartbeat)
-        scheduler.on_reply(m.HeartbeatReply(beat.request_id, EPOCH, 0, 900, []), tenth / 10)
+        heartbeat = link.last(m.Heartbeat)
+        scheduler.on_reply(m.HeartbeatReply(heartbeat.request_id, EPOCH, 0, 900, []), tenth / 10)
     assert scheduler.usable
     assert link.count(m.Heartbeat) in range(29, 32)
 
@@ -291,9 +291,9 @@ def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
     assert future.leading_ready() == 1
     assert future.lease_id >> 32 == SESSION_ID
     scheduler.tick(1.5)
-    beat = link.last(m.Heartbeat)
-    assert isinstance(beat, m.Heartbeat)
-    assert beat.renew == [future.lease_id]
+    heartbeat = link.last(m.Heartbeat)
+    assert isinstance(heartbeat, m.Heartbeat)
+    assert heartbeat.renew == [future.lease_id]
     scheduler.release(future.lease_id)
     assert not future.alive
     assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [future.lease_id])
@@ -411,9 +411,9 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, lin
     assert sorted(result.job_id for result in worker.results) == [1, 2]
     assert list(worker.jobs) == [3]
     worker.tick(1.5)
-    beat = link.last(m.Heartbeat)
-    assert isinstance(beat, m.Heartbeat)
-    assert beat.acknowledged == 2
+    heartbeat = link.last(m.Heartbeat)
+    assert isinstance(heartbeat, m.Heartbeat)
+    assert heartbeat.acknowledged == 2
 
 
 def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link: PaperLink) -> None:
@@ -532,9 +532,9 @@ def test_many_results_are_acknowledged_before_the_next_heartbeat_is_due(worker: 
     worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 0, 500, []), 0.0)
     publish(worker, completions(1, *range(5000)), 0.1)
     worker.tick(0.1)
-    beat = link.last(m.Heartbeat)
-    assert isinstance(beat, m.Heartbeat)
-    assert beat.acknowledged == 1
+    heartbeat = link.last(m.Heartbeat)
+    assert isinstance(heartbeat, m.Heartbeat)
+    assert heartbeat.acknowledged == 1
 
 
 def test_garbage_on_the_events_socket_is_replayed(worker: WorkerSession, link: PaperLink) -> None:

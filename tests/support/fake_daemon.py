@@ -1,4 +1,4 @@
-"""A daemon made of a script: speaks the wire, keeps no bytes, and misbehaves as a test tells it to."""
+"""A stand-in for the daemon: it speaks the wire, stores no bytes, and misbehaves as a test sets it to."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Peer:
 
 
 class FakeDaemon:
-    """Everything runs in one thread; ``do`` runs a test's step there and waits for it.
+    """A daemon in one thread of the test's process; ``do`` runs a step of the test there and waits for it.
 
     Attributes:
-        requests: all requests that came, in order.
-        answers: per request type what to answer instead of the usual.
+        requests: all requests that were received, in order.
+        answers: by request type, what to answer instead of the default.
         hold_jobs: jobs stay unfinished until finish() is called.
         drop_publications: completions are numbered and kept, but not published.
         greeting_version: protocol version in the Greeting.
-        close_on_eof: close our end of a lifeline whose client has closed its own.
+        close_on_eof: close the daemon's end of a lifeline whose client has closed its own.
     """
 
     def __init__(self) -> None:
@@ -204,9 +204,11 @@ class FakeDaemon:
         stream.setblocking(False)
         peer = Peer(stream, next(self._session_ids))
         self.peers[peer.token] = peer
-        self._tell(peer, lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token))
+        self._send_over_lifeline(
+            peer, lifeline.Greeting(self.greeting_version, self.epoch, peer.session_id, peer.token)
+        )
 
-    def _tell(self, peer: Peer, message: lifeline.FromDaemon) -> None:
+    def _send_over_lifeline(self, peer: Peer, message: lifeline.FromDaemon) -> None:
         try:
             peer.stream.send(lifeline.encode_frame(message), socket.MSG_NOSIGNAL)
         except OSError:
@@ -227,7 +229,7 @@ class FakeDaemon:
             return
         for body in peer.frames.feed(data):
             attach = lifeline.decode_from_client(body)
-            self._tell(peer, lifeline.Attached(attach.segment_id))
+            self._send_over_lifeline(peer, lifeline.Attached(attach.segment_id))
 
     def _end(self, peer: Peer) -> None:
         peer.stream.close()
@@ -247,11 +249,11 @@ class FakeDaemon:
         if peer is None:
             return
         peer.identity = frames[0]
-        answer = self.answers.get(type(request), self._usual)(request, peer)
+        answer = self.answers.get(type(request), self._default_answer)(request, peer)
         if answer is not None:
             self._jobs.send_multipart([frames[0], answer if isinstance(answer, bytes) else codec.encode(answer)])
 
-    def _usual(self, request: m.AnyRequest, peer: Peer) -> Answer:
+    def _default_answer(self, request: m.AnyRequest, peer: Peer) -> Answer:
         head = (request.request_id, self.epoch)
         match request:
             case m.Hello():
