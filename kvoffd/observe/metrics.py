@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, get_args
+from typing import Literal
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,6 +29,7 @@ from kvoffd_proto.messages import (
     fields_of,
     metric_annotation,
 )
+from kvoffd_proto.wire import struct_in
 
 Sample = tuple[tuple[str, ...], float]
 """Label values and number."""
@@ -63,7 +64,7 @@ class MetricSpec:
 def _metrics_of(struct: type[Struct], select: _Selector, prefix: str, labels: tuple[str, ...]) -> Iterator[MetricSpec]:
     """The metrics of one Struct of the reply and of those inside it, in the order of the page."""
     for field, hint, description in _in_page_order(struct):
-        annotation, inner = metric_annotation(hint), _struct_in(hint)
+        annotation, inner = metric_annotation(hint), struct_in(hint)
         if isinstance(annotation, Metric):
             ending = "_total" if annotation.kind == "counter" else ""
             label = annotation.label[:1] or ((annotation.key_label,) if annotation.key_label else ())
@@ -97,13 +98,6 @@ def _in_page_order(struct: type[Struct]) -> list[tuple[str, object, str]]:
 
 def _annotations(struct: type[Struct]) -> Iterator[tuple[str, object]]:
     return ((field.name, metric_annotation(hint)) for field, hint, _ in fields_of(struct))
-
-
-def _struct_in(hint: object) -> type[Struct] | None:
-    """The Struct that a field holds, by itself, in a list or perhaps."""
-    if isinstance(hint, type) and issubclass(hint, Struct):
-        return hint
-    return next((found for argument in get_args(hint) if (found := _struct_in(argument)) is not None), None)
 
 
 def _select_in(select: _Selector, field: str, part: MetricPart, label_fields: tuple[str, ...]) -> _Selector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_type_hints
+from typing import Annotated, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from msgspec import Meta, Struct, structs
 
@@ -250,6 +250,13 @@ def fields_of(struct: type[Struct]) -> list[tuple[structs.FieldInfo, object, str
         descriptions = [meta.description for meta in metas_of(hint) if meta.description]
         found.append((item, hint, descriptions[-1] if descriptions else ""))
     return found
+
+
+def struct_in(hint: object) -> type[Struct] | None:
+    """Return the Struct that a field of this type holds, by itself, optionally or in a list; else None."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return hint
+    return next((found for argument in get_args(hint) if (found := struct_in(argument)) is not None), None)
 
 
 # --- parts of several messages -------------------------------------------------------------------

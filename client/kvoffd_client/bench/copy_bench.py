@@ -236,9 +236,8 @@ def _measure_piece_size(copies: CopyJobs, device: Device, meter: CpuMeter, piece
     )
     for round_number in range(rounds + 1):
         for case in cases:
-            meter.start()
-            seconds = case.copy()
-            meter.stop()
+            with meter.measure():
+                seconds = case.copy()
             cost = meter.cost(case.nbytes / 1e9, "GB", checksums=True)
             floor = device.floor_speed(case.direction)
             if round_number:  # The first one warms up.

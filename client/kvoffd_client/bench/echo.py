@@ -15,17 +15,19 @@ import tempfile
 import time
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
+from kvoffd_client.bench import Closing
 from kvoffd_client.bench.results import BenchFailed
+from kvoffd_proto.sockets import SocketPaths
 
 HEADER_BYTES = 5
 """Of a request: four bytes for the size of the answer, one for the socket it comes from."""
 TOPIC = b"session@0123456789012345678/1/"
 """As long as a session's topic."""
 TIMEOUT_MS = 5_000
+END_TIMEOUT_S = 30.0
 POLL_MS = 100
 
 
@@ -38,11 +40,12 @@ class ReplySocket(IntEnum):
 
 def serve(directory: Path) -> None:
     """Answer until standard input ends."""
+    paths = SocketPaths(directory)
     context = zmq.Context()
     router, publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
-    for socket, address in ((router, _jobs_address(directory)), (publisher, _events_address(directory))):
+    for socket, path in ((router, paths.jobs), (publisher, paths.events)):
         socket.setsockopt(zmq.LINGER, 0)
-        socket.bind(address)
+        socket.bind(_address(path))
     # The simplest loop there is: one blocking call to receive and one to send. Every POLL_MS it looks for its end.
     router.setsockopt(zmq.RCVTIMEO, POLL_MS)
     print("ready", flush=True)
@@ -61,44 +64,75 @@ def serve(directory: Path) -> None:
     context.destroy(linger=0)
 
 
-def _jobs_address(directory: Path) -> str:
-    return f"ipc://{directory}/jobs.sock"
-
-
-def _events_address(directory: Path) -> str:
-    return f"ipc://{directory}/events.sock"
+def _address(socket_path: Path) -> str:
+    return f"ipc://{socket_path}"
 
 
 def connect_dealer(context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> zmq.Socket[bytes]:
     """Return a client's socket to the echo process in ``directory``."""
-    return _connect(context, zmq.DEALER, _jobs_address(directory))
+    return _connect(context, zmq.DEALER, SocketPaths(directory).jobs)
 
 
-def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], kind: int, socket_path: Path) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-    socket.connect(address)
+    socket.connect(_address(socket_path))
     return socket
 
 
-class Echo:
-    """The echo process and the client's sockets to it."""
+class ChildProcess(Closing):
+    """``python -m MODULE``, which speaks in lines and ends when its standard input does."""
 
-    def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvoffd-echo-")
-        path = self.directory = Path(self._directory.name)
-        command = (sys.executable, "-m", "kvoffd_client.bench.echo", str(path))
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = (sys.executable, "-m", module, *arguments)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def write_line(self) -> None:
+        """Send an empty line."""
+        self._stdin.write(b"\n")
+        self._stdin.flush()
+
+    def read_line(self, failure: str = "A process of the bench ended before its time; its error is above.") -> bytes:
+        """Wait for a line. Raises BenchFailed with ``failure`` where the process ends instead."""
+        line = self._stdout.readline()
+        if not line:
+            raise BenchFailed(failure)
+        return line
+
+    def end_input(self) -> None:
+        """Let the process end, without waiting for it."""
+        self._stdin.close()
+
+    def close(self) -> None:
+        """End the process; kill it where it does not end."""
+        self._stdin.close()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+
+
+class Echo(Closing):
+    """The echo process and the client's sockets to it."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvoffd-echo-")
+        self.directory = Path(self._directory.name)
+        self._process = ChildProcess("kvoffd_client.bench.echo", self._directory.name)
         self._context = zmq.Context()
-        if not self._stdout.readline():
+        try:
+            self._process.read_line("The echo process that measures the floor did not start; its error is above.")
+        except BaseException:
             self.close()
-            raise BenchFailed("The echo process that measures the floor did not start; its error is above.")
-        self._dealer = connect_dealer(self._context, path)
-        self._subscriber = _connect(self._context, zmq.SUB, _events_address(path))
+            raise
+        self._dealer = connect_dealer(self._context, self.directory)
+        self._subscriber = _connect(self._context, zmq.SUB, SocketPaths(self.directory).events)
         self._subscriber.subscribe(TOPIC)
         self._wait_subscribed()
 
@@ -138,16 +172,8 @@ class Echo:
     def close(self) -> None:
         """End the process and remove its sockets."""
         self._context.destroy(linger=0)
-        self._stdin.close()
-        self._stdout.close()
-        self._process.wait(timeout=TIMEOUT_MS / 1000)
+        self._process.close()
         self._directory.cleanup()
-
-    def __enter__(self) -> Echo:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
 
 
 def echo_request(request_bytes: int, answer_bytes: int, reply_socket: ReplySocket = ReplySocket.ROUTER) -> bytes:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from uuid import UUID
 
+from kvoffd_client.bench import Closing
 from kvoffd_client.bench.host_device import BOTH, LOAD, STORE
 from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.cuda.export import CudaError, ExportDriver, GpuSegment, export_segments
+from kvoffd_client.bench.synthetic_engine import EngineMemory
+from kvoffd_client.cuda.export import CudaError, ExportDriver, export_segments
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.units import format_size
 
@@ -130,32 +132,7 @@ class BenchDriver(ExportDriver):
         self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
 
-class GpuMemory:
-    """An ordinary allocation, exported to the daemon."""
-
-    def __init__(self, driver: BenchDriver, size_bytes: int) -> None:
-        self._driver = driver
-        size_bytes = -(-size_bytes // _GRANULARITY) * _GRANULARITY
-        try:
-            self._address = driver.allocate(size_bytes)
-        except CudaError as error:
-            raise BenchFailed(
-                f"The GPU gives the bench no {format_size(size_bytes)} of its memory; stop what uses it. {error}"
-            ) from error
-        self.registered: GpuSegment
-        (self.registered,) = export_segments([(self._address, size_bytes)], driver)
-
-    @property
-    def offset_bytes(self) -> int:
-        """See EngineMemory."""
-        return self._address - self.registered.address
-
-    def close(self) -> None:
-        """See EngineMemory."""
-        self._driver.free(self._address)
-
-
-class GpuDevice:
+class GpuDevice(Closing):
     """GPU number ``ordinal``, as CUDA counts them in this process; its context is this thread's.
 
     The floor is one copy of ``size_bytes`` at a time between pinned memory and the GPU's.
@@ -202,9 +179,17 @@ class GpuDevice:
         """How many bytes of the GPU's memory no process has."""
         return self._driver.free_bytes()
 
-    def allocate(self, size_bytes: int) -> GpuMemory:
-        """See Device."""
-        return GpuMemory(self._driver, size_bytes)
+    def allocate(self, size_bytes: int) -> EngineMemory:
+        """See Device: an ordinary allocation, exported to the daemon."""
+        size_bytes = -(-size_bytes // _GRANULARITY) * _GRANULARITY
+        try:
+            address = self._driver.allocate(size_bytes)
+        except CudaError as error:
+            raise BenchFailed(
+                f"The GPU gives the bench no {format_size(size_bytes)} of its memory; stop what uses it. {error}"
+            ) from error
+        (segment,) = export_segments([(address, size_bytes)], self._driver)
+        return EngineMemory(segment, address - segment.address, partial(self._driver.free, address))
 
     def floor_speed(self, direction: str) -> float:
         """See Device."""
@@ -235,46 +220,28 @@ class GpuDevice:
         """Free the memory and release the context."""
         self._undo.close()
 
-    def __enter__(self) -> GpuDevice:
-        return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-
-class ComputeLoad:
-    """Makes GPU number ``ordinal`` compute as decoding does: kernel after kernel reads and writes the GPU's memory.
+@contextmanager
+def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
+    """Make GPU number ``ordinal`` compute as decoding does: kernel after kernel reads and writes the GPU's memory.
 
     If this load does not slow down while the daemon copies, which takes its share of the same memory's bandwidth, an
-    engine will not slow down either. Raises KvoffdClientError.
+    engine will not slow down either. Yields what launches the kernels of one step and waits for their end.
+    Raises KvoffdClientError.
     """
+    driver = BenchDriver()
+    with ExitStack() as undo:
+        undo.enter_context(driver.context(driver.device(ordinal)))
+        kernel = driver.load_kernel(_SWEEP, "sweep")
+        buffer = driver.allocate(COMPUTE_BYTES)
+        undo.callback(driver.free, buffer)
+        stream = driver.create_stream()
+        undo.callback(driver.destroy_stream, stream)
 
-    def __init__(self, ordinal: int) -> None:
-        self._driver = driver = BenchDriver()
-        device = driver.device(ordinal)
-        with ExitStack() as undo:
-            undo.enter_context(driver.context(device))
-            self._kernel = driver.load_kernel(_SWEEP, "sweep")
-            self._buffer = driver.allocate(COMPUTE_BYTES)
-            undo.callback(driver.free, self._buffer)
-            self._stream = driver.create_stream()
-            undo.callback(driver.destroy_stream, self._stream)
-            self.step()
-            self._undo = undo.pop_all()
+        def step() -> None:
+            for _ in range(COMPUTE_KERNELS):
+                driver.launch(kernel, _BLOCKS, _THREADS, (buffer, COMPUTE_BYTES // _WORD_BYTES), stream)
+            driver.wait_stream(stream)
 
-    def step(self) -> None:
-        """Launch the kernels of one step and wait for their end."""
-        for _ in range(COMPUTE_KERNELS):
-            arguments = (self._buffer, COMPUTE_BYTES // _WORD_BYTES)
-            self._driver.launch(self._kernel, _BLOCKS, _THREADS, arguments, self._stream)
-        self._driver.wait_stream(self._stream)
-
-    def close(self) -> None:
-        """Free the memory and release the context."""
-        self._undo.close()
-
-    def __enter__(self) -> ComputeLoad:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+        step()
+        yield step

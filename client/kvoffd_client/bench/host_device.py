@@ -6,10 +6,10 @@ import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Protocol
 
-from kvoffd_client.bench.synthetic_engine import EngineMemory, HostMemory
+from kvoffd_client.bench import Closing
+from kvoffd_client.bench.synthetic_engine import EngineMemory, host_memory
 from kvoffd_client.shared_memory import SharedMemory
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"
@@ -43,7 +43,7 @@ class Device(Protocol):
         ...
 
 
-class Memcpy:
+class Memcpy(Closing):
     """Two touched memfds of ``size_bytes``, and ``threads`` threads that copy from one to the other with memcpy."""
 
     def __init__(self, size_bytes: int, threads: int = 1) -> None:
@@ -71,12 +71,6 @@ class Memcpy:
         self._source.close()
         self._target.close()
 
-    def __enter__(self) -> Memcpy:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
 
 class HostDevice:
     """The host: memcpy is the floor, by ``threads`` threads for each direction."""
@@ -92,9 +86,9 @@ class HostDevice:
             f"{by_threads} of as many bytes in large pieces between two memfds; at once: by twice as many threads"
         )
 
-    def allocate(self, size_bytes: int) -> HostMemory:
+    def allocate(self, size_bytes: int) -> EngineMemory:
         """See Device."""
-        return HostMemory(size_bytes)
+        return host_memory(size_bytes)
 
     def floor_speed(self, direction: str) -> float:
         """See Device."""

@@ -8,25 +8,21 @@ seconds. Every two lines more start and stop it again.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import zmq
 
-from kvoffd_client.bench.echo import connect_dealer, echo_request
-from kvoffd_client.bench.gpu_device import ComputeLoad
-from kvoffd_client.bench.results import BenchFailed
+from kvoffd_client.bench import Closing
+from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
+from kvoffd_client.bench.gpu_device import compute_load
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 
-STOP_S = 30.0
 COPY_LAYERS, COPY_PAGE_BYTES = 16, 65536
 COPIED_BLOCK_BYTES = COPY_LAYERS * COPY_PAGE_BYTES
 LOOKUP_PAGE_BYTES = 4096
@@ -68,10 +64,10 @@ def _echoes(directory: Path, keys: int) -> Iterator[None]:
 
 def _computes(_: Path, ordinal: int) -> Iterator[None]:
     """Computes on GPU number ``ordinal``."""
-    with ComputeLoad(ordinal) as compute:
+    with compute_load(ordinal) as step:
         while True:
             yield
-            compute.step()
+            step()
 
 
 ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": _computes}
@@ -90,63 +86,37 @@ class Work:
         return self.count / self.seconds
 
 
-class LoadGenerators:
+class LoadGenerators(Closing):
     """``count`` processes of one of ROLES, ready to work. Raises BenchFailed."""
 
     def __init__(self, role: str, directory: Path, size: int, count: int) -> None:
-        command = (sys.executable, "-m", "kvoffd_client.bench.load_generators", role, str(directory), str(size))
-        self._exit_stack = ExitStack()
         self._processes = [
-            self._exit_stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-            for _ in range(count)
+            ChildProcess("kvoffd_client.bench.load_generators", role, str(directory), str(size)) for _ in range(count)
         ]
         try:
             for process in self._processes:
-                self._read_line(process)
+                process.read_line()
         except BaseException:
             self.close()
             raise
 
     def start(self) -> None:
         """Let all processes begin to work."""
-        self._write_line()
+        for process in self._processes:
+            process.write_line()
 
     def stop(self) -> list[Work]:
         """Let all processes stop; return what each of them did."""
-        self._write_line()
-        return [Work(*json.loads(self._read_line(process))) for process in self._processes]
-
-    def _write_line(self) -> None:
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-
-    @staticmethod
-    def _read_line(process: subprocess.Popen[bytes]) -> bytes:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise BenchFailed("A process of the bench ended before its time; its error is above.")
-        return line
+            process.write_line()
+        return [Work(*json.loads(process.read_line())) for process in self._processes]
 
     def close(self) -> None:
         """End all processes."""
         for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
+            process.end_input()
         for process in self._processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        self._exit_stack.close()
-
-    def __enter__(self) -> LoadGenerators:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
+            process.close()
 
 
 def run(role: str, directory: Path, size: int) -> None:

@@ -112,12 +112,11 @@ def _measure_lookups(
 
 def _lookup_cost(engine: SyntheticEngine, meter: CpuMeter, keys: bytes, samples: int) -> Cost:
     """Return the CPU time of a lookup and its release."""
-    meter.start()
-    for _ in range(samples):
-        future, _ = engine.lookup(keys)
-        if future.pinned:
-            engine.scheduler.release(future.lease_id)
-    meter.stop()
+    with meter.measure():
+        for _ in range(samples):
+            future, _ = engine.lookup(keys)
+            if future.pinned:
+                engine.scheduler.release(future.lease_id)
     return meter.cost(samples, "lookup")
 
 
@@ -138,9 +137,8 @@ def _lookups_under_load(
 
 
 def _lookups_of_clients(directory: Path, echo: Echo, meter: CpuMeter, clients: int, seconds: float) -> Result:
-    meter.start()
-    value, count = _rate_of_clients("lookups", directory, clients, seconds)
-    meter.stop()
+    with meter.measure():
+        value, count = _rate_of_clients("lookups", directory, clients, seconds)
     floor, _ = _rate_of_clients("echoes", echo.directory, clients, seconds)
     case = f"{CLIENT_KEYS} keys, {clients} clients at once"
     return Result(case, value, "lookups/s", floor, meter.cost(count, "lookup"))
@@ -187,21 +185,19 @@ def bench_jobs(
             ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo),
         ):
             progress(f"{name}s of 1 key, one by one")
-            meter.start()
-            measured = measure_latency(
-                f"{name} of 1 key", rounds, samples, job, partial(echo.round_trip, request, ReplySocket.PUB)
-            )
-            meter.stop()
+            with meter.measure():
+                measured = measure_latency(
+                    f"{name} of 1 key", rounds, samples, job, partial(echo.round_trip, request, ReplySocket.PUB)
+                )
             cost = meter.cost(rounds * samples, "job")
             results += [replace(result, cpu=cost) for result in measured]
         progress(f"stores of 1 key, {in_flight} in flight")
         count = max(in_flight, 5 * samples)
-        meter.start()
-        rates = [
-            (_store_rate(engine, count, in_flight), _echo_rate(echo, store_echo, count, in_flight))
-            for _ in range(rounds)
-        ]
-        meter.stop()
+        with meter.measure():
+            rates = [
+                (_store_rate(engine, count, in_flight), _echo_rate(echo, store_echo, count, in_flight))
+                for _ in range(rounds)
+            ]
         value, floor = (median(column) for column in zip(*rates, strict=True))
         cost = meter.cost(rounds * count, "job")
         results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor, cost))

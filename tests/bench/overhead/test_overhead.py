@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.overhead.report import steps_table, throughput_table
 from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps, StepsBench
+from tests.bench.overhead.tables import steps_table, throughput_table
 from tests.bench.overhead.throughput import Load, Throughput, Turn
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_tiny_llama
@@ -27,21 +27,21 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
         yield bench.measure(ROUNDS, lambda _: None)
 
 
-def test_every_connector_rides_every_round_of_every_case(steps: Steps) -> None:
+def test_every_connector_runs_in_every_round_of_every_case(steps: Steps) -> None:
     for case in CASES:
         for name in (IDLE, NATIVE, KVOFFD):
-            assert len(steps.rides[case][name]) == ROUNDS
-            for ride in steps.rides[case][name]:
-                assert 0 < ride.connector_s < ride.scheduler_s
-                assert ride.step_s <= ride.scheduler_s
-                assert ride.steps >= 2
+            assert len(steps.runs[case][name]) == ROUNDS
+            for run in steps.runs[case][name]:
+                assert 0 < run.connector_s < run.scheduler_s
+                assert run.step_s <= run.scheduler_s
+                assert run.steps >= 2
 
 
 def test_misses_are_stored_and_hits_are_loaded_by_kvoffd_as_by_vllms_own(steps: Steps) -> None:
     for name in (NATIVE, KVOFFD):
-        assert {ride.stored_blocks for ride in steps.rides["miss"][name]} == {BLOCKS}
-        assert {ride.loaded_tokens for ride in steps.rides["hit"][name]} == {BLOCKS * 32}
-    assert all(ride.loaded_tokens == ride.stored_blocks == 0 for ride in steps.rides["hit"][IDLE])
+        assert {run.stored_blocks for run in steps.runs["miss"][name]} == {BLOCKS}
+        assert {run.loaded_tokens for run in steps.runs["hit"][name]} == {BLOCKS * 32}
+    assert all(run.loaded_tokens == run.stored_blocks == 0 for run in steps.runs["hit"][IDLE])
 
 
 def test_the_table_has_both_ratios_and_whether_the_target_was_met(steps: Steps) -> None:

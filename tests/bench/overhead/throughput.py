@@ -14,18 +14,17 @@ from statistics import median
 from typing import Any
 
 from kvoffd_client import AdminClient
-from tests.bench.peers.player import process_cpu_s
-from tests.bench.peers.quiet import OthersShare
+from tests.bench.cpu_time import OthersShare, process_cpu_s
+from tests.bench.report_file import ROOT
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import EngineProcess, wait_connected
 
-ROOT = Path(__file__).parents[3]
 IDLE = {
     "kv_connector": "IdleConnector",
     "kv_connector_module_path": "tests.bench.overhead.idle",
     "kv_role": "kv_both",
 }
-SETTLE_S = 0.5
+REST_S = 0.5
 Say = Callable[[str], None]
 
 
@@ -131,13 +130,13 @@ def _take_turns(
         say(f"round {number} of {rounds}")
         with OthersShare() as others:
             turns = []
-            for (engine, kept), (other, _) in zip(sides, reversed(sides), strict=True):
+            for (engine, measured), (other, _) in zip(sides, reversed(sides), strict=True):
                 with _stopped(other):
-                    turns.append((_turn(engine, daemon, found.load), kept))
+                    turns.append((_turn(engine, daemon, found.load), measured))
         sides.reverse()
         if number > 0:
-            for turn, kept in turns:
-                kept.append(turn)
+            for turn, measured in turns:
+                measured.append(turn)
             found.others.append(others.share)
 
 
@@ -167,7 +166,7 @@ def _stopped(engine: EngineProcess) -> Iterator[None]:
 
 def _turn(engine: EngineProcess, daemon: DaemonProcess, load: Load) -> Turn:
     """One batch of prompts that nobody has seen."""
-    time.sleep(SETTLE_S)
+    time.sleep(REST_S)
     prompts = [random.choices(range(3, 1000), k=load.prompt_tokens) for _ in range(load.prompts)]
     cpu_before = [_cpu_s(engine.pids), _cpu_s([daemon.pid])]
     began = time.perf_counter()

@@ -6,19 +6,17 @@ Started by ``make bench-peers``; README.md beside this file says what is measure
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
 from kvoffd_client.bench.results import machine
-from tests.bench.peers.client import ROOT, ClientFailed
+from tests.bench.peers.client import ClientFailed
 from tests.bench.peers.compare import Comparison, Disturbed, Effort, load_average
 from tests.bench.peers.servers import ServerFailed
-from tests.bench.peers.table import number, table
+from tests.bench.peers.table import table
+from tests.bench.report_file import ROOT, add_report_options, number, publish_report, run_facts
 
 PYTHON = ROOT / ".venv-lmcache" / "bin" / "python"
 
@@ -39,11 +37,7 @@ def main() -> int:
     except (ClientFailed, Disturbed, ServerFailed) as failure:
         print(failure, file=sys.stderr)
         return 1
-    facts: dict[str, object] = {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "commit": _commit(),
-        "command": _command(options, effort),
-        "machine": machine(),
+    facts = run_facts(_command(options, effort), machine()) | {
         "load_average": {"before": before, "after": load_average()},
         "priority": f"nice {os.getpriority(os.PRIO_PROCESS, 0)}" + (f", {options.note}" if options.note else ""),
         "effort": vars(effort),
@@ -55,12 +49,8 @@ def main() -> int:
         "sides": comparison.facts,
         "servers": comparison.commands,
     }
-    results = json.dumps(facts | {"results": [row.to_object() for row in comparison.rows]}, indent=1)
-    text = _text(facts, table(comparison.rows))
-    print(results if options.json else text)
-    if options.save:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text((results if options.save.suffix == ".json" else text) + "\n")
+    results: dict[str, object] = {"results": [row.to_object() for row in comparison.rows]}
+    publish_report(options, "kvoffd and LMCache's multiprocess server", facts, results, table(comparison.rows))
     return 0
 
 
@@ -77,8 +67,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--patience", type=int, default=effort.patience, help="rounds that may be done again")
     parser.add_argument("--note", default="", help="how the machine was made ready, for the results")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
-    parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
+    add_report_options(parser)
     return parser.parse_args()
 
 
@@ -90,24 +79,6 @@ def _command(options: argparse.Namespace, effort: Effort) -> str:
     changed = [f"--{names[name]} {value:g}" for name, value in vars(effort).items() if value != defaults[name]]
     changed += ["--json"] if options.json else []
     return "make bench-peers" + (f' PEERS_ARGS="{" ".join(changed)}"' if changed else "")
-
-
-def _commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return run.stdout.strip() or "unknown"
-
-
-def _text(facts: dict[str, object], results: str) -> str:
-    lines = [f"* {name}: {_flat(fact)}" for name, fact in facts.items()]
-    return "\n".join(["# kvoffd and LMCache's multiprocess server", "", *lines, "", results])
-
-
-def _flat(fact: object) -> str:
-    if isinstance(fact, dict):
-        return ", ".join(f"{name} {_flat(value)}" for name, value in fact.items())
-    if isinstance(fact, list):
-        return "; ".join(f"`{item}`" for item in fact)
-    return str(fact)
 
 
 if __name__ == "__main__":

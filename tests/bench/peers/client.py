@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tests.bench.peers.player import Copy, Geometry, Prompt
 from tests.bench.peers.servers import Server
+from tests.bench.report_file import ROOT
 
-ROOT = Path(__file__).parents[3]
 CLOSE_S = 20.0
 
 

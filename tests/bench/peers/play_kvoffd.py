@@ -11,7 +11,7 @@ import numpy as np
 import zmq
 
 from kvoffd_client import LookupFuture
-from kvoffd_client.bench.synthetic_engine import WAIT_S, HostMemory, SyntheticEngine, random_keys
+from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, host_memory, random_keys
 from kvoffd_proto.messages import GroupKeys
 from tests.bench.peers.player import Copy, Geometry, Player, Prompt, play
 
@@ -34,7 +34,7 @@ class KvoffdPlayer(Player):
         self.close()
         self._geometry = geometry
         layers, blocks, page_bytes = geometry.layers, geometry.blocks, geometry.page_bytes
-        memory = HostMemory(layers * blocks * page_bytes)
+        memory = host_memory(layers * blocks * page_bytes)
         self._view = memory.registered.view
         label = f"peers {layers} x {page_bytes}"
         self._engine = SyntheticEngine(self._directory, label, layers, blocks, page_bytes, memory)

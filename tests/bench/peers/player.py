@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tests.bench.cpu_time import process_cpu_s
+
 BLOCK_TOKENS = 16
 
 
@@ -106,11 +108,6 @@ class Player(ABC):
         work()
         end = time.perf_counter()
         return Copy(end - begin, time.process_time() - client, process_cpu_s(self._server_pid) - server)
-
-
-def process_cpu_s(pid: int) -> float:
-    """CPU seconds a process has used, exact to the nanosecond, from its CPU clock (clock_getcpuclockid(3))."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def play(player: Player) -> None:

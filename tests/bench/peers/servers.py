@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvoffd_proto.sockets import SocketPaths
-from tests.bench.peers.player import process_cpu_s
+from tests.bench.cpu_time import process_cpu_s
 
 POOL_GIB = 1
 """Of every server."""

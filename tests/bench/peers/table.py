@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tests.bench.report_file import markdown_table, number
+
 
 @dataclass(frozen=True)
 class Row:
@@ -63,23 +65,10 @@ HEAD = ["case", "unit", "kvoffd", "LMCache", "times better (min to max)", "floor
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table, aligned to be read as it is."""
-    lines = [HEAD, *(row.cells() for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    texts = [f"| {' | '.join(line)} |" for line in padded]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([texts[0], rule, *texts[1:]])
+    """Return the Markdown table of all rows."""
+    return markdown_table([HEAD, *(row.cells() for row in rows)])
 
 
 def spread(values: Sequence[float]) -> str:
     """Median, least and most."""
     return f"{number(median(values))} ({number(min(values))} to {number(max(values))})"
-
-
-def number(value: float) -> str:
-    """Three significant digits, without an exponent."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    digits = 1 if value >= 10 else 2 if value >= 1 else 3
-    return f"{value:.{digits}f}"

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
+from tests.bench.cpu_time import OthersShare, process_cpu_s
 from tests.bench.peers.play_kvoffd import KvoffdPlayer
-from tests.bench.peers.player import Geometry, process_cpu_s
-from tests.bench.peers.quiet import OthersShare
+from tests.bench.peers.player import Geometry
 from tests.bench.peers.servers import KvoffdServer, ServerFailed, idle_cpu_percents, resident_mib
-from tests.bench.peers.table import Row, number, table
+from tests.bench.peers.table import Row, table
+from tests.bench.report_file import number
 from tests.support.daemon import DaemonProcess
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from statistics import median
 
 from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps
 from tests.bench.overhead.throughput import Throughput, Turn
-from tests.bench.peers.table import number
+from tests.bench.report_file import markdown_table, number
 
 NAMES = {IDLE: "does nothing", NATIVE: "vLLM's OffloadingConnector", KVOFFD: "KvoffdConnector"}
 STEPS_TARGET = 1.2
@@ -17,30 +17,30 @@ THROUGHPUT_TARGET = 0.98
 def steps_table(steps: Steps, others: float) -> str:
     """Of the scheduler's part."""
     rows = [["prompt", "connector", "in the connector, ms", "all steps, ms", "longest step, ms", "steps"]]
-    rows += [[case, NAMES[name], *_ride_cells(steps, case, name)] for case in CASES for name in NAMES]
+    rows += [[case, NAMES[name], *_run_cells(steps, case, name)] for case in CASES for name in NAMES]
     ratios = [
         f"* {case}: KvoffdConnector adds {_spread(steps.ratios(case))} times what vLLM's adds "
         f"(whole steps: {number(steps.growth(case))}); {_met(median(steps.ratios(case)) <= STEPS_TARGET)}"
         f" (target at most {STEPS_TARGET})."
         for case in CASES
     ]
-    rounds = len(steps.rides[CASES[0]][KVOFFD])
+    rounds = len(steps.runs[CASES[0]][KVOFFD])
     title = f"## Scheduler, one request of {steps.blocks:,} blocks, {rounds} rounds, median (quartiles)"
     calls = [_calls(steps, case) for case in CASES]
     foot = f"Other processes used {others:.0%} of the cores meanwhile."
-    return "\n\n".join([title, _table(rows), "\n".join(ratios), *calls, foot])
+    return "\n\n".join([title, markdown_table(rows), "\n".join(ratios), *calls, foot])
 
 
-def _ride_cells(steps: Steps, case: str, name: str) -> list[str]:
+def _run_cells(steps: Steps, case: str, name: str) -> list[str]:
     measured = (steps.added_ms(case, name), steps.scheduler_ms(case, name), steps.step_ms(case, name))
-    return [*map(_spread, measured), f"{median(ride.steps for ride in steps.rides[case][name]):g}"]
+    return [*map(_spread, measured), f"{median(run.steps for run in steps.runs[case][name]):g}"]
 
 
 def _calls(steps: Steps, case: str) -> str:
     own, other = (steps.calls_us(case, name) for name in (KVOFFD, NATIVE))
     rows = [[f"{case}: call, µs of a request", NAMES[KVOFFD], NAMES[NATIVE]]]
     rows += [[f"`{call}`", f"{own[call]:,.0f}", f"{other[call]:,.0f}"] for call in own]
-    return _table(rows)
+    return markdown_table(rows)
 
 
 def throughput_table(found: Throughput, model: str) -> str:
@@ -58,7 +58,7 @@ def throughput_table(found: Throughput, model: str) -> str:
         f"(target at least {THROUGHPUT_TARGET}). The daemon stored {found.stored_bytes / 2**20:,.0f} MiB."
     )
     others = f"{median(found.others):.0%} of the cores in the median round, {max(found.others):.0%} at most"
-    return "\n\n".join([title, _table(rows), verdict, f"Other processes used {others}."])
+    return "\n\n".join([title, markdown_table(rows), verdict, f"Other processes used {others}."])
 
 
 def _cells(turns: Sequence[Turn]) -> list[str]:
@@ -78,10 +78,3 @@ def _spread(values: Sequence[float]) -> str:
     ordered = sorted(values)
     quarter = len(ordered) // 4
     return f"{number(median(ordered))} ({number(ordered[quarter])} to {number(ordered[-1 - quarter])})"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])

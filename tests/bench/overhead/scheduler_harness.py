@@ -38,12 +38,12 @@ CALLS = (
 """What the scheduler calls of a connector."""
 IDLE_STEP_S = 0.001
 """vLLM's engine sleeps so long after a step in which no model ran."""
-RIDE_DEADLINE_S = 20.0
+REQUEST_DEADLINE_S = 20.0
 
 
 @dataclass
-class Ride:
-    """One request's way through the scheduler.
+class RequestRun:
+    """What one request took in the scheduler, from its arrival to its end.
 
     Attributes:
         scheduler_s: seconds in add_request(), schedule() and update_from_output(), all steps together.
@@ -66,7 +66,7 @@ class Ride:
         return sum(self.calls_s.values())
 
 
-class SchedulerRig:
+class SchedulerHarness:
     """One scheduler whose workers do at once what they are told, and report it one step later.
 
     Args:
@@ -116,7 +116,7 @@ class SchedulerRig:
         )
         self.connector: Any = self._scheduler.connector
         self._report = report
-        self._ride = Ride()
+        self._run = RequestRun()
         for name in CALLS:
             setattr(self.connector, name, partial(self._timed, name, getattr(self.connector, name)))
 
@@ -125,31 +125,31 @@ class SchedulerRig:
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         return Request(name, tokens, sampling, None, block_hasher=self._hasher)
 
-    def forget(self) -> None:
+    def clear_prefix_cache(self) -> None:
         """Clear the engine's own prefix cache."""
         assert self._scheduler.reset_prefix_cache(), "blocks are still in use"
 
-    def ride(self, request: Request) -> Ride:
-        """Take one request through every step, as the engine's loop does it."""
-        ride = self._ride = Ride()
+    def run(self, request: Request) -> RequestRun:
+        """Take one request through all its scheduler steps, as the engine does."""
+        run = self._run = RequestRun()
         began = time.perf_counter()
         self._scheduler.add_request(request)
-        ride.scheduler_s += time.perf_counter() - began
-        deadline = began + RIDE_DEADLINE_S
+        run.scheduler_s += time.perf_counter() - began
+        deadline = began + REQUEST_DEADLINE_S
         jobs: dict[int, str | None] = {}
         while self._scheduler.has_requests() or jobs:
             assert time.perf_counter() < deadline, "the request did not end"
-            jobs, computed = self._step(ride, jobs)
+            jobs, computed = self._step(run, jobs)
             if not computed:
                 time.sleep(IDLE_STEP_S)
         # One more: the connector hears of the request's end in the next step's metadata.
-        self._step(ride, jobs)
-        return ride
+        self._step(run, jobs)
+        return run
 
     def close(self) -> None:
         self._scheduler.shutdown()
 
-    def _step(self, ride: Ride, ended: dict[int, str | None]) -> tuple[dict[int, str | None], bool]:
+    def _step(self, run: RequestRun, ended: dict[int, str | None]) -> tuple[dict[int, str | None], bool]:
         """One step, in which the workers report the jobs in ``ended``; return the jobs they were given meanwhile."""
         began = time.perf_counter()
         output = self._scheduler.schedule()
@@ -159,12 +159,12 @@ class SchedulerRig:
         resumed = time.perf_counter()
         self._scheduler.update_from_output(output, ran)
         seconds = scheduled - began + time.perf_counter() - resumed
-        ride.scheduler_s += seconds
-        ride.step_s = max(ride.step_s, seconds)
-        ride.steps += 1
+        run.scheduler_s += seconds
+        run.step_s = max(run.step_s, seconds)
+        run.steps += 1
         for new in output.scheduled_new_reqs:
-            ride.loaded_tokens = max(ride.loaded_tokens, new.num_computed_tokens)
-        ride.stored_blocks += _stored_blocks(output.kv_connector_metadata)
+            run.loaded_tokens = max(run.loaded_tokens, new.num_computed_tokens)
+        run.stored_blocks += _stored_blocks(output.kv_connector_metadata)
         return given, output.total_num_scheduled_tokens > 0
 
     def _model(self, names: list[str], ended: dict[int, str | None]) -> ModelRunnerOutput:
@@ -183,7 +183,7 @@ class SchedulerRig:
         try:
             return call(*args, **kwargs)
         finally:
-            self._ride.calls_s[name] += time.perf_counter() - began
+            self._run.calls_s[name] += time.perf_counter() - began
 
 
 def _jobs(metadata: Any) -> dict[int, str | None]:

@@ -1,0 +1,66 @@
+"""The report of a program of this folder: facts about the run, Markdown tables, and how it is printed and saved."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add --json and --save."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every round")
+    parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
+
+
+def run_facts(command: str, machine: dict[str, object]) -> dict[str, object]:
+    """Return when, from which commit, with which command and on which machine something is measured."""
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": described.stdout.strip() or "unknown",
+        "command": command,
+        "machine": machine,
+    }
+
+
+def publish_report(
+    options: argparse.Namespace, title: str, facts: dict[str, object], results: dict[str, object], tables: str
+) -> None:
+    """Print and save the report as the options of ``add_report_options`` ask for it."""
+    as_json = json.dumps(facts | results, indent=1)
+    lines = [f"# {title}", "", *(f"* {name}: {_fact_text(fact)}" for name, fact in facts.items()), "", tables]
+    as_markdown = "\n".join(lines)
+    print(as_json if options.json else as_markdown)
+    if options.save:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text((as_json if options.save.suffix == ".json" else as_markdown) + "\n")
+
+
+def _fact_text(fact: object) -> str:
+    if isinstance(fact, dict):
+        return ", ".join(f"{name} {_fact_text(value)}" for name, value in fact.items())
+    if isinstance(fact, list):
+        return "; ".join(f"`{item}`" for item in fact)
+    return str(fact)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table whose first row is the header, aligned to be read as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def number(value: float) -> str:
+    """Return three significant digits, without an exponent."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    digits = 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{digits}f}"
