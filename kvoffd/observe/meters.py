@@ -75,7 +75,7 @@ class LatencyRecorder:
         self._count += 1
 
     def summary(self) -> LatencyStats:
-        """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, else 0."""
+        """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, or 0."""
         oldest = self._clock() - self._window_s
         kept = min(self._count, self._capacity)
         recent = sorted(self._seconds[slot] for slot in range(kept) if self._times[slot] >= oldest)

@@ -21,6 +21,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
 from kvoffd.server.session import Peer, Session, StandingLifeline
+from kvoffd.server.transport import drop_reason
 from kvoffd.settings import parse_address
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
@@ -163,9 +164,9 @@ class AdminServer:
             reply = self._service.answer(session, frames[1].bytes if len(frames) == 2 else b"")
             try:
                 self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
-            except zmq.ZMQError:
-                self._service.context.replies_dropped += 1
-                logger.debug("An administrator went away before the answer.")
+            except zmq.ZMQError as error:
+                self._service.context.replies_dropped[drop_reason(error)] += 1
+                logger.debug("An administrator did not take the answer: %s.", error)
         return True
 
     def _post(self, key: str) -> None:

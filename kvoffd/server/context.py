@@ -65,7 +65,8 @@ class Context:
     """Lease and seconds of lookups that are to be counted once their replies are out."""
     errors: Counter[str] = field(default_factory=Counter)
     requests: int = 0
-    replies_dropped: int = 0
+    replies_dropped: Counter[str] = field(default_factory=Counter)
+    """By reason, ``gone`` or ``unread``."""
     lookup_latency: LatencyRecorder = field(default_factory=LatencyRecorder)
     lookup_rate: RateMeter = field(default_factory=RateMeter)
 

@@ -68,6 +68,7 @@ class Reporter:
             sessions=len(self._shown_sessions()),
             lookups_per_second=context.lookup_rate.per_second(),
             errors=dict(context.errors),
+            replies_dropped=dict(context.replies_dropped),
             events_published=context.publisher.sequence,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             resident_bytes=_resident_bytes(),

@@ -138,10 +138,15 @@ class Transport:
     def _reply(self, frames: list[bytes]) -> bool:
         try:
             send_frames(self._jobs, frames)
-        except zmq.ZMQError:  # the peer is gone (EHOSTUNREACH) or does not read (EAGAIN)
-            self._service.context.replies_dropped += 1
+        except zmq.ZMQError as error:
+            self._service.context.replies_dropped[drop_reason(error)] += 1
             return False
         return True
+
+
+def drop_reason(error: zmq.ZMQError) -> str:
+    """Why a ROUTER could not send a reply: the peer does not read (EAGAIN), or is gone (EHOSTUNREACH)."""
+    return "unread" if isinstance(error, zmq.Again) else "gone"
 
 
 class ProbeFailed(Exception):

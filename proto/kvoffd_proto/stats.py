@@ -353,8 +353,13 @@ class StatsReply(Reply, frozen=True):
         default_factory=list
     )
     replies_dropped: Annotated[
-        Count, counter("Replies that could not be sent, since their client was gone or did not read.")
-    ] = 0
+        dict[str, Count],
+        counter(
+            "Replies that could not be sent, by reason: the client is ``gone``, or has left too many ``unread``.",
+            help="Replies that could not be sent, by reason: the client is gone, or has left too many unread.",
+            key_label="reason",
+        ),
+    ] = field(default_factory=dict)
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -90,9 +90,9 @@ def test_a_quarantined_slot_is_no_memory_that_is_still_to_be_touched(fresh: Stat
     assert "starting" not in text
 
 
-def test_replies_that_nobody_took_are_shown(busy: StatsReply, render: Render) -> None:
-    text = render(StatsPage(msgspec.structs.replace(busy, errors={}, replies_dropped=7)), 120)
-    assert line_with(text, "Errors").startswith("Errors 7 replies_dropped Replies that could not be sent")
+def test_replies_that_clients_do_not_read_are_shown(busy: StatsReply, render: Render) -> None:
+    text = render(StatsPage(msgspec.structs.replace(busy, errors={}, replies_dropped={"gone": 3, "unread": 7})), 120)
+    assert line_with(text, "Errors").startswith("Errors 7 unread_replies Replies were dropped")
 
 
 def test_names_of_clients_cannot_move_the_cursor(busy: StatsReply, render: Render) -> None:

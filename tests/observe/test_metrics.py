@@ -48,6 +48,7 @@ def some_stats() -> StatsReply:
         load=numbers(DirectionStats, 400),
         lookup_latency=numbers(LatencyStats, 500),
         errors={"bad_token": 801, "malformed": 802},
+        replies_dropped={"gone": 803, "unread": 804},
         namespaces=spaces,
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
@@ -93,6 +94,7 @@ def test_samples_carry_their_labels_and_values() -> None:
     assert found["kvoffd_pool_bytes", frozenset({"writing"})] == stats.pool.writing_bytes
     assert found["kvoffd_jobs_total", frozenset({"load"})] == stats.load.jobs
     assert found["kvoffd_errors_total", frozenset({"malformed"})] == 802
+    assert found["kvoffd_replies_dropped_total", frozenset({"unread"})] == 804
     assert found["kvoffd_lookup_seconds", frozenset({"0.99"})] == stats.lookup_latency.p99
     odd = frozenset({"bb" * 32, 'odd "label"\n\\'})
     assert found["kvoffd_namespace_keys_ready_total", odd] == stats.namespaces[1].keys_ready

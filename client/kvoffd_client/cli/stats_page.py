@@ -12,7 +12,7 @@ from rich.text import Text
 from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
 from kvoffd_client.cli.disk_commands import disk_section
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply, fields_of
+from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
@@ -340,14 +340,15 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
 
 
 def _failures(now: StatsReply) -> dict[str, int]:
-    """Refusals by code, and the replies that no client took."""
-    return now.errors | ({"replies_dropped": now.replies_dropped} if now.replies_dropped else {})
+    """Refusals by code, and the replies that clients did not read. Clients may leave before a reply."""
+    unread = now.replies_dropped.get("unread", 0)
+    return now.errors | ({"unread_replies": unread} if unread else {})
 
 
 def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
     """Failures by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
-    meanings = {field.name: description for field, _, description in fields_of(StatsReply)}
-    meanings |= {name: code.sentence for name, code in ErrorCode.__members__.items()}
+    meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
+    meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
     found = sorted(((-count, code) for code, count in failures.items() if count))
     if not found:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
@@ -357,7 +358,7 @@ def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
     for index, (negative, code) in enumerate(found):
-        meaning = meanings.get(code) or meanings.get(code.upper(), "")
+        meaning = meanings.get(code.lower(), "")
         explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
         grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
     return grid
