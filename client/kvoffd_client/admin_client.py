@@ -98,7 +98,7 @@ class AdminRequests(ABC):
         return self.ask(m.Scrub, start)
 
     def attach_disk(self, directory: str, size_bytes: int) -> None:
-        """Begin to use a directory as a disk tier; ``stats().disks`` tells how that goes."""
+        """Begin to use a directory as a disk tier; ``stats().disks`` has its state."""
         self.ask(m.AttachDisk, directory, size_bytes)
 
     def drain_disk(self, directory: str) -> None:
@@ -247,7 +247,7 @@ class AdminClient(AdminRequests):
         return found
 
     def _connected(self, deadline: float) -> Connection[AdminSession]:
-        """The connection, ready. Where nothing listens the first failed attempt tells: nobody should wait for that."""
+        """The connection, ready. Where nothing listens the first failed attempt raises, before the deadline."""
         if self._connection is None:
             identity = Identity(self._directory, m.Role.ADMIN, "admin", "")
             self._connection = Connection(identity, self._options, self._SESSION)
@@ -271,12 +271,12 @@ class RemoteAdminClient(AdminRequests):
 
     Args:
         address: ``host:port``.
-        server_key: the daemon's public key, 40 characters of Z85. Who has not its secret gets no request.
+        server_key: the daemon's public key, 40 characters of Z85. A server without its secret key gets no request.
         secret_key: the administrator's own. Its public half must be in the daemon's ``admin_clients_file``.
         options: ``request_timeout_s`` bounds every call, the connecting in it included.
 
     Raises:
-        ValueError: a key is none.
+        ValueError: a key is not 40 characters of Z85.
     """
 
     def __init__(self, address: str, server_key: str, secret_key: str, options: ClientOptions = REMOTE_OPTIONS) -> None:

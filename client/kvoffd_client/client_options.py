@@ -1,4 +1,4 @@
-"""What every client is made with: its timeouts and bounds, and who it is."""
+"""What every client is made with: its timeouts and bounds, and its identity."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a session is, and what it opens."""
+    """The role and names of a session, and what it opens."""
 
     directory: str
     role: Role

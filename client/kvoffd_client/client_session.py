@@ -71,7 +71,7 @@ class Session:
         responsive: False while the daemon owes a reply for longer than ``unresponsive_after_s``.
         problem: a sentence that says why the session is not ready.
         refusal: the daemon's refusal, where that is the reason.
-        on_change: called after every change that somebody may wait for.
+        on_change: called after every change that a thread may wait for.
     """
 
     def __init__(self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random) -> None:
@@ -143,7 +143,7 @@ class Session:
         self._role_tick(now)
 
     def retry_now(self, now: float) -> None:
-        """Make the next attempt to connect now: somebody waits for it."""
+        """Make the next attempt to connect now: a caller waits for it."""
         if self.phase is Phase.WAITING:
             self._retry_at = now
 
@@ -155,7 +155,7 @@ class Session:
         return self._next_request_id
 
     def send(self, message: m.AnyRequest) -> KvoffdClientError | None:
-        """Send a message whose reply nobody waits for; returns the reason when it cannot go out."""
+        """Send a message without waiting for its reply; returns the reason when it cannot go out."""
         frame = encode(message)
         if self.limits is not None and len(frame) > self.limits.max_frame_bytes:
             limit = self.limits.max_frame_bytes
@@ -280,7 +280,7 @@ class Session:
 
     def _fail_handshake(self, step: str, reply: ReplyOrError, now: float) -> None:
         if self.phase is Phase.WAITING:
-            return  # disconnect() has failed this request, and told why
+            return  # disconnect() has failed this request and set the problem
         if isinstance(reply, RequestRefused):
             self._end_refused(reply, now)
         elif isinstance(reply, KvoffdClientError):

@@ -166,7 +166,7 @@ class Connection(Generic[S]):
             except Exception as error:
                 with self.lock:
                     self._recover(error)
-                time.sleep(self._options.backoff_min_s)  # whatever it is, it must not spin
+                time.sleep(self._options.backoff_min_s)  # an error that repeats must not spin
         with self._leading, self.lock:
             self._link.shut()
 

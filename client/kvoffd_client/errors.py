@@ -30,7 +30,7 @@ class BlockUnavailable(KvoffdClientError):
 
 
 class BlockDamaged(KvoffdClientError):
-    """A block's bytes are not those that were stored, or do not fit what is said of them."""
+    """A block's bytes are not those that were stored, or do not fit their description."""
 
 
 class ForkedProcess(KvoffdClientError):

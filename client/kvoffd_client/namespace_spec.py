@@ -1,4 +1,4 @@
-"""Namespaces as a client names them, and what their blocks are made of."""
+"""Namespaces as a client names them, and the geometry of their blocks."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class NamespaceSpec:
 
 @dataclass(frozen=True)
 class Geometry(NamespaceSpec):
-    """All that must be known to open a namespace without an engine, and to tell what the bytes of its blocks are.
+    """All that must be known to open a namespace without an engine, and to read the bytes of its blocks.
 
     Attributes:
-        shards: by rank and group, what a shard is made of.
+        shards: by rank and group, the layers' pages of a shard.
     """
 
     shards: tuple[tuple[ShardSpec, ...], ...] = ()

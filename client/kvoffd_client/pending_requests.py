@@ -18,7 +18,7 @@ OnReply = Callable[[ReplyOrError, float], None]
 
 @dataclass(slots=True)
 class PendingRequest:
-    """A request without its reply: when it expires, and who waits for it."""
+    """A request without its reply: when it expires, and what to call then or with its reply."""
 
     deadline: float
     on_reply: OnReply
@@ -47,7 +47,7 @@ class PendingRequests:
         self.owed_since = min(self.owed_since, now)
 
     def take(self, request_id: int, now: float) -> OnReply | None:
-        """Remove a request whose reply came; returns who waits for it, if it is still waited for."""
+        """Remove a request whose reply came; returns its callback, or None where it has expired or had none."""
         entry = self._entries.pop(request_id, None)
         self.owed_since = now if self._entries else NEVER
         return None if entry is None else entry.on_reply

@@ -45,7 +45,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
     @property
     def events_lost(self) -> int:
-        """KV event messages that no replay could bring, and events dropped since nobody took them."""
+        """KV event messages that no replay could bring, and events dropped because take_events() was not called."""
         return 0 if self._session.events is None else self._session.events.lost
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:

@@ -99,7 +99,7 @@ class EventStream:
     gaps reads every topic and decodes its own.
 
     Attributes:
-        lost: messages that no replay could bring any more, and events that were dropped since nobody took them.
+        lost: messages that no replay could bring any more, and events that were dropped because they were not taken.
         next_sequence: number of the message that comes next; a replay is asked for from here on.
     """
 
@@ -286,7 +286,7 @@ class SchedulerSession(Session):
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
         elif not isinstance(reply, RequestRefused):
-            self.release(future.lease_id)  # it may be answered later, with pins that nobody wants
+            self.release(future.lease_id)  # the daemon may answer later and pin blocks in vain
 
     # --- what Session asks of a role --------------------------------------------------------------
 

@@ -23,8 +23,8 @@ PAGE_BYTES = 4096
 class SharedMemory:
     """A sealed memfd and this process's mapping of it, zero-filled at first.
 
-    All of it is resident from the start. Pages belong, in a container's books too, to who touches them first, and
-    that must not be the daemon; and a copy into pages that are not there yet runs at a tenth of the speed.
+    All of it is resident from the start: the kernel charges a page to the cgroup that touches it first, which must not
+    be the daemon's; and a copy into pages that are not there yet runs at a tenth of the speed.
 
     Args:
         size_bytes: size, at least 1.

@@ -262,7 +262,7 @@ class SocketLink:
         os.close(self._wake_leader_fd)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: let go of the lifelines, whose EOF must mean the parent's death."""
+        """Close the lifelines in a forked child: their EOF must mean the parent's death."""
         for stream in (self._lifeline, *self._draining.values()):
             if stream is not None:
                 stream.close()

@@ -140,7 +140,7 @@ class FakeEngine:
                     pages[layer, block] = np.frombuffer(source.bytes(self.page_bytes), np.uint8)
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """One CRC-32 per block over all layers and ranks."""
+        """One CRC-32 per block, over all layers and ranks."""
         self._check_blocks(block_ids)
         sums: list[int] = []
         for block in block_ids:

@@ -28,7 +28,7 @@ _INTERRUPTED = "The daemon was restarted or ended the session in the middle; try
 
 
 class BlockClient(AdminClient):
-    """An administrator who may open blocks, as far as the daemon's setting ``block_access`` allows it.
+    """An administrator's client that opens blocks, as far as the daemon's setting ``block_access`` allows it.
 
     >>> with BlockClient("/run/kvoffd") as client:                                         # doctest: +SKIP
     ...     (info, *_) = client.list_blocks("tiny-llama")
@@ -74,7 +74,7 @@ class BlockClient(AdminClient):
         return found[0].namespace
 
     def geometry(self, namespace: str | bytes) -> Geometry:
-        """What the blocks of a namespace are made of. Raises BlockUnavailable where the daemon does not know it yet."""
+        """The geometry of a namespace's blocks. Raises BlockUnavailable where the daemon does not know it yet."""
         fingerprint = self.find_namespace(namespace)
         known = self._geometries.get(fingerprint)
         if known is None:
