@@ -62,7 +62,6 @@ class SlotChecksums:
         """The checksum of each slot; 0 for slots that were not read since the transfer ended before."""
 
     def __len__(self) -> int:
-        """Number of slots."""
         return len(self._slots)
 
     def whole_slots(self, copied_bytes: int) -> int:

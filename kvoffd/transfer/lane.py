@@ -132,7 +132,7 @@ class Lane:
 
     @property
     def hangs(self) -> bool:
-        """A transfer is overdue and its thread has not come back to say so."""
+        """Whether a transfer is overdue and its thread has not come back."""
         return bool(self._overdue)
 
     @property

@@ -91,7 +91,7 @@ def build_layouts(
     groups: Sequence[Sequence[PageRef]],
     blocks_per_key: int,
 ) -> list[GroupLayout]:
-    """Turns a registration into layouts; ``segments`` are (address, size in bytes) of the mapped memory.
+    """Return the layouts of a registration's groups; ``segments`` are (address, size in bytes) of the mapped memory.
 
     Raises:
         OutOfBounds: a tensor or a page reaches outside its segment, or names a segment or tensor that is not there.
@@ -140,7 +140,7 @@ def _build_layout(
 
 
 def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: TensorLayout, page_bytes: int) -> None:
-    """Python ints throughout: numpy's would wrap around where a hostile client wants them to."""
+    """Check with Python's ints throughout: numpy's would wrap around where a hostile client wants them to."""
     if not 0 <= tensor.segment < len(segments):
         raise OutOfBounds(
             f"Tensor {index} names segment {tensor.segment}, but only {len(segments)} segments were registered."
@@ -166,7 +166,7 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
 def check_blocks(
     layout: GroupLayout, block_ids: npt.NDArray[np.int32], keys: int, first_block: int, exact: bool
 ) -> None:
-    """Checks the block ids (int32, [m]) of a job over ``keys`` keys before the first byte moves.
+    """Check the block ids (int32, [m]) of a job over ``keys`` keys before the first byte moves.
 
     A store (``exact``) must end with its last key: ``first_block + m == keys * blocks_per_key``. A load may end
     inside it: ``(keys - 1) * blocks_per_key < first_block + m <= keys * blocks_per_key``. In both ``first_block`` lies
@@ -200,7 +200,7 @@ def plan_copy(
     slot_address: UInt64Array,
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> Plan:
-    """Plans one group's part of a job that ``check_blocks`` has passed.
+    """Plan one group's part of a job that ``check_blocks`` has passed.
 
     Args:
         block_ids: [m] engine blocks, beginning ``first_block`` blocks into key 0.
@@ -247,7 +247,7 @@ def plan_copy(
 
 
 def concatenate(plans: Sequence[Plan]) -> Plan:
-    """One plan that does all of ``plans``."""
+    """Return one plan that copies what all of ``plans`` do."""
     if len(plans) == 1:
         return plans[0]
     if not plans:
@@ -265,13 +265,13 @@ def concatenate(plans: Sequence[Plan]) -> Plan:
 
 
 def _slot_order(key: npt.NDArray[np.int64], rows: int, layers: int) -> npt.NDArray[np.int64]:
-    """Indices that put the flattened [rows, layers] pieces in the order key, layer, sub-block."""
+    """Return the indices that put the flattened [rows, layers] pieces in the order key, layer, sub-block."""
     keys = np.repeat(key, layers)
     layer = np.tile(np.arange(layers, dtype=np.int64), rows)
     return np.argsort(keys * layers + layer, kind="stable")
 
 
 def _merge_heads(engine: UInt64Array, pool: UInt64Array, size: UInt64Array) -> npt.NDArray[np.int64]:
-    """Indices of the pieces that do not continue the one before them on both sides."""
+    """Return the indices of the pieces that do not continue the one before them on both sides."""
     continues = (engine[:-1] + size[:-1] == engine[1:]) & (pool[:-1] + size[:-1] == pool[1:])
     return np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(~continues) + 1))

@@ -1,4 +1,4 @@
-"""What every transfer engine must do. An engine joins by adding a rig to ``RIGS``."""
+"""What every transfer engine must do. An engine joins by adding a harness to ``HARNESSES``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 WAIT_S = 10.0
 
 
-class Rig:
+class Harness:
     """An engine whose steps can be held up, made to fail, and whose clock the test moves."""
 
     now = 100.0
@@ -60,7 +60,7 @@ class Rig:
         self.gate.set()
 
 
-class HostRig(Rig):
+class HostHarness(Harness):
     """With steps of eight pieces or a few more, so that jobs have many."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class HostRig(Rig):
         self.engine = HostEngine(clock=self.clock, step=step, step_bytes=8 * PIECE)
 
 
-class CudaRig(Rig):
+class CudaHarness(Harness):
     """Over a stub driver, with batches of eight pieces, so that jobs have many steps."""
 
     def __init__(self) -> None:
@@ -99,15 +99,15 @@ class CudaRig(Rig):
         self.engine = engine
 
 
-RIGS: list[Callable[[], Rig]] = [HostRig, CudaRig]
+HARNESSES: list[Callable[[], Harness]] = [HostHarness, CudaHarness]
 
 
-@pytest.fixture(params=RIGS)
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    rig: Rig = request.param()
-    yield rig
-    rig.release()
-    assert rig.engine.close(WAIT_S)
+@pytest.fixture(params=HARNESSES)
+def harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+    harness: Harness = request.param()
+    yield harness
+    harness.release()
+    assert harness.engine.close(WAIT_S)
 
 
 class Sums:
@@ -181,23 +181,23 @@ class Job:
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_a_transfer_copies_every_byte_and_ends_once(rig: Rig, direction: Direction) -> None:
+def test_a_transfer_copies_every_byte_and_ends_once(harness: Harness, direction: Direction) -> None:
     job = Job(pieces=100, direction=direction)
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
     assert job.is_copied()
-    assert rig.engine.close(WAIT_S)
+    assert harness.engine.close(WAIT_S)
     assert len(job.ends) == 1
     assert job.ends[0][1] > 0.0
 
 
-def test_an_empty_transfer_is_done(rig: Rig) -> None:
+def test_an_empty_transfer_is_done(harness: Harness) -> None:
     job = Job(pieces=0)
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
 
 
-def test_transfers_of_a_direction_start_in_their_order(rig: Rig) -> None:
+def test_transfers_of_a_direction_start_in_their_order(harness: Harness) -> None:
     order: list[int] = []
     done = threading.Event()
 
@@ -211,152 +211,152 @@ def test_transfers_of_a_direction_start_in_their_order(rig: Rig) -> None:
 
     jobs = [Job(pieces=2) for _ in range(50)]
     for number, job in enumerate(jobs):
-        rig.engine.submit(Transfer(Direction.LOAD, job.transfer.plan, FOREVER, note(number)))
+        harness.engine.submit(Transfer(Direction.LOAD, job.transfer.plan, FOREVER, note(number)))
     assert done.wait(WAIT_S)
     assert order == list(range(50))
 
 
-def test_submitting_never_waits_and_the_load_counts_what_is_there(rig: Rig) -> None:
-    rig.hold()
+def test_submitting_never_waits_and_the_load_counts_what_is_there(harness: Harness) -> None:
+    harness.hold()
     jobs = [Job() for _ in range(5)]
     for job in jobs:
-        rig.engine.submit(job.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    load = rig.engine.load_of(Direction.STORE)
+        harness.engine.submit(job.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    load = harness.engine.load_of(Direction.STORE)
     assert (load.queued, load.running, load.bytes, load.busy_seconds) == (4, 1, 0, 0.0)
-    assert rig.engine.load_of(Direction.LOAD)[:2] == (0, 0)
-    rig.release()
+    assert harness.engine.load_of(Direction.LOAD)[:2] == (0, 0)
+    harness.release()
     for job in jobs:
         assert job.outcome() is Outcome.DONE
-    load = rig.engine.load_of(Direction.STORE)
+    load = harness.engine.load_of(Direction.STORE)
     assert (load.queued, load.running, load.bytes) == (0, 0, sum(job.nbytes for job in jobs))
     assert load.busy_seconds > 0.0
 
 
-def test_a_load_does_not_wait_behind_a_store(rig: Rig) -> None:
-    rig.hold()
+def test_a_load_does_not_wait_behind_a_store(harness: Harness) -> None:
+    harness.hold()
     store, load = Job(), Job(pieces=0, direction=Direction.LOAD)
-    rig.engine.submit(store.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    rig.engine.submit(load.transfer)
+    harness.engine.submit(store.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    harness.engine.submit(load.transfer)
     assert load.outcome() is Outcome.DONE
     assert not store.ends
 
 
-def test_a_waiting_transfer_can_be_cancelled_and_writes_nothing(rig: Rig) -> None:
-    rig.hold()
+def test_a_waiting_transfer_can_be_cancelled_and_writes_nothing(harness: Harness) -> None:
+    harness.hold()
     first, second, third = Job(), Job(), Job()
     for job in (first, second, third):
-        rig.engine.submit(job.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    assert rig.engine.cancel(second.transfer)
+        harness.engine.submit(job.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    assert harness.engine.cancel(second.transfer)
     assert second.ends == [(Outcome.CANCELLED, 0.0)]
-    assert not rig.engine.cancel(second.transfer)
-    rig.release()
+    assert not harness.engine.cancel(second.transfer)
+    harness.release()
     assert first.outcome() is Outcome.DONE
     assert third.outcome() is Outcome.DONE
     assert not second.destination.any()
     assert len(second.ends) == 1
 
 
-def test_a_running_or_ended_transfer_cannot_be_cancelled(rig: Rig) -> None:
-    rig.hold()
+def test_a_running_or_ended_transfer_cannot_be_cancelled(harness: Harness) -> None:
+    harness.hold()
     job = Job()
-    rig.engine.submit(job.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    assert not rig.engine.cancel(job.transfer)
-    rig.release()
+    harness.engine.submit(job.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    assert not harness.engine.cancel(job.transfer)
+    harness.release()
     assert job.outcome() is Outcome.DONE
-    assert not rig.engine.cancel(job.transfer)
-    assert not rig.engine.cancel(Job().transfer)
+    assert not harness.engine.cancel(job.transfer)
+    assert not harness.engine.cancel(Job().transfer)
 
 
-def test_an_abandoned_transfer_ends_at_its_next_step(rig: Rig) -> None:
-    rig.hold()
+def test_an_abandoned_transfer_ends_at_its_next_step(harness: Harness) -> None:
+    harness.hold()
     job = Job(pieces=100)
-    rig.engine.submit(job.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    rig.engine.abandon(job.transfer)
+    harness.engine.submit(job.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    harness.engine.abandon(job.transfer)
     assert not job.ends
-    rig.release()
+    harness.release()
     assert job.outcome() is Outcome.FAILED
-    assert rig.steps == 1
+    assert harness.steps == 1
     assert not job.is_copied()
 
 
-def test_a_transfer_abandoned_while_it_waits_writes_nothing(rig: Rig) -> None:
-    rig.hold()
+def test_a_transfer_abandoned_while_it_waits_writes_nothing(harness: Harness) -> None:
+    harness.hold()
     first, second = Job(), Job()
-    rig.engine.submit(first.transfer)
-    rig.engine.submit(second.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    rig.engine.abandon(second.transfer)
-    rig.release()
+    harness.engine.submit(first.transfer)
+    harness.engine.submit(second.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    harness.engine.abandon(second.transfer)
+    harness.release()
     assert second.outcome() is Outcome.FAILED
     assert not second.destination.any()
 
 
-def test_a_transfer_whose_deadline_passed_while_it_waited_writes_nothing(rig: Rig) -> None:
-    job = Job(deadline=rig.now)
-    rig.engine.submit(job.transfer)
+def test_a_transfer_whose_deadline_passed_while_it_waited_writes_nothing(harness: Harness) -> None:
+    job = Job(deadline=harness.now)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DEADLINE
     assert not job.destination.any()
 
 
-def test_a_running_transfer_ends_at_the_step_after_its_deadline(rig: Rig) -> None:
-    rig.hold()
-    job = Job(pieces=100, deadline=rig.now + 5)
-    rig.engine.submit(job.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    rig.now += 5
-    rig.release()
+def test_a_running_transfer_ends_at_the_step_after_its_deadline(harness: Harness) -> None:
+    harness.hold()
+    job = Job(pieces=100, deadline=harness.now + 5)
+    harness.engine.submit(job.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    harness.now += 5
+    harness.release()
     assert job.outcome() is Outcome.DEADLINE
-    assert rig.steps == 1
-    assert 0 < rig.engine.load_of(Direction.STORE).bytes < job.nbytes
+    assert harness.steps == 1
+    assert 0 < harness.engine.load_of(Direction.STORE).bytes < job.nbytes
 
 
-def test_a_failing_copy_fails_its_transfer_and_not_the_engine(rig: Rig) -> None:
-    rig.broken = True
+def test_a_failing_copy_fails_its_transfer_and_not_the_engine(harness: Harness) -> None:
+    harness.broken = True
     bad = Job()
-    rig.engine.submit(bad.transfer)
+    harness.engine.submit(bad.transfer)
     assert bad.outcome() is Outcome.FAILED
-    rig.broken = False
+    harness.broken = False
     good = Job()
-    rig.engine.submit(good.transfer)
+    harness.engine.submit(good.transfer)
     assert good.outcome() is Outcome.DONE
     assert len(bad.ends) == 1
 
 
-def test_an_owner_that_raises_does_not_end_the_engine(rig: Rig) -> None:
+def test_an_owner_that_raises_does_not_end_the_engine(harness: Harness) -> None:
     def raises(transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         raise RuntimeError("a bug of the owner's")
 
     bad = Job()
-    rig.engine.submit(Transfer(Direction.STORE, bad.transfer.plan, FOREVER, raises))
+    harness.engine.submit(Transfer(Direction.STORE, bad.transfer.plan, FOREVER, raises))
     job = Job()
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
     assert bad.is_copied()
 
 
-def test_closing_cancels_what_waits_and_abandons_what_runs(rig: Rig) -> None:
-    rig.hold()
+def test_closing_cancels_what_waits_and_abandons_what_runs(harness: Harness) -> None:
+    harness.hold()
     running, waiting = Job(pieces=100), Job()
-    rig.engine.submit(running.transfer)
-    rig.engine.submit(waiting.transfer)
-    assert rig.at_gate.wait(WAIT_S)
-    assert not rig.engine.close(0.0), "a thread still copies, so the memory must stay"
+    harness.engine.submit(running.transfer)
+    harness.engine.submit(waiting.transfer)
+    assert harness.at_gate.wait(WAIT_S)
+    assert not harness.engine.close(0.0), "a thread still copies, so the memory must stay"
     assert waiting.outcome() is Outcome.CANCELLED
-    rig.release()
-    assert rig.engine.close(WAIT_S)
+    harness.release()
+    assert harness.engine.close(WAIT_S)
     assert running.outcome() is Outcome.FAILED
     late = Job()
-    rig.engine.submit(late.transfer)
+    harness.engine.submit(late.transfer)
     assert late.outcome() is Outcome.CANCELLED
-    assert rig.engine.close(WAIT_S)
+    assert harness.engine.close(WAIT_S)
 
 
-def test_every_transfer_ends_once_whatever_is_done_to_it(rig: Rig) -> None:
+def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> None:
     """Submits, cancels, abandons from several threads at once."""
     jobs = [
         Job(
@@ -371,11 +371,11 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(rig: Rig) -> None:
     def meddle(remainder: int) -> None:
         for index in range(remainder, len(jobs), 4):
             transfer = jobs[index].transfer
-            rig.engine.submit(transfer)
+            harness.engine.submit(transfer)
             if index % 3 == 0:
-                rig.engine.cancel(transfer)
+                harness.engine.cancel(transfer)
             if index % 5 == 0:
-                rig.engine.abandon(transfer)
+                harness.engine.abandon(transfer)
 
     threads = [threading.Thread(target=meddle, args=(remainder,)) for remainder in range(4)]
     for thread in threads:
@@ -390,39 +390,39 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(rig: Rig) -> None:
             assert job.is_copied()
         if outcome is Outcome.CANCELLED:
             assert not job.destination.any()
-    assert rig.engine.close(WAIT_S)
+    assert harness.engine.close(WAIT_S)
     assert all(len(job.ends) == 1 for job in jobs)
 
 
-def test_closing_an_idle_engine_takes_no_time(rig: Rig) -> None:
+def test_closing_an_idle_engine_takes_no_time(harness: Harness) -> None:
     started = time.monotonic()
-    assert rig.engine.close(WAIT_S)
+    assert harness.engine.close(WAIT_S)
     assert time.monotonic() - started < WAIT_S / 2
 
 
 @pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
-def test_a_store_has_all_its_checksums_when_it_ends(rig: Rig, slot_bytes: int) -> None:
+def test_a_store_has_all_its_checksums_when_it_ends(harness: Harness, slot_bytes: int) -> None:
     job = Job(pieces=100, sums=Sums(slot_bytes))
     assert job.checksums is not None
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
     assert job.is_copied()
     assert job.checksums.sums == [number * slot_bytes + 1 for number in range(100)]
-    assert rig.engine.load_of(Direction.STORE).checksum_bytes == 100 * slot_bytes
+    assert harness.engine.load_of(Direction.STORE).checksum_bytes == 100 * slot_bytes
 
 
 @pytest.mark.parametrize("slot_bytes", [PIECE, MIB, 64 * MIB])
-def test_a_store_whose_checksums_are_not_those_that_were_promised_is_corrupt(rig: Rig, slot_bytes: int) -> None:
+def test_a_store_whose_checksums_are_not_those_that_were_promised_is_corrupt(harness: Harness, slot_bytes: int) -> None:
     right = [number * slot_bytes + 1 for number in range(20)]
     for expected, outcome in ((right, Outcome.DONE), ([*right[:-1], 7], Outcome.CORRUPT)):
         sums = Sums(slot_bytes)
         sums.expected = expected
         job = Job(pieces=20, sums=sums)
-        rig.engine.submit(job.transfer)
+        harness.engine.submit(job.transfer)
         assert job.outcome() is outcome
 
 
-def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
+def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(harness: Harness) -> None:
     copied: list[int] = []
     job = Job(pieces=100)
     whole_after = job.transfer.plan.size.cumsum().tolist()
@@ -438,82 +438,84 @@ def test_no_checksum_is_taken_of_a_slot_that_is_not_whole(rig: Rig) -> None:
     done = threading.Event()
     job.destination[:] = 0
     job.source[:] = 1
-    rig.engine.submit(Transfer(Direction.STORE, job.transfer.plan, FOREVER, lambda *_: done.set(), checksums=checksums))
+    harness.engine.submit(
+        Transfer(Direction.STORE, job.transfer.plan, FOREVER, lambda *_: done.set(), checksums=checksums)
+    )
     assert done.wait(WAIT_S)
     assert sorted(copied) == sorted(PIECE - number % 3 for number in range(100))
 
 
-def test_a_small_store_never_leaves_its_thread(rig: Rig) -> None:
+def test_a_small_store_never_leaves_its_thread(harness: Harness) -> None:
     sums = Sums(PIECE)
     job = Job(pieces=20, sums=sums)
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert job.outcome() is Outcome.DONE
     assert len(sums.threads) == 1
     assert not any("sums" in name for name in sums.threads)
 
 
-@pytest.mark.parametrize("rig", [CudaRig], indirect=True)
-def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(rig: Rig) -> None:
+@pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
+def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(harness: Harness) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
     slow, next_one = Job(pieces=20, sums=sums), Job(pieces=20)
-    rig.engine.submit(slow.transfer)
-    rig.engine.submit(next_one.transfer)
+    harness.engine.submit(slow.transfer)
+    harness.engine.submit(next_one.transfer)
     assert next_one.outcome() is Outcome.DONE
     assert sums.at_gate.wait(WAIT_S)
     assert not slow.ends
-    assert rig.engine.load_of(Direction.STORE)[:2] == (0, 1)
+    assert harness.engine.load_of(Direction.STORE)[:2] == (0, 1)
     sums.gate.set()
     assert slow.outcome() is Outcome.DONE
 
 
-@pytest.mark.parametrize("rig", [CudaRig], indirect=True)
-def test_copies_do_not_run_far_ahead_of_checksums(rig: Rig) -> None:
+@pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
+def test_copies_do_not_run_far_ahead_of_checksums(harness: Harness) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
     jobs = [Job(pieces=20, sums=sums) for _ in range(MAX_AWAITING_CHECKSUMS)]
     late = Job(pieces=20)
     for job in (*jobs, late):
-        rig.engine.submit(job.transfer)
+        harness.engine.submit(job.transfer)
     wait_until(lambda: all(job.is_copied() for job in jobs))
     assert not late.done.wait(0.05)
     assert not late.destination.any()
-    assert rig.engine.cancel(jobs[0].transfer) is False
+    assert harness.engine.cancel(jobs[0].transfer) is False
     sums.gate.set()
     for job in (*jobs, late):
         assert job.outcome() is Outcome.DONE
 
 
 @pytest.mark.parametrize("how", ["abandoned", "late", "broken"])
-def test_a_store_whose_checksums_do_not_come_fails_once(rig: Rig, how: str) -> None:
+def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: str) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
-    job = Job(pieces=20, deadline=rig.now + 5, sums=sums)
-    rig.engine.submit(job.transfer)
+    job = Job(pieces=20, deadline=harness.now + 5, sums=sums)
+    harness.engine.submit(job.transfer)
     assert sums.at_gate.wait(WAIT_S)
     wait_until(job.is_copied)
     if how == "abandoned":
-        rig.engine.abandon(job.transfer)
+        harness.engine.abandon(job.transfer)
     elif how == "late":
-        rig.now += 5
+        harness.now += 5
     sums.broken = how == "broken"
     assert not job.ends
     sums.gate.set()
     assert job.outcome() is (Outcome.DEADLINE if how == "late" else Outcome.FAILED)
     good = Job(sums=Sums(64 * MIB))
-    rig.engine.submit(good.transfer)
+    harness.engine.submit(good.transfer)
     assert good.outcome() is Outcome.DONE
     assert len(job.ends) == 1
 
 
-def test_closing_waits_for_checksums_that_are_being_taken(rig: Rig) -> None:
+def test_closing_waits_for_checksums_that_are_being_taken(harness: Harness) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
     job = Job(pieces=20, sums=sums)
-    rig.engine.submit(job.transfer)
+    harness.engine.submit(job.transfer)
     assert sums.at_gate.wait(WAIT_S)
-    assert not rig.engine.close(0.0), "a slot is still read, so the pool must stay"
+    assert not harness.engine.close(0.0), "a slot is still read, so the pool must stay"
     sums.gate.set()
-    assert rig.engine.close(WAIT_S)
+    assert harness.engine.close(WAIT_S)
     assert job.outcome() in (Outcome.FAILED, Outcome.DONE)
     assert len(job.ends) == 1

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-class Rig:
+class Harness:
     """An engine, what it says without a daemon, and a daemon that is started again whenever it ends."""
 
     def __init__(self, model: Path, pool_file: Path) -> None:
@@ -52,9 +52,9 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     pool_file = SHM / f"kvoffd-engine-chaos-{os.getpid()}.pool"
-    made = Rig(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"), pool_file)
+    made = Harness(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"), pool_file)
     try:
         made.engine.start()
         answers = made.engine.generate(made.prompts, MAX_TOKENS)
@@ -85,53 +85,53 @@ def strike(supervisor: Supervisor, kind: str, dice: random.Random) -> None:
 KINDS = ("kill", "kill", "terminate", "stop until the watchdog", "stop shortly")
 
 
-def test_whatever_happens_to_the_daemon_no_request_fails_and_no_token_changes(rig: Rig) -> None:
+def test_whatever_happens_to_the_daemon_no_request_fails_and_no_token_changes(harness: Harness) -> None:
     seed = random.SystemRandom().getrandbits(31)
     print(f"seed {seed}")
     dice = random.Random(seed)
     struck: Counter[str] = Counter()
     loaded = longest = 0.0
     for number in range(ROUNDS):
-        rig.wait_stats("connected")
-        rig.engine.forget()
+        harness.wait_stats("connected")
+        harness.engine.forget()
         order = dice.sample(range(len(LENGTHS)), dice.randint(3, len(LENGTHS)))
-        lives = rig.supervisor.lives
+        lives = harness.supervisor.lives
         begun = time.monotonic()
-        rig.engine.begin("generate", prompts=[rig.prompts[place] for place in order], max_tokens=MAX_TOKENS)
+        harness.engine.begin("generate", prompts=[harness.prompts[place] for place in order], max_tokens=MAX_TOKENS)
         time.sleep(dice.uniform(0.0, 0.8))
         kind = dice.choice(KINDS)
         struck[kind] += 1
-        strike(rig.supervisor, kind, dice)
-        answers = completions(rig.engine.finish())
+        strike(harness.supervisor, kind, dice)
+        answers = completions(harness.engine.finish())
         longest = max(longest, time.monotonic() - begun)
-        assert [answer.tokens for answer in answers] == [rig.expected[place] for place in order], (number, kind)
+        assert [answer.tokens for answer in answers] == [harness.expected[place] for place in order], (number, kind)
         assert all(answer.finish == "length" for answer in answers)
         loaded += sum(answer.cached for answer in answers)
-        rig.supervisor.wait_serving(lives + (kind != "stop shortly"))
-    failed_loads = rig.engine.metrics().get("vllm:kvoffd_failed_loads", 0)
+        harness.supervisor.wait_serving(lives + (kind != "stop shortly"))
+    failed_loads = harness.engine.metrics().get("vllm:kvoffd_failed_loads", 0)
     print(
         f"{ROUNDS} rounds {dict(struck)}: {loaded:.0f} tokens loaded, {failed_loads:.0f} loads failed and were "
-        f"recomputed, longest round {longest:.1f} s, {rig.supervisor.lives} daemons"
+        f"recomputed, longest round {longest:.1f} s, {harness.supervisor.lives} daemons"
     )
     assert loaded > 0
 
 
-def test_what_was_stored_before_a_kill_is_loaded_after_it_and_gives_the_same_tokens(rig: Rig) -> None:
-    rig.wait_stats("connected")
-    rig.engine.forget()
-    rig.engine.generate(rig.prompts, MAX_TOKENS)
-    before = rig.wait_stats("stored")
-    lives = rig.supervisor.lives
-    rig.supervisor.signal(signal.SIGKILL)
-    rig.supervisor.wait_serving(lives + 1)
-    adopted = rig.wait_stats("connected")
+def test_what_was_stored_before_a_kill_is_loaded_after_it_and_gives_the_same_tokens(harness: Harness) -> None:
+    harness.wait_stats("connected")
+    harness.engine.forget()
+    harness.engine.generate(harness.prompts, MAX_TOKENS)
+    before = harness.wait_stats("stored")
+    lives = harness.supervisor.lives
+    harness.supervisor.signal(signal.SIGKILL)
+    harness.supervisor.wait_serving(lives + 1)
+    adopted = harness.wait_stats("connected")
     assert adopted.epoch != before.epoch
     assert adopted.pool.ready_bytes >= 0.999 * before.pool.ready_bytes
-    rig.engine.forget()
-    answers = rig.engine.generate(rig.prompts, MAX_TOKENS)
-    assert [answer.tokens for answer in answers] == rig.expected
+    harness.engine.forget()
+    answers = harness.engine.generate(harness.prompts, MAX_TOKENS)
+    assert [answer.tokens for answer in answers] == harness.expected
     assert [answer.cached for answer in answers] == [full_blocks(length) for length in LENGTHS]
-    after = rig.wait_stats("connected")
+    after = harness.wait_stats("connected")
     print(f"{sum(answer.cached for answer in answers)} tokens loaded from blocks stored before the kill")
     assert after.epoch == adopted.epoch
     assert after.load.bytes > 0

@@ -39,7 +39,7 @@ LENGTHS = [1500, 900, 1200]
 DEADLINE_S = 30.0
 
 
-class Rig:
+class Harness:
     """A daemon (not started), an engine that reports KV events, and what the prompts give without a daemon."""
 
     def __init__(self, model: Path) -> None:
@@ -141,8 +141,8 @@ def tokens(answers: list[Completion]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    made = Harness(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
     try:
         made.engine.start()
         made.expected = tokens(made.engine.generate(made.prompts))
@@ -152,111 +152,111 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         made.daemon.close()
 
 
-def test_an_engine_starts_and_serves_without_a_daemon_and_uses_it_once_it_is_there(rig: Rig) -> None:
-    assert not rig.daemon.running
-    assert all(answer.cached == 0 for answer in rig.engine.generate([prompt(50, 400)]))
-    rig.ensure_stored()
-    answers = rig.engine.generate(rig.prompts)
-    assert tokens(answers) == rig.expected
+def test_an_engine_starts_and_serves_without_a_daemon_and_uses_it_once_it_is_there(harness: Harness) -> None:
+    assert not harness.daemon.running
+    assert all(answer.cached == 0 for answer in harness.engine.generate([prompt(50, 400)]))
+    harness.ensure_stored()
+    answers = harness.engine.generate(harness.prompts)
+    assert tokens(answers) == harness.expected
     assert [answer.cached for answer in answers] == [full_blocks(length) for length in LENGTHS]
 
 
-def test_killing_the_daemon_while_loads_run_changes_no_token_and_hits_return(rig: Rig) -> None:
-    rig.ensure_stored()
-    before = rig.failed_loads()
-    with rig.daemon.fault("load slow 30"):
-        rig.engine.begin("generate", prompts=rig.prompts, max_tokens=8)
-        rig.until(lambda stats: stats.load.running_jobs + stats.load.queued_jobs >= len(LENGTHS))
-        rig.daemon.kill()
-        answers = completions(rig.engine.finish())
-    assert tokens(answers) == rig.expected
+def test_killing_the_daemon_while_loads_run_changes_no_token_and_hits_return(harness: Harness) -> None:
+    harness.ensure_stored()
+    before = harness.failed_loads()
+    with harness.daemon.fault("load slow 30"):
+        harness.engine.begin("generate", prompts=harness.prompts, max_tokens=8)
+        harness.until(lambda stats: stats.load.running_jobs + stats.load.queued_jobs >= len(LENGTHS))
+        harness.daemon.kill()
+        answers = completions(harness.engine.finish())
+    assert tokens(answers) == harness.expected
     assert [answer.finish for answer in answers] == ["length"] * 3
-    assert rig.failed_loads() >= before + 3
-    rig.ensure_stored()
-    again = rig.engine.generate(rig.prompts)
-    assert tokens(again) == rig.expected
+    assert harness.failed_loads() >= before + 3
+    harness.ensure_stored()
+    again = harness.engine.generate(harness.prompts)
+    assert tokens(again) == harness.expected
     assert [answer.cached for answer in again] == [full_blocks(length) for length in LENGTHS]
 
 
-def test_killing_the_daemon_while_stores_run_changes_no_token(rig: Rig) -> None:
-    rig.ensure_daemon()
+def test_killing_the_daemon_while_stores_run_changes_no_token(harness: Harness) -> None:
+    harness.ensure_daemon()
     others = [prompt(seed, 700) for seed in range(10, 14)]
-    with rig.daemon.fault("store slow 30"):
-        rig.engine.begin("generate", prompts=others, max_tokens=40)
-        rig.until(lambda stats: stats.store.running_jobs > 0)
-        rig.daemon.kill()
-        first = completions(rig.engine.finish())
-    rig.ensure_daemon()
-    rig.engine.forget()
-    assert tokens(rig.engine.generate(others, max_tokens=40)) == tokens(first)
+    with harness.daemon.fault("store slow 30"):
+        harness.engine.begin("generate", prompts=others, max_tokens=40)
+        harness.until(lambda stats: stats.store.running_jobs > 0)
+        harness.daemon.kill()
+        first = completions(harness.engine.finish())
+    harness.ensure_daemon()
+    harness.engine.forget()
+    assert tokens(harness.engine.generate(others, max_tokens=40)) == tokens(first)
 
 
-def test_a_failed_load_is_recomputed_and_its_blocks_are_not_believed_again(rig: Rig) -> None:
-    rig.ensure_stored()
-    before = rig.failed_loads()
-    dropped = invalidated_blocks(rig.until(lambda stats: True))
-    with rig.daemon.fault("load fails"):
-        answers = rig.engine.generate(rig.prompts)
-    assert tokens(answers) == rig.expected
+def test_a_failed_load_is_recomputed_and_its_blocks_are_not_believed_again(harness: Harness) -> None:
+    harness.ensure_stored()
+    before = harness.failed_loads()
+    dropped = invalidated_blocks(harness.until(lambda stats: True))
+    with harness.daemon.fault("load fails"):
+        answers = harness.engine.generate(harness.prompts)
+    assert tokens(answers) == harness.expected
     assert [answer.finish for answer in answers] == ["length"] * 3
     # One failure a request: none was looked up again.
-    assert rig.failed_loads() == before + 3
+    assert harness.failed_loads() == before + 3
     # vLLM 0.33 stores the recomputed blocks at once, 0.32 with the next request that has them.
     wanted = sum(full_blocks(length) // BLOCK_TOKENS for length in LENGTHS)
-    rig.until(lambda stats: invalidated_blocks(stats) == dropped + wanted)
+    harness.until(lambda stats: invalidated_blocks(stats) == dropped + wanted)
 
 
-def test_a_daemon_that_lies_changes_tokens_so_these_tests_can_fail(rig: Rig) -> None:
-    rig.ensure_stored()
-    with rig.daemon.fault("load lies"):
-        answers = rig.engine.generate(rig.prompts)
+def test_a_daemon_that_lies_changes_tokens_so_these_tests_can_fail(harness: Harness) -> None:
+    harness.ensure_stored()
+    with harness.daemon.fault("load lies"):
+        answers = harness.engine.generate(harness.prompts)
     assert all(answer.cached > 0 for answer in answers)
-    assert all(answer.tokens != expected for answer, expected in zip(answers, rig.expected, strict=True))
-    rig.engine.forget()
-    assert tokens(rig.engine.generate(rig.prompts)) == rig.expected
+    assert all(answer.tokens != expected for answer, expected in zip(answers, harness.expected, strict=True))
+    harness.engine.forget()
+    assert tokens(harness.engine.generate(harness.prompts)) == harness.expected
 
 
-def test_a_daemon_that_hangs_is_a_cache_miss(rig: Rig) -> None:
-    rig.ensure_stored()
+def test_a_daemon_that_hangs_is_a_cache_miss(harness: Harness) -> None:
+    harness.ensure_stored()
     fresh = prompt(60, 500)
-    os.kill(rig.daemon.pid, signal.SIGSTOP)
+    os.kill(harness.daemon.pid, signal.SIGSTOP)
     try:
-        [answer] = rig.engine.generate([fresh])
+        [answer] = harness.engine.generate([fresh])
     finally:
-        os.kill(rig.daemon.pid, signal.SIGCONT)
+        os.kill(harness.daemon.pid, signal.SIGCONT)
     assert answer.cached == 0
     assert answer.finish == "length"
 
 
-def test_resetting_the_connector_drops_the_namespace(rig: Rig) -> None:
-    rig.ensure_stored()
-    assert rig.engine.call("reset", connector=True)
-    rig.until(lambda stats: ready_blocks(stats) == 0)
-    answers = rig.engine.generate(rig.prompts)
-    assert tokens(answers) == rig.expected
+def test_resetting_the_connector_drops_the_namespace(harness: Harness) -> None:
+    harness.ensure_stored()
+    assert harness.engine.call("reset", connector=True)
+    harness.until(lambda stats: ready_blocks(stats) == 0)
+    answers = harness.engine.generate(harness.prompts)
+    assert tokens(answers) == harness.expected
     assert [answer.cached for answer in answers] == [0, 0, 0]
 
 
-def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the_daemon(rig: Rig) -> None:
-    rig.ensure_daemon()
+def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the_daemon(harness: Harness) -> None:
+    harness.ensure_daemon()
     wanted = prompt(70, 10 * BLOCK_TOKENS)
-    daemon_endpoint = f"ipc://{SocketPaths(rig.daemon.directory).events}"
-    with Subscriber(rig.events_endpoint, b"") as engine, Subscriber(daemon_endpoint, b"kv@") as daemon:
+    daemon_endpoint = f"ipc://{SocketPaths(harness.daemon.directory).events}"
+    with Subscriber(harness.events_endpoint, b"") as engine, Subscriber(daemon_endpoint, b"kv@") as daemon:
         fresh = count(72)
 
         def heard() -> bool:
             """A subscription takes effect some time after it was made; what is published before is not for it."""
-            rig.engine.generate([prompt(next(fresh), 2 * BLOCK_TOKENS)], max_tokens=2)
+            harness.engine.generate([prompt(next(fresh), 2 * BLOCK_TOKENS)], max_tokens=2)
             engine.read()
             daemon.read()
             return bool(engine.of(BlockStored) and daemon.of(BlockStored))
 
         wait_until(heard, DEADLINE_S)
-        rig.engine.generate([wanted], max_tokens=4)
+        harness.engine.generate([wanted], max_tokens=4)
 
         def wait_for_events(condition: Callable[[], bool]) -> None:
             def step() -> bool:
-                rig.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
+                harness.engine.generate([prompt(71, 16)], max_tokens=2)  # events leave the engine with its steps
                 engine.read()
                 daemon.read()
                 return condition()
@@ -267,21 +267,21 @@ def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the
         chunks = {tuple(wanted[start : start + BLOCK_TOKENS]) for start in range(0, len(wanted), BLOCK_TOKENS)}
         wait_for_events(lambda: chunks <= engine.described().keys())
         wait_for_events(lambda: {engine.described()[chunk] for chunk in chunks} <= daemon.hashes(BlockStored))
-        with AdminClient(rig.daemon.directory) as admin:
+        with AdminClient(harness.daemon.directory) as admin:
             admin.clear()
         wait_for_events(lambda: engine.hashes(BlockRemoved) >= engine.hashes(BlockStored))
         assert daemon.of(AllBlocksCleared)
         assert not engine.of(AllBlocksCleared), "the engine's own blocks are still there"
 
 
-def test_killing_the_engine_in_mid_store_leaves_nothing_behind(rig: Rig) -> None:
-    rig.ensure_daemon()
-    with AdminClient(rig.daemon.directory) as admin:
+def test_killing_the_engine_in_mid_store_leaves_nothing_behind(harness: Harness) -> None:
+    harness.ensure_daemon()
+    with AdminClient(harness.daemon.directory) as admin:
         stored = sum(item.stored_blocks for item in admin.stats().namespaces)
-        with rig.daemon.fault("store slow 1"):
-            rig.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
+        with harness.daemon.fault("store slow 1"):
+            harness.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
             wait_stats(admin, lambda stats: stats.store.running_jobs > 0)
-            rig.engine.kill()
+            harness.engine.kill()
             killed = time.monotonic()
             wait_stats(admin, lambda stats: stats.sessions == 1)
             assert time.monotonic() - killed < 0.5

@@ -78,7 +78,7 @@ class GpuEvent:
         assert self.happened.wait(WAIT_S)
 
 
-class Rig:
+class Harness:
     """A worker whose events and clients the test holds."""
 
     def __init__(self) -> None:
@@ -111,11 +111,11 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
-    rig = Rig()
-    yield rig
-    rig.worker.shutdown()
-    for event in rig.events:
+def harness() -> Iterator[Harness]:
+    harness = Harness()
+    yield harness
+    harness.worker.shutdown()
+    for event in harness.events:
         event.happened.set()
 
 
@@ -154,63 +154,63 @@ def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
         export_tensors(caches_at((buffer.address, 4096, 4096)), export)
 
 
-def test_stores_and_loads_go_out_after_their_kernels(rig: Rig) -> None:
-    client = rig.clients[0]
-    assert rig.worker.submit_store(1, BLOCKS, KEYED)
-    assert rig.worker.submit_load(2, LEASED, BLOCKS)
-    assert len(rig.events) == 2
-    assert not wait_sent(rig.sender, [1], 0.05)
+def test_stores_and_loads_go_out_after_their_kernels(harness: Harness) -> None:
+    client = harness.clients[0]
+    assert harness.worker.submit_store(1, BLOCKS, KEYED)
+    assert harness.worker.submit_load(2, LEASED, BLOCKS)
+    assert len(harness.events) == 2
+    assert not wait_sent(harness.sender, [1], 0.05)
     assert client.stores == {}
-    rig.events[0].happened.set()
-    assert wait_sent(rig.sender, [1], WAIT_S)
+    harness.events[0].happened.set()
+    assert wait_sent(harness.sender, [1], WAIT_S)
     assert (list(client.stores), list(client.loads)) == ([1], [])
-    rig.events[1].happened.set()
-    assert wait_sent(rig.sender, [2], WAIT_S)
+    harness.events[1].happened.set()
+    assert wait_sent(harness.sender, [2], WAIT_S)
     assert client.loads[2][0] == 77
 
 
-def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(rig: Rig) -> None:
-    rig.worker.submit_store(1, BLOCKS, KEYED)
-    rig.worker.submit_store(2, BLOCKS, KEYED)
-    rig.worker.wait({1})
-    assert rig.clients[0].fences == [([1], 1.5)]
-    assert rig.failures() == {1: ErrorCode.CANCELLED}
-    for event in rig.events:
+def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(harness: Harness) -> None:
+    harness.worker.submit_store(1, BLOCKS, KEYED)
+    harness.worker.submit_store(2, BLOCKS, KEYED)
+    harness.worker.wait({1})
+    assert harness.clients[0].fences == [([1], 1.5)]
+    assert harness.failures() == {1: ErrorCode.CANCELLED}
+    for event in harness.events:
         event.happened.set()
-    assert wait_sent(rig.sender, [2], WAIT_S)
-    assert list(rig.clients[0].stores) == [2]
+    assert wait_sent(harness.sender, [2], WAIT_S)
+    assert list(harness.clients[0].stores) == [2]
 
 
-def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(rig: Rig) -> None:
-    rig.gpu_failed = True
-    assert rig.worker.submit_store(1, BLOCKS, KEYED)
-    assert rig.failures() == {1: ErrorCode.COPY_FAILED}
+def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(harness: Harness) -> None:
+    harness.gpu_failed = True
+    assert harness.worker.submit_store(1, BLOCKS, KEYED)
+    assert harness.failures() == {1: ErrorCode.COPY_FAILED}
 
 
-def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(rig: Rig) -> None:
-    first, second = rig.clients
-    rig.worker.submit_store(1, BLOCKS, KEYED)
+def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Harness) -> None:
+    first, second = harness.clients
+    harness.worker.submit_store(1, BLOCKS, KEYED)
     first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
-    rig.worker.unregister()
-    rig.worker.unregister()
+    harness.worker.unregister()
+    harness.worker.unregister()
     assert (first.unregistered, first.closed) == (1, True)
-    assert rig.failures() == {1: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
-    assert rig.worker.usable, "the scheduler must not give the daemon up for a nap"
-    assert rig.worker.credit_bytes is None
-    rig.worker.submit_store(2, BLOCKS, KEYED)
-    assert rig.failures() == {2: ErrorCode.UNSUPPORTED}
-    rig.worker.restore()
-    rig.worker.restore()
-    rig.worker.submit_store(3, BLOCKS, KEYED)
-    rig.events[-1].happened.set()
-    rig.events[0].happened.set()
+    assert harness.failures() == {1: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
+    assert harness.worker.usable, "the scheduler must not give the daemon up for a nap"
+    assert harness.worker.credit_bytes is None
+    harness.worker.submit_store(2, BLOCKS, KEYED)
+    assert harness.failures() == {2: ErrorCode.UNSUPPORTED}
+    harness.worker.restore()
+    harness.worker.restore()
+    harness.worker.submit_store(3, BLOCKS, KEYED)
+    harness.events[-1].happened.set()
+    harness.events[0].happened.set()
     wait_until(lambda: list(second.stores) == [3])
-    assert rig.worker.credit_bytes == second.credit_bytes
+    assert harness.worker.credit_bytes == second.credit_bytes
 
 
-def test_an_engine_that_is_not_asleep_is_not_woken(rig: Rig) -> None:
-    rig.worker.restore()
-    assert not rig.clients[0].closed
-    rig.worker.submit_store(1, BLOCKS, KEYED)
-    rig.events[0].happened.set()
-    wait_until(lambda: list(rig.clients[0].stores) == [1])
+def test_an_engine_that_is_not_asleep_is_not_woken(harness: Harness) -> None:
+    harness.worker.restore()
+    assert not harness.clients[0].closed
+    harness.worker.submit_store(1, BLOCKS, KEYED)
+    harness.events[0].happened.set()
+    wait_until(lambda: list(harness.clients[0].stores) == [1])

@@ -16,7 +16,7 @@ ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")
 
 
-class Rig:
+class Harness:
     """A namespace client and the fakes it made."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ def test_workers_that_disagree_are_told_apart_by_their_factors() -> None:
 
 
 def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> None:
-    client = Rig().client
+    client = Harness().client
     assert not client.ready
     assert client.credit_bytes == 0
     assert client.take_events() == []
@@ -50,22 +50,22 @@ def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> N
 
 
 def test_joining_makes_the_client_once_for_each_namespace() -> None:
-    rig = Rig()
-    rig.client.join(ONE)
-    rig.client.join(replace(ONE))
-    assert rig.client.ready
-    assert [namespace for namespace, _ in rig.made] == [ONE]
-    rig.client.join(OTHER)
-    (_, first), (namespace, second) = rig.made
+    harness = Harness()
+    harness.client.join(ONE)
+    harness.client.join(replace(ONE))
+    assert harness.client.ready
+    assert [namespace for namespace, _ in harness.made] == [ONE]
+    harness.client.join(OTHER)
+    (_, first), (namespace, second) = harness.made
     assert namespace is OTHER
     assert first.closed
     assert not second.closed
 
 
 def test_a_closed_client_joins_nothing() -> None:
-    rig = Rig()
-    rig.client.join(ONE)
-    rig.client.close()
-    assert rig.made[0][1].closed
-    rig.client.join(OTHER)
-    assert len(rig.made) == 1
+    harness = Harness()
+    harness.client.join(ONE)
+    harness.client.close()
+    assert harness.made[0][1].closed
+    harness.client.join(OTHER)
+    assert len(harness.made) == 1

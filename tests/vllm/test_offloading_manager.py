@@ -27,7 +27,7 @@ HASHES = {block_hash(1), block_hash(2), block_hash(3)}
 SHARD_BYTES = 1000
 
 
-class Rig:
+class Harness:
     """A manager of one group and its fake client."""
 
     def __init__(self) -> None:
@@ -55,203 +55,203 @@ class Rig:
 
 
 def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:
-    rig = Rig()
-    context = rig.request(ready={block_hash(1)})
-    assert rig.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
-    assert rig.manager.get_load_source(KEYS[0], context) is CacheHitSource.HOST
+    harness = Harness()
+    context = harness.request(ready={block_hash(1)})
+    assert harness.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+    assert harness.manager.get_load_source(KEYS[0], context) is CacheHitSource.HOST
 
 
 def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:
-    rig = Rig()
-    context = rig.request()
-    rig.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
-    rig.manager.begin_lookup("r", [KEYS])
-    assert rig.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
-    assert rig.manager.has_pending_work()
-    rig.clock.now += 0.1
-    rig.manager.begin_lookup("r", [KEYS])
-    rig.client.answer(HASHES)
-    rig.manager.begin_lookup("r", [KEYS])
-    assert rig.results(context) == [LookupResult.HIT] * 3
-    assert not rig.manager.has_pending_work()
-    sources = [rig.manager.get_load_source(item, context) for item in KEYS]
+    harness = Harness()
+    context = harness.request()
+    harness.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context) == [LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.HIT_PENDING]
+    assert harness.manager.has_pending_work()
+    harness.clock.now += 0.1
+    harness.manager.begin_lookup("r", [KEYS])
+    harness.client.answer(HASHES)
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context) == [LookupResult.HIT] * 3
+    assert not harness.manager.has_pending_work()
+    sources = [harness.manager.get_load_source(item, context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
 
 
 def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
-    rig = Rig()
-    context = rig.request()
-    rig.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
+    harness = Harness()
+    context = harness.request()
+    harness.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
     for _ in range(3):
-        rig.manager.begin_lookup("r", [KEYS])
-        assert rig.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
-    found = rig.manager.get_stats()
+        harness.manager.begin_lookup("r", [KEYS])
+        assert harness.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+    found = harness.manager.get_stats()
     assert found is not None
     assert found.reduce()[DISK_WAITS_ENDED] == 1
 
 
 def test_the_engine_keeps_stepping_while_an_answer_is_awaited_and_no_longer() -> None:
-    rig = Rig()
-    context = rig.request()
-    assert rig.results(context) == [LookupResult.RETRY] * 3
-    assert rig.manager.has_pending_work()
-    rig.client.answer(HASHES)
-    rig.manager.begin_lookup("r", [KEYS])
-    assert rig.results(context) == [LookupResult.HIT] * 3
-    assert not rig.manager.has_pending_work()
+    harness = Harness()
+    context = harness.request()
+    assert harness.results(context) == [LookupResult.RETRY] * 3
+    assert harness.manager.has_pending_work()
+    harness.client.answer(HASHES)
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context) == [LookupResult.HIT] * 3
+    assert not harness.manager.has_pending_work()
 
 
 def test_a_late_answer_is_a_miss_and_counted_once() -> None:
-    rig = Rig()
-    context = rig.request()
-    rig.clock.now += 1
-    assert rig.results(context) == [LookupResult.MISS] * 3
-    stats = rig.manager.get_stats()
+    harness = Harness()
+    context = harness.request()
+    harness.clock.now += 1
+    assert harness.results(context) == [LookupResult.MISS] * 3
+    stats = harness.manager.get_stats()
     assert stats.reduce()[LATE_LOOKUPS] == 1
 
 
 def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
-    rig = Rig()
-    context = rig.request(ready=HASHES)
-    lease_id = rig.client.asked[0][0].lease_id
-    spec = rig.manager.prepare_load(KEYS[1:], context)
+    harness = Harness()
+    context = harness.request(ready=HASHES)
+    lease_id = harness.client.asked[0][0].lease_id
+    spec = harness.manager.prepare_load(KEYS[1:], context)
     assert spec.groups == (block_hash(2) + block_hash(3),)
     assert spec.lease_id == lease_id
-    rig.manager.on_request_finished(context)
-    assert rig.client.released == []  # the load still runs
-    rig.manager.complete_load(KEYS[1:], context)
-    rig.manager.complete_load(KEYS[1:], context)
-    assert rig.client.released == [lease_id]
+    harness.manager.on_request_finished(context)
+    assert harness.client.released == []  # the load still runs
+    harness.manager.complete_load(KEYS[1:], context)
+    harness.manager.complete_load(KEYS[1:], context)
+    assert harness.client.released == [lease_id]
 
 
 def test_a_load_nobody_looked_up_has_no_lease() -> None:
-    rig = Rig()
-    assert rig.manager.prepare_load(KEYS, ReqContext("unknown")).lease_id == NO_LEASE
+    harness = Harness()
+    assert harness.manager.prepare_load(KEYS, ReqContext("unknown")).lease_id == NO_LEASE
 
 
 def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
-    rig = Rig()
-    rig.request("runs", ready=HASHES)
-    rig.manager.scheduled_without_load("runs")
-    ends = rig.request("ends", ready=HASHES)
-    rig.manager.on_request_finished(ends)
-    assert rig.client.released == [ticket.lease_id for ticket, _ in rig.client.asked]
+    harness = Harness()
+    harness.request("runs", ready=HASHES)
+    harness.manager.scheduled_without_load("runs")
+    ends = harness.request("ends", ready=HASHES)
+    harness.manager.on_request_finished(ends)
+    assert harness.client.released == [ticket.lease_id for ticket, _ in harness.client.asked]
 
 
 def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemon() -> None:
-    rig = Rig()
-    context = rig.request(ready=HASHES)
-    rig.manager.prepare_load(KEYS, context)
-    rig.manager.load_failed("r", KEYS, FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),)))
-    rig.manager.begin_lookup("r", [KEYS])
-    assert rig.results(context) == [LookupResult.MISS] * 3
-    assert [(item.group, item.keys) for item in rig.client.invalidated] == [(0, block_hash(2))]
-    assert rig.manager.get_stats().reduce()[FAILED_LOADS] == 1
+    harness = Harness()
+    context = harness.request(ready=HASHES)
+    harness.manager.prepare_load(KEYS, context)
+    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),)))
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context) == [LookupResult.MISS] * 3
+    assert [(item.group, item.keys) for item in harness.client.invalidated] == [(0, block_hash(2))]
+    assert harness.manager.get_stats().reduce()[FAILED_LOADS] == 1
 
 
 def test_a_failed_copy_without_names_forgets_all_its_keys() -> None:
-    rig = Rig()
-    rig.request(ready=HASHES)
-    rig.manager.load_failed("r", KEYS, FailedJob(ErrorCode.COPY_FAILED))
-    assert [item.keys for item in rig.client.invalidated] == [b"".join(sorted(HASHES))]
+    harness = Harness()
+    harness.request(ready=HASHES)
+    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.COPY_FAILED))
+    assert [item.keys for item in harness.client.invalidated] == [b"".join(sorted(HASHES))]
 
 
 def test_blocks_are_not_forgotten_for_a_fault_that_is_not_theirs() -> None:
-    rig = Rig()
-    rig.request(ready=HASHES)
-    rig.manager.load_failed("r", KEYS, FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),)))
-    assert rig.client.invalidated == []
+    harness = Harness()
+    harness.request(ready=HASHES)
+    harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),)))
+    assert harness.client.invalidated == []
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
-    rig = Rig()
-    first = rig.request("first", ready={block_hash(1)})
-    output = rig.manager.prepare_store(KEYS, first)
+    harness = Harness()
+    first = harness.request("first", ready={block_hash(1)})
+    output = harness.manager.prepare_store(KEYS, first)
     assert output.keys_to_store == KEYS[1:]
     assert output.store_spec.groups == (block_hash(2) + block_hash(3),)
-    second = rig.request("second", ready={block_hash(1)})
-    assert rig.manager.prepare_store(KEYS, second).keys_to_store == []
-    rig.manager.complete_store(set(KEYS[1:]), first)
-    assert rig.manager.prepare_store(KEYS, second).keys_to_store == KEYS[1:]
+    second = harness.request("second", ready={block_hash(1)})
+    assert harness.manager.prepare_store(KEYS, second).keys_to_store == []
+    harness.manager.complete_store(set(KEYS[1:]), first)
+    assert harness.manager.prepare_store(KEYS, second).keys_to_store == KEYS[1:]
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
-    rig = Rig()
-    context = rig.request(ready=set())
-    rig.manager.workers_report(credit_bytes=1500, usable=True)
-    assert rig.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
-    assert rig.manager.prepare_store(KEYS[2:], context) is None
-    assert rig.manager.get_stats().reduce()[DEFERRED_STORES] == 1
-    rig.manager.complete_store(set(KEYS[:2]), context)
-    assert rig.manager.prepare_store(KEYS[2:], context).keys_to_store == KEYS[2:]
+    harness = Harness()
+    context = harness.request(ready=set())
+    harness.manager.workers_report(credit_bytes=1500, usable=True)
+    assert harness.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
+    assert harness.manager.prepare_store(KEYS[2:], context) is None
+    assert harness.manager.get_stats().reduce()[DEFERRED_STORES] == 1
+    harness.manager.complete_store(set(KEYS[:2]), context)
+    assert harness.manager.prepare_store(KEYS[2:], context).keys_to_store == KEYS[2:]
 
 
 def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstanding() -> None:
-    rig = Rig()
-    context = rig.request(ready=set())
-    rig.manager.workers_report(credit_bytes=1, usable=True)
-    assert rig.manager.prepare_store(KEYS, context).keys_to_store == KEYS
+    harness = Harness()
+    context = harness.request(ready=set())
+    harness.manager.workers_report(credit_bytes=1, usable=True)
+    assert harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS
 
 
 def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
-    rig = Rig()
-    rig.client.ready = False
-    context = rig.request()
-    assert rig.manager.prepare_store(KEYS, context).keys_to_store == []
-    assert rig.results(context) == [LookupResult.MISS] * 3
-    assert not rig.manager.has_pending_work()
+    harness = Harness()
+    harness.client.ready = False
+    context = harness.request()
+    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
+    assert harness.results(context) == [LookupResult.MISS] * 3
+    assert not harness.manager.has_pending_work()
 
 
 def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off() -> None:
-    rig = Rig()
-    context = rig.request(ready=HASHES)
-    rig.manager.workers_report(credit_bytes=None, usable=False)
-    assert rig.results(context) == [LookupResult.MISS] * 3
-    assert rig.manager.prepare_store(KEYS, context).keys_to_store == []
+    harness = Harness()
+    context = harness.request(ready=HASHES)
+    harness.manager.workers_report(credit_bytes=None, usable=False)
+    assert harness.results(context) == [LookupResult.MISS] * 3
+    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
 
 
 def test_a_reset_drops_the_namespace_after_running_jobs_ended_and_believes_nothing_before() -> None:
-    rig = Rig()
-    context = rig.request(ready={block_hash(1)})
-    lease_id = rig.client.asked[0][0].lease_id
-    rig.manager.prepare_store(KEYS[1:], context)
-    rig.client.reset_works = False
-    rig.manager.begin_reset(reports_due=2)
-    rig.manager.reset_cache()
-    assert rig.client.released == [lease_id]
-    assert rig.results(context) == [LookupResult.MISS] * 3
-    assert rig.manager.has_pending_work()
-    rig.manager.reset_report(1)
-    assert rig.client.resets == 0
-    rig.manager.reset_report(1)
-    assert not rig.manager.has_pending_work()
-    wait_until(lambda: rig.client.resets > 0)
-    assert rig.manager.prepare_store(KEYS, context).keys_to_store == []
-    rig.client.reset_works = True
-    wait_until(lambda: rig.manager.prepare_store(KEYS, context).keys_to_store == KEYS)
-    rig.manager.shutdown()
+    harness = Harness()
+    context = harness.request(ready={block_hash(1)})
+    lease_id = harness.client.asked[0][0].lease_id
+    harness.manager.prepare_store(KEYS[1:], context)
+    harness.client.reset_works = False
+    harness.manager.begin_reset(reports_due=2)
+    harness.manager.reset_cache()
+    assert harness.client.released == [lease_id]
+    assert harness.results(context) == [LookupResult.MISS] * 3
+    assert harness.manager.has_pending_work()
+    harness.manager.reset_report(1)
+    assert harness.client.resets == 0
+    harness.manager.reset_report(1)
+    assert not harness.manager.has_pending_work()
+    wait_until(lambda: harness.client.resets > 0)
+    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
+    harness.client.reset_works = True
+    wait_until(lambda: harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS)
+    harness.manager.shutdown()
 
 
 def test_events_reach_vllm_with_its_own_group_ids() -> None:
-    rig = Rig()
-    rig.client.events = [BlockStored([block_hash(1)], None, [], 32, None, "CPU", None, 0)]
-    [event] = rig.manager.take_events()
+    harness = Harness()
+    harness.client.events = [BlockStored([block_hash(1)], None, [], 32, None, "CPU", None, 0)]
+    [event] = harness.manager.take_events()
     assert event.keys == [key(1)]
     assert not event.removed
 
 
 def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None:
-    rig = Rig()
-    rig.request(ready=HASHES)
-    first = rig.manager.get_stats().reduce()
+    harness = Harness()
+    harness.request(ready=HASHES)
+    first = harness.manager.get_stats().reduce()
     assert first == {LOOKUPS: 1, CONNECTED: 1}
     assert set(first) <= set(DEFINITIONS)
-    assert rig.manager.get_stats() is None
-    rig.client.ready = False
-    assert rig.manager.get_stats().reduce() == {CONNECTED: 0}
+    assert harness.manager.get_stats() is None
+    harness.client.ready = False
+    assert harness.manager.get_stats().reduce() == {CONNECTED: 0}
 
 
 def test_shutdown_closes_the_client() -> None:
-    rig = Rig()
-    rig.manager.shutdown()
-    assert rig.client.closed
+    harness = Harness()
+    harness.manager.shutdown()
+    assert harness.client.closed

@@ -95,14 +95,14 @@ class NotExportable(KvoffdClientError):
 
 @dataclass(eq=False)
 class GpuSegment:
-    """A stretch of this process's GPU memory, exported.
+    """Exported GPU memory of this process, contiguous in its addresses.
 
     Attributes:
-        address: where it begins, here.
+        address: where it begins in this process.
         gpu_uuid: 16 bytes; a MIG instance has its own.
-        chunk_bytes: its allocations' sizes, in the order of their addresses; the only one's for ordinary memory.
+        chunk_bytes: sizes of its allocations, in the order of their addresses; just one for ordinary memory.
         handle: the 64-byte IPC handle of ordinary memory; None for memory of the virtual memory API.
-        fds: that memory's descriptors, one a chunk, owned by this object; empty for ordinary memory.
+        fds: descriptors of that memory, one a chunk, owned by this object; empty for ordinary memory.
     """
 
     address: int
@@ -113,7 +113,6 @@ class GpuSegment:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole segment."""
         return sum(self.chunk_bytes)
 
     def close(self) -> None:
@@ -124,7 +123,7 @@ class GpuSegment:
 
 
 def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | None = None) -> list[GpuSegment]:
-    """Exports the allocations that ``spans``, (address, size in bytes) of tensors, lie in, each once.
+    """Export the allocations that ``spans``, (address, size in bytes) of tensors, lie in, each once.
 
     All lie on one GPU. A span of the virtual memory API may lie in many chunks; chunks that follow each other are one
     segment. The segments are in the order of their addresses; they export whole allocations, so that they may hold more
@@ -222,7 +221,7 @@ def _no_descriptor(types: int) -> str:
 
 
 def _runs(chunks: dict[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Chunks (address, size) that follow each other without a gap."""
+    """Yield runs of chunks, (address, size), that follow each other without a gap."""
     run: list[tuple[int, int]] = []
     for address, size in sorted(chunks.items()):
         if run and run[-1][0] + run[-1][1] != address:
@@ -235,7 +234,7 @@ def _runs(chunks: dict[int, int]) -> Iterator[list[tuple[int, int]]]:
 
 @contextmanager
 def _context(driver: ExportDriver, device: int) -> Iterator[None]:
-    """The calls need a context in their thread; torch made one, but maybe in another."""
+    """Have a context in this thread, which the calls need; torch made one, but maybe in another thread."""
     if driver.current_context():
         yield
         return

@@ -108,12 +108,12 @@ class EngineFactors:
 
 
 def canonical_json(value: object) -> str:
-    """JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
+    """Return JSON with sorted keys and no spaces: equal for equal values, whatever process wrote it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
 
 def digest(value: object) -> str:
-    """SHA-256 of the canonical JSON, in hex."""
+    """Return the SHA-256 of the canonical JSON, in hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 

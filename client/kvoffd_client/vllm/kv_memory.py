@@ -161,7 +161,7 @@ def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any) -> TensorLayout
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """(address, size in bytes) of a tensor of pages, [blocks, page], from its first byte to its last."""
+    """Return (address, size in bytes) of a tensor of pages, [blocks, page], from its first byte to its last."""
     blocks, page = int(tensor.shape[0]), int(tensor.shape[1])
     return int(tensor.data_ptr()), ((blocks - 1) * int(tensor.stride(0)) + page) * int(tensor.element_size())
 

@@ -22,7 +22,6 @@ class StoreRefusalFilter(logging.Filter):
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for that one warning."""
         return not str(record.msg).endswith("cannot store chunks")
 
     @classmethod

@@ -70,7 +70,7 @@ class KvoffdSpec(OffloadingSpec):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Every metric the manager may emit."""
+        """Return every metric that the manager may emit."""
         return dict(DEFINITIONS)
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -83,13 +83,13 @@ class KvoffdSpec(OffloadingSpec):
         self._worker: KvoffdWorker | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's half, connecting in the background."""
+        """Return the scheduler's half, which connects in the background."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """This worker's half, registering in the background."""
+        """Return this worker's half, which registers in the background."""
         if self._worker is None:
             setup, namespace = self.setup, self.setup.namespace
             assert namespace is not None, "a worker has one"

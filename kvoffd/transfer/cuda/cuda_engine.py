@@ -61,7 +61,7 @@ class CudaEngine(LaneEngine):
 
     Args:
         context: the device's primary context, retained by the caller until after ``close``.
-        is_pinned: which pool addresses are pinned by now.
+        is_pinned: tells which pool addresses are pinned.
         name: of the GPU, for logs.
         locality: where its copy threads should run.
         clock: what deadlines are measured on, in seconds.
@@ -100,7 +100,7 @@ class CudaEngine(LaneEngine):
 
     @property
     def hangs(self) -> bool:
-        """A transfer is far beyond its deadline and its thread has not come back from the driver."""
+        """Whether a transfer is far beyond its deadline and its thread has not come back from the driver."""
         return any(lane.hangs for lane in self._lanes.values())
 
     @property
