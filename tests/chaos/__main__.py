@@ -22,7 +22,7 @@ PRINT_EVERY = 25
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=500, help="how many")
     parser.add_argument("--cycles", type=int, default=10_000, help="clients that are killed")

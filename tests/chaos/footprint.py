@@ -1,4 +1,4 @@
-"""What a daemon takes of its machine, before and after many of its clients were killed."""
+"""The resources that a daemon holds before and after many of its clients were killed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
 POOL = "4MiB"
 EVENT_STEPS = 100
-"""Few, so that the daemon's memory of past events is full after the warm-up and grows no more."""
+"""Small, so that the daemon's event buffer is full after the warm-up and grows no more."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Of one process."""
+    """The resources that one process holds."""
 
     descriptors: int
     anonymous_bytes: int
@@ -58,7 +58,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Cycles:
-    """What so many killed clients left."""
+    """The footprints before and after clients were killed."""
 
     killed: Counter[str]
     before: Footprint

@@ -1,4 +1,4 @@
-"""The rounds of a chaos run: signals at random to a daemon and its engines under traffic, then silence and accounts."""
+"""The rounds of a chaos run: random signals to daemon and engines under traffic, then checks while all is quiet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.chaos.supervisor import Supervisor
 
 ENGINES = 3
 POOL = "6MiB"
-"""Less than all prompts need: blocks are evicted all the time."""
+"""Smaller than all prompts together, so that blocks are evicted all the time."""
 FLAGS = {
     "lease_ttl": "2s",
     "heartbeat_interval": "0.4s",
@@ -36,7 +36,7 @@ QUIET_DEADLINE_S = 40.0
 HIT_DEADLINE_S = 5.0
 SHOWN_PROBLEMS = 5
 AFTER_STOP_S = 0.1
-"""A step may still be late for what was stopped until so long after it went on."""
+"""For this long after a stopped process goes on, a late step still counts as caused by the stop."""
 
 ACTIONS = {
     "kill daemon": 4,
@@ -70,7 +70,7 @@ class ChaosEngineProcess:
         self.steps: list[tuple[float, float, float]] = []
         """For each longer step: when it began, how many seconds it took, and how many of them it waited for a CPU."""
         self.hits: list[float] = []
-        """When the first right blocks of each life of the daemon came."""
+        """For each life of the daemon, when its first right blocks were loaded."""
         self.quiet_epoch: int | None = None
         self.stopped: list[tuple[float, float]] = []
         """From when to when a round had it stopped."""
@@ -126,7 +126,7 @@ class ChaosEngineProcess:
 
 @dataclass
 class Report:
-    """What a run gave. Times in seconds."""
+    """The figures of a run. Times are in seconds."""
 
     seed: int
     pool: str
@@ -285,7 +285,7 @@ class Rounds:
             reason = self._why_not_quiet()
 
     def _why_not_quiet(self) -> str:
-        """Why it is not quiet yet; nothing when it is."""
+        """The reason why it is not quiet yet; empty when it is."""
         for number, engine in enumerate(self._engines):
             if engine.process.poll() is not None:
                 engine.problems.append(f"failed: engine {number} ended with status {engine.process.returncode}")
@@ -303,7 +303,7 @@ class Rounds:
         return [problem for engine in (*self._ended_engines, *self._engines) for problem in engine.problems]
 
     def finish(self) -> Report:
-        """The figures. Asserts nothing."""
+        """Collect the figures of the run. Asserts nothing."""
         report = self.report
         report.seconds = time.monotonic() - self._began_at
         report.problems = self._problems()
@@ -336,7 +336,7 @@ class Rounds:
         report.slow_steps += took > 0.05
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         for engine in self._engines:
             engine.process.send_signal(signal.SIGCONT)
             engine.end(signal.SIGKILL)

@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 WATCHDOG_S = 1.2
 ABORT_S = 0.5
-"""Between SIGABRT and SIGKILL (TimeoutAbortSec)."""
+"""Seconds between SIGABRT and SIGKILL, as TimeoutAbortSec of systemd."""
 RESTART_S = 0.02
 POLL_S = 0.005
 

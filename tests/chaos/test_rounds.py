@@ -17,7 +17,7 @@ from tests.chaos.supervisor import Supervisor
 
 ROUNDS = 30
 LONGEST_STEP_S = FENCE_TIMEOUT_S + 1.0
-"""What is promised, and not the aim, since others use the machine; the figure is printed."""
+"""The bound that is promised. The aim is lower, but other processes use the machine; the figure is printed."""
 
 pytestmark = pytest.mark.timeout(300)
 

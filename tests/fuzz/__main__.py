@@ -26,19 +26,19 @@ MAX_INPUT_BYTES = 4096
 MAX_MEMORY_MIB = 2048
 MAX_INPUT_S = 25
 HANGING_S = 120
-"""What starting and ending may take beside the fuzzing."""
+"""Seconds that start and end may take besides the fuzzing itself."""
 
 
 class Outcome(NamedTuple):
-    """What came of one target."""
+    """The result of fuzzing one target."""
 
     target: str
     inputs: int
     seconds: float
     kept: int
-    """Inputs that reached something that no other did."""
+    """The number of inputs that reached code that no other did."""
     problem: str
-    """What broke, and how to see it again; empty where nothing did."""
+    """What broke and how to reproduce it; empty when nothing did."""
 
 
 def fuzz(target: str, seconds: int, inputs: int) -> Outcome:
@@ -69,7 +69,7 @@ def fuzz(target: str, seconds: int, inputs: int) -> Outcome:
 
 
 def main() -> int:
-    """0 where everything held."""
+    """Run the command line. Returns 0 when every promise held."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all by default")
     parser.add_argument("--seconds", type=int, default=30, help="for each target [30]")

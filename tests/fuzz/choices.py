@@ -1,4 +1,4 @@
-"""Decisions out of bytes: what a fuzzer varies."""
+"""Decisions made from the bytes that a fuzzer varies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Choices:
         self._rng = random.Random(zlib.crc32(data))
 
     def byte(self) -> int:
-        """0 to 255."""
+        """A number from 0 to 255."""
         if self._at == len(self._data):
             return self._rng.randrange(256)
         self._at += 1
@@ -30,12 +30,12 @@ class Choices:
         return options[self.byte() % len(options)]
 
     def number(self, most: int) -> int:
-        """0 to ``most``."""
+        """A number from 0 to ``most``."""
         taken = 0
         for _ in range((most.bit_length() + 7) // 8):
             taken = taken << 8 | self.byte()
         return taken % (most + 1)
 
     def bytes(self, count: int) -> bytes:
-        """So many."""
+        """The next ``count`` bytes."""
         return bytes(self.byte() for _ in range(count))

@@ -1,4 +1,4 @@
-"""Right inputs to begin with: from them a fuzzer gets past the first byte."""
+"""Valid inputs for the fuzzer to begin with, so that it gets past the first byte."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FACTS = NamespaceRecord(SPACE, "label", 1, 32, (m.GroupSpec("full", 16),), "{}",
 
 @cache
 def seeds(name: str) -> list[bytes]:
-    """For the decoder of that name; at least one."""
+    """The seeds of the decoder of that name; at least one."""
     return {
         "request": _requests,
         "reply": _replies,

@@ -69,7 +69,7 @@ def lifeline_stream(data: bytes) -> None:
 
 
 def _bodies(pieces: list[bytes]) -> list[bytes] | None:
-    """None where the stream is refused."""
+    """The frames of a stream; None where it is refused."""
     buffer = lifeline.FrameBuffer()
     try:
         return [body for piece in pieces for body in buffer.feed(piece)]
@@ -194,7 +194,7 @@ def _load(file: bytes, environ: dict[str, str], flags: dict[str, str]) -> None:
 
 
 def _file_of(data: bytes) -> str:
-    """The path of a file that holds this, until the next call."""
+    """The path of a file that holds ``data`` until the next call."""
     fd = _scratch()
     os.ftruncate(fd, 0)
     os.pwrite(fd, data, 0)
@@ -230,4 +230,4 @@ DECODERS: dict[str, Callable[[bytes], None]] = {
         curve_keys,
     )
 }
-"""By name: what takes one input and raises where something does not hold."""
+"""For each target its function, which takes one input and raises where a promise does not hold."""

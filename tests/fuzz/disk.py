@@ -41,7 +41,7 @@ class Pages(NamedTuple):
 
 @cache
 def written() -> Pages:
-    """Right ones."""
+    """Pages without damage."""
     head = Head(FILE_ID, REGION_BYTES, 4, 1.5, number=3, generation=9, floors={b"n" * 32: 7})
     block = TierBlock(TierKey(b"n" * 32, 1, b"k" * 32), tuple(TierShard(5000, 0, 1 + rank) for rank in range(WORLD)))
     shape = SlotShape.of(block)
@@ -92,6 +92,6 @@ def _changed(choices: Choices, page: bytes, seed: int | None, checksum_at: int =
 
 
 def _checksum_at() -> int:
-    """Of a record: behind its last shard."""
+    """The offset behind a record's last shard."""
     whole = pack_record(written().record, written().seed, record_bytes(WORLD)).rstrip(b"\0")
     return len(whole) - 8

@@ -14,14 +14,14 @@ PAGE, BLOCKS, KEY_BYTES = 8192, 4, 8
 NAMESPACES = (b"A" * 32, b"B" * 32)
 WORLD = {NAMESPACES[0]: 1, NAMESPACES[1]: 2}
 NAMES = [bytes([number]) * 16 for number in range(3)]
-"""Of registrations."""
+"""Ids of registrations."""
 MOSTLY_RIGHT_GROUPS = (0,) * 9 + (1,) * 6 + (2,)
 BLOCK_REQUESTS = ("describe", "restore", "list", "get", "get", "put", "put", "pin", "pin")
 RARELY_ONE = (0,) * 15 + (1,)
 
 
 class Requests:
-    """Makes them for ``service``, as ``choices`` have it."""
+    """Makes requests to ``service`` as ``choices`` decide."""
 
     def __init__(self, choices: Choices, service: Service) -> None:
         self._choices = choices
@@ -72,7 +72,7 @@ class Requests:
         ]
 
     def lease(self, session: Session) -> int:
-        """One that is alive, or the session's next, or anybody's."""
+        """A lease id: of a live lease, the session's next one, or any session's."""
         kind = self._choices.byte()
         alive = [lease.lease_id for lease in self._service.context.cache.leases]
         if kind % 4 and alive and session.role is not m.Role.SCHEDULER:
@@ -95,7 +95,7 @@ class Requests:
         )
 
     def make(self, session: Session, token: bytes) -> m.AnyRequest:
-        """Mostly one that the session's role may send."""
+        """A request, mostly one that the session's role may send."""
         self._sent += 1
         i, choices, name = self._sent, self._choices, self._choices.of([*session.registrations] * 6 + NAMES)
         kinds: dict[m.Role | None, tuple[str, ...]] = {

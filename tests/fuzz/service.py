@@ -57,7 +57,7 @@ class LazyEngine(TransferEngine):
         transfer.abandoned = True
 
     def end_first(self, outcome: Outcome) -> None:
-        """As a copy thread does."""
+        """End the first transfer, as a copy thread does."""
         if self.queue:
             transfer = self.queue.popleft()
             outcome = Outcome.FAILED if transfer.abandoned else outcome
@@ -85,7 +85,7 @@ class FakeLifeline:
 
 
 class Segment(MappedSegment):
-    """Memory that nobody has."""
+    """A mapping without memory."""
 
     def close(self) -> None:
         self._address = 0
@@ -118,7 +118,7 @@ class ServiceHarness:
             rng.randbytes,
         )
         self.ended: list[bytes] = [b"\0" * m.TOKEN_BYTES]
-        """Tokens that are no session's."""
+        """Tokens of ended sessions, and one that was never given."""
         self.requests = Requests(choices, self.service)
 
     def _map(self, fd: int, size: int) -> MappedSegment:
@@ -130,7 +130,7 @@ class ServiceHarness:
     # --- what can happen ---------------------------------------------------------------------------
 
     def run(self) -> None:
-        """So many steps, then the end of everything."""
+        """Take ``STEPS`` random steps, and end all sessions."""
         try:
             if self.choices.byte() % 8:
                 self.admit(m.Role.WORKER, NAMESPACES[0])
@@ -159,7 +159,7 @@ class ServiceHarness:
             self.pool.close()
 
     def connect(self) -> None:
-        """Mostly all the way."""
+        """Open a session, mostly with namespace and registration."""
         kind = self.choices.byte()
         role = (m.Role.WORKER, m.Role.SCHEDULER, m.Role.WORKER, m.Role.ADMIN)[kind % 4]
         self.admit(role, NAMESPACES[kind % 16 == 0], (kind // 32, 3)[kind >= 96], kind // 8)
@@ -231,7 +231,7 @@ class ServiceHarness:
         self.handle_frame(codec.encode(message))
 
     def handle_frame(self, frame: bytes) -> None:
-        """One reply, or an accepted job; a refusal changes nothing."""
+        """Check that a frame has one reply or is an accepted job, and that a refusal changes nothing."""
         service = self.service
         self.take_done()
         before, jobs = self.state(), self._jobs()
@@ -276,7 +276,7 @@ class ServiceHarness:
         return cache.pool_usage(), leases, pins, sessions, len(cache.namespaces), len(self.engine.queue)
 
     def finish(self) -> None:
-        """All sessions end, all copies come back: nothing is held."""
+        """End all sessions and transfers, and check that nothing is held."""
         check_invariants(self.service.context.cache)
         for session in list(self.service.sessions):
             cast(FakeLifeline, session.lifeline).open = False
@@ -306,5 +306,5 @@ def _null() -> int:
 
 
 def service(data: bytes) -> None:
-    """One run."""
+    """Run the service on one input."""
     ServiceHarness(Choices(data)).run()

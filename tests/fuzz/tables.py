@@ -31,14 +31,14 @@ class Written(NamedTuple):
 
     data: bytes
     whole: frozenset[SlotRecord]
-    """Every record that was ever whole in it."""
+    """Every record that was ever whole in the table."""
     blocks: int
-    """Those that are whole in the end."""
+    """The records that are whole at the end."""
 
 
 @cache
 def written() -> Written:
-    """Made once."""
+    """The table, made once."""
     table = SlotTable(POOL_BYTES, REGION_BYTES)
     whole: set[SlotRecord] = set()
     groups = (GroupSpec("full", 16), GroupSpec("sliding", 16, 64))

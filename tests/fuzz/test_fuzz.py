@@ -79,7 +79,7 @@ def test_the_runs_reach_what_they_are_about() -> None:
 
 
 def test_adoptions_find_blocks_to_serve() -> None:
-    """Or their fuzzing would prove nothing."""
+    """Adoptions of undamaged tables find blocks; otherwise fuzzing them would prove nothing."""
     assert written().blocks > 5
 
 

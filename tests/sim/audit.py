@@ -1,4 +1,4 @@
-"""The accounts that are kept beside the daemon's own, and compared with them."""
+"""Jobs, completions and events counted outside the daemon, and compared with the daemon's own state."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Audit:
         return self._readable.get(kv_topic(fingerprint), set())
 
     def check_cache(self) -> None:
-        """The cache's own audit."""
+        """Check the cache's own invariants."""
         try:
             check_invariants(self._service.context.cache)
         except (AssertionError, KeyError) as error:
@@ -122,7 +122,7 @@ class Audit:
 
 
 def readable_in(service: Service, fingerprint: bytes) -> Readable:
-    """What the daemon's index says can be read."""
+    """The blocks that are readable by the daemon's index."""
     namespace = service.context.cache.namespace(fingerprint)
     return {
         (group, key)

@@ -26,7 +26,7 @@ OPTIONS = ClientOptions(
 
 
 MAX_SPINS = 20
-"""Ticks at one point in time: more of them are a loop that burns a core in real life."""
+"""Most ticks of a session at one point of time; more of them would be a busy loop in a real process."""
 
 
 class SimLink:
@@ -123,7 +123,7 @@ class SimClient(Generic[S]):
         self.arm()
 
     def act(self, action: Callable[[float], None]) -> None:
-        """Do something to the session, now."""
+        """Run ``action`` on the session, now."""
         action(self._clock.now)
         self.arm()
         self._on_change()
@@ -145,7 +145,7 @@ class SimClient(Generic[S]):
             self.act(lambda now: self.session.on_reply(codec.decode_reply(frames[0]), now))
 
     def arm(self) -> None:
-        """Have the session ticked when it wants to be."""
+        """Schedule the next tick of the session for the time that it asks for."""
         wake_at = self.session.wake_at()
         if wake_at < self._armed_for:
             self._armed_for = wake_at

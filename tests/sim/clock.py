@@ -1,4 +1,4 @@
-"""Virtual time: an ordered queue of what is to happen, and the trace of what did."""
+"""Virtual time: a queue of future events in their order, and the trace of past ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Clock:
         self.trace.append(stamped)
 
     def digest(self) -> str:
-        """SHA-256 over all lines so far."""
+        """SHA-256 over all lines of the trace so far."""
         return self._hash.hexdigest()
 
 
@@ -103,5 +103,5 @@ class Process:
         self._clock.after(delay_s, lambda: self.run(event))
 
     def pause(self, seconds: float) -> None:
-        """Stop it for a while."""
+        """Stop the process for a while."""
         self.paused_until = max(self.paused_until, self._clock.now + seconds)

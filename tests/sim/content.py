@@ -1,4 +1,4 @@
-"""The oracle of bytes: what every page of every block must hold, whoever stored it."""
+"""The bytes that every page of every block must hold, whichever engine stored it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Content:
             [[rng.choice(PAGE_SIZES) * factor for _ in range(rng.randint(1, 3))] for _ in range(groups)]
             for _ in range(self.world_size)
         ]
-        """By rank and group, the bytes of the layers' pages."""
+        """For each rank and group, the sizes of the layers' pages in bytes."""
         self._shards: dict[tuple[int, int, bytes], Bytes] = {}
 
     @property
     def groups(self) -> range:
-        """Group indices."""
+        """The indices of the KV cache groups."""
         return range(len(self.spec.groups))
 
     def shard_bytes(self, rank: int, group: int) -> int:
-        """Bytes of a shard."""
+        """The size of a shard in bytes."""
         return self.blocks_per_key * sum(self.pages[rank][group])
 
     def shard(self, rank: int, group: int, key: bytes) -> Bytes:
@@ -62,7 +62,7 @@ class Content:
         return found
 
     def page(self, rank: int, group: int, key: bytes, layer: int, sub: int) -> Bytes:
-        """One layer of one engine block of a key."""
+        """The bytes of one layer of one engine block of a key."""
         pages = self.pages[rank][group]
         start = self.blocks_per_key * sum(pages[:layer]) + sub * pages[layer]
         return self.shard(rank, group, key)[start : start + pages[layer]]
@@ -98,6 +98,6 @@ class Corpus:
             self.chains.append(chain)
 
     def prompt(self) -> list[bytes]:
-        """Keys of one prompt, root first."""
+        """The keys of a random prompt, root first."""
         chain = self._rng.choice(self.chains)
         return chain[: self._rng.randint(1, len(chain))]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 HELLO_DEADLINE_S = 10.0
 UNTRACED = (m.StatsReply, m.HealthReply)
-"""Replies that tell of the real process."""
+"""Replies with figures of the test's real process, which differ from run to run."""
 
 
 class Descriptors:
@@ -52,7 +52,7 @@ class Descriptors:
         return fd
 
     def close(self) -> None:
-        """Close our own."""
+        """Close the descriptor that the others were duplicated from."""
         os.close(self._null)
 
 
@@ -246,7 +246,7 @@ class SimDaemon:
         return context.cache.pool_usage(), len(context.cache.leases), context.runner.unfinished
 
     def flush(self) -> None:
-        """Send what is due: publications before replies."""
+        """Send all pending publications, and then all replies."""
         if self.torn is not None:
             return
         outbox = self.service.flush()
@@ -332,14 +332,14 @@ class SimDaemon:
     # --- invariants --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """After every turn; the whole cache now and then."""
+        """Check the jobs after every turn, and everything each ``check_every`` turns."""
         self.audit.check_jobs()
         self._turns += 1
         if self._turns % self._world.scenario.check_every == 0:
             self.check_all()
 
     def check_all(self) -> None:
-        """Every account."""
+        """Check every invariant."""
         self.audit.check_cache()
         self.audit.check_events(self.disk)
         in_use = {segment for session in self.service.sessions for segment in session.segments.values()}
@@ -347,7 +347,7 @@ class SimDaemon:
             raise Broken("more descriptors than segments are allowed")
 
     def check_at_rest(self) -> None:
-        """When no session and no job is left."""
+        """Check that nothing is held once no session and no job is left."""
         self.flush()
         self.check_all()
         usage = self.service.context.cache.pool_usage()
@@ -390,7 +390,7 @@ class SimDaemon:
             self.torn = keep_copy(self._pool)
 
     def die(self) -> None:
-        """The process is gone, whatever it was doing."""
+        """The process is killed at this point."""
         self.clock.note("daemon dies")
         self.process.alive = False
         if self.disk is not None:
@@ -409,7 +409,7 @@ class SimDaemon:
         self._world.daemon_died(kept, expected)
 
     def readable(self) -> dict[bytes, Readable]:
-        """By namespace, what can be read."""
+        """For each namespace with readable blocks, these blocks."""
         index = {
             namespace.fingerprint: readable_in(self.service, namespace.fingerprint)
             for namespace in self.service.context.cache.namespaces
@@ -417,7 +417,7 @@ class SimDaemon:
         return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
 
     def discard(self) -> None:
-        """Give back what the process of the test would leak."""
+        """Close the pool, which the test's process would leak."""
         self.process.alive = False
         self._pool.close()
 

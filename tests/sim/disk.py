@@ -1,4 +1,4 @@
-"""A disk tier in virtual time: slow, failing, hanging, lying, torn by crashes; and what it holds is watched."""
+"""A disk tier in virtual time. It may be slow, fail, hang, return wrong bytes or be torn by a crash."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class SimTier(MemoryTier):
 
 
 class SimDisk:
-    """What the service knows of disks."""
+    """Stands in for the ``Disks`` of the service."""
 
     problems: tuple[str, ...] = ()
 
@@ -158,21 +158,19 @@ class SimDisk:
         self._service = service
 
     def tick(self) -> None:
-        """As Disks."""
         self.tiering.tick()
 
     def __iter__(self) -> Iterator[Disk]:
-        """As Disks."""
         return iter(())
 
     def namespace_reset(self, fingerprint: bytes) -> None:
-        """As Disks: here no directory comes or goes."""
+        """Nothing is to do: no directory comes or goes here."""
 
     def cleared(self, fingerprint: bytes | None) -> None:
-        """As Disks."""
+        """Nothing is to do, as for ``namespace_reset``."""
 
     def handled(self, request: m.AnyRequest) -> None:
-        """A request was answered well."""
+        """Note what a request that succeeded has dropped."""
         if isinstance(request, m.Invalidate):
             size = self._service.context.cache.namespace(request.namespace).key_bytes
             names = {

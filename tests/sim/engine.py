@@ -34,7 +34,7 @@ class Engine:
         self.corpus = corpus
         self.rng: random.Random = world.scenario.rng(name)
         self.waiting = 0
-        """Prompts that found no room yet."""
+        """The number of prompts that wait for free blocks."""
         self._active: list[Request] = []
         self._asked: list[tuple[LookupFuture, float]] = []
         self._poking = False
@@ -80,18 +80,18 @@ class Engine:
         self.scheduler.arm()
 
     def give_back(self, blocks: list[list[int]]) -> None:
-        """A request needs its blocks no more."""
+        """Free the blocks of a request."""
         for free, given in zip(self._free, blocks, strict=True):
             free.extend(given)
 
     def wake_at(self, when: float) -> None:
-        """Have the requests looked at then."""
+        """Let the requests go on at that time."""
         self.clock.at(when, lambda: self.process.run(self.poke))
 
     # --- serving ---------------------------------------------------------------------------------
 
     def submit(self) -> None:
-        """A prompt arrives."""
+        """Add a prompt to the queue."""
         self.waiting += 1
         self.process.run(self.poke)
 
@@ -146,7 +146,7 @@ class Engine:
     # --- the end ---------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Serve what is active, give the memory back, go."""
+        """Finish the active requests, unregister the memory, and exit."""
         self._leaving = True
         self.waiting = 0
         self.process.run(self.poke)
@@ -195,7 +195,7 @@ class Engine:
         self.scheduler.link.close()
 
     def why_not_idle(self) -> str | None:
-        """What is not at rest yet; None when everything is."""
+        """The reason why the engine is not idle yet; None when it is."""
         session = self.scheduler.session
         if self.ended:
             return None

@@ -56,4 +56,4 @@ OPERATIONS = {
     "send a request": Operation(Dealer, "send", bool),
     "receive": Operation(Line, "_arrive", bool),
 }
-"""The slot table is not among them: it is memory, whose stores do not fail."""
+"""Operations that may fail. Writes to the slot table are not among them: stores to memory do not fail."""

@@ -122,7 +122,7 @@ class Hostile:
             self._lifeline.to_daemon.send((lifeline.Attach(self._rng.choice((0, 0, 1))), self._segment))
 
     def _register(self) -> None:
-        """In all honour, so that its jobs come further."""
+        """Register memory correctly, so that later jobs are not refused for the lack of it."""
         handles: list[Handle] = [MemfdHandle(0, self._segment.data.size)]
         tensors, groups = [TensorLayout(0, 0, PAGE, BLOCKS)], [[PageRef(0, PAGE)]]
         name = self._registration

@@ -36,13 +36,13 @@ class Mapping:
 
     @property
     def address(self) -> int:
-        """First address."""
+        """The first address of the mapping."""
         if self.closed:
             raise Broken("the address of an unmapped segment was asked for")
         return self._address
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the memory."""
         if not self.closed:
             self._space.check_idle(self)
         self.closed = True
@@ -85,11 +85,11 @@ class AddressSpace:
             raise Broken("memory is unmapped while a transfer uses it")
 
     def mapped_segments(self) -> set[Segment]:
-        """Segments of workers that are mapped."""
+        """The segments of workers that are mapped now."""
         return {mapping.segment for mapping in self._mappings if mapping.segment is not None and not mapping.closed}
 
     def busy_segments(self) -> set[Segment]:
-        """Segments of workers that transfers use."""
+        """The segments of workers that unfinished transfers use."""
         busy = [self._mappings[number - 1] for number, transfers in self.busy.items() if transfers]
         return {mapping.segment for mapping in busy if mapping.segment is not None}
 
@@ -134,7 +134,7 @@ class WorkerMemory:
                     segment.registered[start : start + size] = True
 
     def _places(self, group: int, block: int) -> list[tuple[Segment, int, int]]:
-        """By layer, where a block's page is: segment, offset, bytes."""
+        """For each layer, the segment, the offset and the size of a block's page."""
         places = []
         for page in self.groups[group]:
             tensor = self.tensors[page.tensor]

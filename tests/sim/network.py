@@ -1,4 +1,4 @@
-"""The sockets between clients and the daemon: order per connection, and nothing else, is kept."""
+"""The simulated sockets between clients and the daemon. Only the order within a connection is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Frames = Sequence[bytes]
 
 
 class Delays:
-    """How long messages take."""
+    """Random delays of messages."""
 
     def __init__(self, faults: Faults, rng: random.Random) -> None:
         self.faults = faults
@@ -131,7 +131,7 @@ class Dealer:
         return True
 
     def reply(self, frames: Frames) -> None:
-        """Called by the daemon."""
+        """Deliver a reply of the daemon."""
         if self.open and not self._network.faults.hit("reply_drop"):
             self._replies.send(frames)
 
@@ -160,7 +160,7 @@ class Subscription:
         self._active_from = self._network.clock.now + pause
 
     def offer(self, frames: Frames) -> None:
-        """The daemon published something."""
+        """Deliver what the daemon has published."""
         network = self._network
         if not self.open or network.clock.now < self._active_from or not frames[0].startswith(self._topics):
             return
@@ -169,7 +169,7 @@ class Subscription:
 
 
 class Network:
-    """Who is connected with whom."""
+    """All connections between clients and the daemon."""
 
     def __init__(self, clock: Clock, faults: Faults, rng: random.Random) -> None:
         self.clock = clock
@@ -198,6 +198,6 @@ class Network:
         return subscription
 
     def publish(self, frames: Frames) -> None:
-        """From the daemon to whoever subscribed."""
+        """Deliver a message of the daemon to all subscribers."""
         for subscription in self.subscriptions:
             subscription.offer(frames)

@@ -1,4 +1,4 @@
-"""How the real parts are made: the only file of the simulator that knows their constructors."""
+"""Makes the real parts of daemon and clients: only this file of the simulator calls their constructors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
 def make_config(rng: random.Random) -> Config:
-    """A daemon with short times and small bounds."""
+    """The configuration of a daemon with short times and small bounds."""
     return Config(
         directory=Path(DIRECTORY),
         pool_bytes=1 << 20,
@@ -73,7 +73,7 @@ def make_pool(pool_bytes: int, kept: KeptPool | None) -> Pool:
 
 
 def keep(pool: Pool) -> KeptPool:
-    """What systemd's descriptor store does."""
+    """Duplicate the pool's descriptors, as systemd's descriptor store does."""
     memory, table = pool.memory_fds
     return os.dup(memory), os.dup(table)
 

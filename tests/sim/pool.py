@@ -1,4 +1,4 @@
-"""The real pool under watch: which slot is whose, and whether its bytes are what its record says."""
+"""The real pool, with checks of who owns each slot and that its bytes are what its record says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 4096
 
 @dataclass
 class Slot:
-    """A slot that is handed out."""
+    """A slot in use."""
 
     offset: int
     size: int
@@ -27,13 +27,13 @@ class Slot:
     owner: SlotOwner | None = None
     first_block: int = 0
     transfers: int = 0
-    """Transfers that have not ended and will touch it."""
+    """Unfinished transfers that use the slot."""
     revoked: bool = False
-    """Ready for those who hold it, but struck out of the table."""
+    """The slot is ready for those who hold it, but its record is no longer in the slot table."""
 
 
 class WatchedPool:
-    """A pool that passes everything on and believes nothing."""
+    """Passes every call on to the real pool and checks it."""
 
     def __init__(self, inner: Pool, data: Bytes, contents: dict[bytes, Content]) -> None:
         self._inner = inner

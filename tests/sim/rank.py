@@ -50,11 +50,11 @@ class Rank:
 
     @property
     def session(self) -> WorkerSession:
-        """The real thing."""
+        """The real client session."""
         return self.client.session
 
     def store(self, groups: Sequence[GroupTransfer]) -> int:
-        """Send a store; its number."""
+        """Send a store. Returns its job id."""
         self._issued += 1
         job_id = self._issued
         self._sent_at[job_id] = self._clock.now
@@ -109,7 +109,7 @@ class Rank:
         self._on_change()
 
     def die(self) -> None:
-        """SIGKILL."""
+        """The process is killed."""
         self.process.alive = False
         self.memory.die()
         self.client.link.close()

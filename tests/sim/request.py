@@ -1,4 +1,4 @@
-"""One prompt's way through an engine: look up, load, compute, store, hold, let go."""
+"""The stages of a prompt in an engine: look up, load, compute, store, hold its blocks, free them."""
 
 from __future__ import annotations
 

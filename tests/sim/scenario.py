@@ -1,4 +1,4 @@
-"""What a seed stands for: sizes, and which faults happen how often."""
+"""What a seed decides: sizes, and which faults happen how often."""
 
 from __future__ import annotations
 

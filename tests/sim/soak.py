@@ -15,7 +15,7 @@ from tests.sim.world import Outcome, run
 
 PRINT_EVERY_S = 10.0
 LONG_EVERY = 50
-"""One seed in so many is a long run."""
+"""Each seed of this number is a long run."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -66,7 +66,7 @@ def _print_progress(first: int, seeds: int, steps: int, started: float, counts: 
 
 
 def main() -> int:
-    """The command line."""
+    """Run the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=int(time.time()) * 1000, help="first seed (default: by the clock)")
     parser.add_argument("--count", type=int, help="end after so many seeds")

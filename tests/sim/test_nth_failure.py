@@ -10,7 +10,7 @@ from tests.sim.world import run
 
 SEEDS = (7, 19)
 MOST = 20
-"""Failures tried one by one; later ones by growing steps."""
+"""Up to this number every failure is tried; of later ones fewer and fewer."""
 MANNERS = {"partial_store", "partial_load", "early_reuse", "beyond_credit", "invalidate", "reset"}
 """What happens besides: no faults, but all that changes what a store or load finds."""
 

@@ -36,7 +36,7 @@ class _Copy:
 
 @dataclass
 class _Lane:
-    """One direction."""
+    """The transfers of one direction."""
 
     queue: dict[Transfer, _Copy] = field(default_factory=dict)
     running: _Copy | None = None

@@ -1,4 +1,4 @@
-"""One run: engines, a daemon and whatever happens to them, from a seed to the end where all books must be empty."""
+"""One run of the simulator: engines, a daemon and faults, until all sessions have ended and nothing may be held."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 
 IDLE_DEADLINE_S = 30.0
-"""Virtual time in which everything must come to rest once nothing goes wrong any more."""
+"""Virtual seconds in which everything must become idle once no more faults happen."""
 MAX_STEPS = 200_000
 POOL_SIZES = (96 * 1024, 200 * 1024, 400 * 1024, 800 * 1024)
 
@@ -36,15 +36,15 @@ class Outcome:
     steps: int
     counts: Counter[str]
     longest_lookup_s: float
-    """From asking to the answer, or to knowing that there is none."""
+    """Seconds from a lookup to its answer, or to the client giving it up."""
     longest_job_s: float
-    """From sending to the result."""
+    """Seconds from sending a job to its result."""
     problem: str | None = None
     trace: tuple[str, ...] = ()
 
 
 class World:
-    """Everything there is in one run."""
+    """The processes and the network of one run."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -109,7 +109,7 @@ class World:
         self._kept = None
 
     def engine_ended(self, engine: Engine) -> None:
-        """A new one takes its place some time later."""
+        """Start a new engine in its place some time later."""
         place = self.engines.index(engine)
 
         def start() -> None:
@@ -127,7 +127,7 @@ class World:
     # --- the run ---------------------------------------------------------------------------------
 
     def play(self) -> None:
-        """The whole run. Raises Broken."""
+        """Play the whole run. Raises Broken where a promise does not hold."""
         scenario, start = self.scenario, self.clock.now
         for number in range(self._rng.randint(1, scenario.max_engines)):
             place = number % len(self.contents)
@@ -233,7 +233,7 @@ class World:
         self._pools_to_lose += 1
 
     def _squeeze(self) -> None:
-        """Room is wanted for something: all that can go goes."""
+        """Have the daemon evict every block that may be evicted."""
         if self.daemon.process.alive:
             self.daemon.process.run(self.daemon.evict_all)
 
@@ -305,7 +305,7 @@ class World:
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back what the test's own process holds."""
+        """Close the descriptors and the memory that the test's process holds for the run."""
         self.daemon.discard()
         self._forget_pool()
         self.descriptors.close()

@@ -13,12 +13,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
-    """Bytes of which no two stretches are alike."""
+    """Random bytes, the same for each seed."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 def address_of(buffer: Bytes) -> int:
-    """Where the buffer begins."""
+    """The buffer's first address."""
     return int(buffer.ctypes.data)
 
 

@@ -41,17 +41,17 @@ class DaemonProcess(Starting):
 
     @property
     def program(self) -> list[str]:
-        """What is run, before its arguments."""
+        """The command line up to the subcommand."""
         return [sys.executable, "-m", "kvoffd"]
 
     @property
     def environ(self) -> dict[str, str]:
-        """Variables that the daemon finds besides this process's own."""
+        """Environment variables of the daemon besides this process's own."""
         return {}
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
-        """Descriptors that the daemon's process begins with."""
+        """Descriptors that the daemon inherits."""
         return ()
 
     @property
@@ -98,12 +98,12 @@ class DaemonProcess(Starting):
         )
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """End it with SIGKILL."""
         self.process.kill()
         self.process.wait(STOP_DEADLINE_S)
 
     def stop(self) -> int:
-        """SIGTERM; the exit status."""
+        """End it with SIGTERM. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOP_DEADLINE_S)

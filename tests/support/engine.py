@@ -109,7 +109,7 @@ class EngineProcess(Starting):
 
     @property
     def pids(self) -> list[int]:
-        """All processes of the engine."""
+        """The ids of all processes of the engine."""
         assert self._process is not None
         found = []
         for entry in Path("/proc").iterdir():
@@ -235,7 +235,7 @@ def wait_stats(admin: AdminClient, condition: Callable[[StatsReply], bool], dead
 
 
 def completions(answer: list[dict[str, Any]]) -> list[Completion]:
-    """The answer of ``generate`` as objects."""
+    """The answer of the command ``generate`` as objects."""
     return [Completion(**item) for item in answer]
 
 

@@ -61,7 +61,7 @@ class Exporter:
         return answer
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """End it with SIGKILL."""
         self.process.kill()
         self.process.wait(10)
 

@@ -84,7 +84,7 @@ class Gpu:
 
 
 class _LateWriter:
-    """A kernel of a machine without a GPU."""
+    """Writes later from a thread, as a kernel would, on a machine without a GPU."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._thread = threading.Timer(0.3, write)

@@ -93,7 +93,7 @@ class FakeDaemon:
         return self
 
     def stop(self) -> None:
-        """As if it died: every socket closes at once."""
+        """Close every socket at once, as when a daemon dies."""
         if self._thread is not None:
             self._stop = True
             self.frozen.clear()

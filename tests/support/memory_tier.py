@@ -11,7 +11,7 @@ from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, Ti
 
 
 class Memory(Protocol):
-    """The pool's bytes."""
+    """Access to the pool's bytes."""
 
     def peek(self, offset: int, length: int) -> bytes: ...
 
@@ -29,7 +29,7 @@ class Device:
 
 @dataclass(eq=False)
 class Job:
-    """A read or write that was taken."""
+    """A read or write that the tier has accepted."""
 
     block: TierBlock
     offsets: list[int]
@@ -160,7 +160,7 @@ class MemoryTier(Tier):
     # --- for who plays the device ----------------------------------------------------------------
 
     def end(self, job: Job, now: float = 0.0, fault: TierResult | None = None) -> None:
-        """Do a job, or let it fail, and tell of it."""
+        """Do a job or let it fail, and call its ``on_done``."""
         result = fault or (TierResult.DEADLINE if now >= job.deadline else self._do(job))
         del self.jobs[job]
         self.before_done(job)
@@ -173,27 +173,27 @@ class MemoryTier(Tier):
 
     @property
     def has_news(self) -> bool:
-        """Whether the listener does not know all yet."""
+        """Whether there is news that the listener has not been given yet."""
         return bool(self._news)
 
     def before_done(self, job: Job) -> None:
-        """A job has moved its last byte."""
+        """Called when a job has moved its last byte."""
 
     def end_all(self, now: float = 0.0, fault: TierResult | None = None) -> None:
-        """All that wait now, and what they bring about."""
+        """End all waiting jobs, also those that begin meanwhile."""
         while self.jobs:
             self.end(next(iter(self.jobs)), now, fault)
         self.tell()
 
     def spoil(self, block_id: TierKey) -> None:
-        """One bit of what is kept is not what was written."""
+        """Flip one bit of a stored block."""
         block, shards = self.device.blocks[block_id]
         place = next(rank for rank, shard in enumerate(shards) if shard)
         spoilt = shards[place][:-1] + bytes([shards[place][-1] ^ 1])
         self.device.blocks[block_id] = (block, [*shards[:place], spoilt, *shards[place + 1 :]])
 
     def tell(self) -> None:
-        """Tell the listener what it does not know yet."""
+        """Give the listener all news since the last call."""
         while self._news:
             news = self._news.pop(0)
             if self.listener is not None:

@@ -42,7 +42,7 @@ class ServiceManager:
         self.stored_fds: list[tuple[str, int]] = []
         self.messages: list[dict[str, str]] = []
         self.ready = False
-        """The daemon has said that clients may come."""
+        """Whether the daemon has sent READY=1."""
         self._last_heartbeat_at = time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)

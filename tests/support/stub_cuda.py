@@ -63,7 +63,7 @@ class StubCuda:
         self._library.stub_log_length.restype = ctypes.c_size_t
 
     def driver(self) -> CudaDriver:
-        """The daemon's binding of it."""
+        """The daemon's binding of this library."""
         return CudaDriver(self.path)
 
     def set(self, what: str, value: int) -> None:
@@ -99,11 +99,11 @@ class StubCuda:
         return int(self._library.stub_contexts(device))
 
     def made_contexts(self) -> int:
-        """Contexts made so far."""
+        """The number of contexts made so far."""
         return int(self._library.stub_made_contexts())
 
     def log(self) -> list[str]:
-        """What happened, a line each."""
+        """The log of calls, one line each."""
         room = int(self._library.stub_log_length()) + 4096
         text = ctypes.create_string_buffer(room)
         self._library.stub_log(text, room)
@@ -125,7 +125,7 @@ class StubCuda:
         return DeviceBuffer(address.value, size, self.ipc_handle(address.value))
 
     def free(self, buffer: DeviceBuffer) -> None:
-        """Frees it."""
+        """Frees device memory."""
         self._library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
         assert self._library.cuMemFree_v2(buffer.address) == 0
 

@@ -40,7 +40,7 @@ class FakeSchedulerClient:
     closed: bool = False
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Joined from the start."""
+        """Does nothing: the namespace is joined from the start."""
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         self.again.append(again)
@@ -67,7 +67,7 @@ class FakeSchedulerClient:
         return future
 
     def fail(self, index: int = -1) -> None:
-        """A lookup gets no answer."""
+        """Let a lookup fail."""
         future = self.asked[index][0]
         future.failed = future.done = True
 
@@ -91,7 +91,7 @@ class FakeSchedulerClient:
 
 @dataclass
 class FakeWorkerClient:
-    """Collects jobs; the test puts results."""
+    """Collects jobs; the test sets their results."""
 
     ready: bool = True
     credit_bytes: int = 1 << 20

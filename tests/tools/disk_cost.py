@@ -32,7 +32,7 @@ MEASURED = 4
 
 
 def wait_idle(admin: AdminClient) -> None:
-    """Until nothing is written any more."""
+    """Wait until the disk has written everything."""
     while True:
         stats = admin.stats()
         busy = sum(disk.queued_writes + disk.running_writes for disk in stats.disks)

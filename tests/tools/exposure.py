@@ -21,7 +21,7 @@ EXECUTABLE = "/opt/kvoffd/bin/kvoffd"
 
 
 class Judgement(NamedTuple):
-    """systemd's."""
+    """What systemd reports about a unit."""
 
     overall: float
     remaining: dict[str, float]
@@ -53,7 +53,7 @@ def explained() -> dict[str, str]:
 
 
 def main() -> int:
-    """0 where all that remains is explained."""
+    """Run the command line. Returns 0 when the README explains all that remains."""
     if shutil.which("systemd-analyze") is None:
         print("systemd-analyze is not installed; on Debian and Ubuntu it comes with the package systemd.")
         return 1
