@@ -18,16 +18,7 @@ from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, LoadGenerato
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 from kvoffd_proto.codec import encode
-from kvoffd_proto.messages import (
-    Completions,
-    GroupKeys,
-    GroupTransfer,
-    JobResult,
-    Load,
-    Lookup,
-    LookupReply,
-    Store,
-)
+from kvoffd_proto.messages import Completions, GroupKeys, GroupTransfer, JobResult, Load, Lookup, LookupReply, Store
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
 JOBS_FLOOR = (

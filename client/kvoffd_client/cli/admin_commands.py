@@ -22,12 +22,11 @@ from kvoffd_client.cli.console import (
     percent,
     plain_table,
     print_line,
-    print_list,
     printable,
     section,
     short_fingerprint,
 )
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
 from kvoffd_proto.messages import NamespaceInfo, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
@@ -45,10 +44,7 @@ def sessions(context: typer.Context, directory: Directory = None, json: Json = F
     """List the connected clients, oldest first."""
     with open_admin(context, directory) as admin:
         found = admin.sessions().sessions
-    if json:
-        print_json({"sessions": found})
-    else:
-        print_list(_sessions_table(found))
+    print_listing({"sessions": found}, _sessions_table(found), as_json=json)
     return 0
 
 
@@ -89,10 +85,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     """List what is cached, by namespace."""
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
-    if json:
-        print_json({"namespaces": found})
-    else:
-        print_list(_namespaces_table(found))
+    print_listing({"namespaces": found}, _namespaces_table(found), as_json=json)
     return 0
 
 

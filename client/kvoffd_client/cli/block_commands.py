@@ -23,15 +23,8 @@ from kvoffd_client.cli.console import (
     progress_bar,
     section,
 )
-from kvoffd_client.cli.json_output import Plain, print_json
-from kvoffd_client.cli.target import (
-    NAMESPACE_OPTION,
-    CliError,
-    Directory,
-    Json,
-    local_directory,
-    resolve_namespace,
-)
+from kvoffd_client.cli.json_output import Plain, print_json, print_listing
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.messages import READY
@@ -72,11 +65,8 @@ def ls(
         fingerprint = _fingerprint(client, namespace)
         found = list(islice(client.list_blocks(fingerprint, group, prefix, pinned=pinned), limit + 1))
     more, found = len(found) > limit, found[:limit]
-    if json:
-        print_json({"blocks": found, "more": more})
-        return 0
-    print_list(_blocks_table(found))
-    if more:
+    print_listing({"blocks": found, "more": more}, _blocks_table(found), as_json=json)
+    if more and not json:
         print_line(f"and more; --limit {10 * limit} shows more of them")
     return 0
 

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import AdminRequests
-from kvoffd_client.cli.console import add_numbers, fitting, percent, print_line, print_list, printable, section
-from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.console import add_numbers, fitting, percent, print_line, printable, section
+from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_proto.messages import BelowStats, DiskStats, StatsReply
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
@@ -38,10 +38,8 @@ def show(context: typer.Context, directory: Directory = None, json: Json = False
         return 0
     with open_admin(context, directory) as admin:
         reply = admin.stats()
-    if json:
-        print_json({"disks": reply.disks, "below": reply.below})
-    else:
-        print_list(disks_page(reply.disks, reply.below))
+    listing: dict[str, object] = {"disks": reply.disks, "below": reply.below}
+    print_listing(listing, disks_page(reply.disks, reply.below), as_json=json)
     return FAILED if any(disk.state in ("failed", "hanging") for disk in reply.disks) else 0
 
 

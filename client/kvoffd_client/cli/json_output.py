@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Annotated, get_args, get_origin
 
 from msgspec import Struct
+from rich.console import RenderableType
 
-from kvoffd_client.cli.console import print_line
+from kvoffd_client.cli.console import print_line, print_list
 from kvoffd_proto.wire import fields_of, struct_in
 
 Plain = None | bool | int | float | str | list["Plain"] | dict[str, "Plain"]
@@ -40,6 +41,14 @@ def to_json(value: object) -> str:
 def print_json(value: object) -> None:
     """Print ``value`` as one line of JSON and flush."""
     print_line(to_json(value))
+
+
+def print_listing(listing: dict[str, object], table: RenderableType, *, as_json: bool) -> None:
+    """Print what a command found as JSON or as a table."""
+    if as_json:
+        print_json(listing)
+    else:
+        print_list(table)
 
 
 def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]]:
