@@ -1,1 +1,1 @@
-"""The daemon's rim: sockets, sessions, dispatch, publishing. What decides lives in ``cache`` and ``transfer``."""
+"""Sockets, sessions, jobs, requests and publishing. What decides about blocks lies in ``cache`` and ``tiering``."""

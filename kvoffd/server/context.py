@@ -75,7 +75,7 @@ class Context:
 
     @property
     def tiering(self) -> TieringManager | None:
-        """What looks after the tiers below the pool; None while there is no tier."""
+        """The manager of the tiers below the pool; None while there is no tier."""
         return self.disks.tiering if self.disks is not None else None
 
     def reply(self, sender: bytes, reply: m.AnyReply) -> None:

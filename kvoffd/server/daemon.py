@@ -28,7 +28,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
-from kvoffd.server.scrubber import take_sums
+from kvoffd.server.scrubber import take_checksums
 from kvoffd.server.service import Service
 from kvoffd.server.transport import SelfProbe, Transport
 from kvoffd.system.directory import DaemonDirectory
@@ -291,8 +291,8 @@ class Daemon:
         loop, scrubber = asyncio.get_running_loop(), self._service.context.scrubber
         while not self._stop.is_set() and (checks := scrubber.next_step()):
             started = time.monotonic()
-            sums = await loop.run_in_executor(None, take_sums, self._pool.digests, checks)
-            scrubber.finish_step(checks, sums)
+            checksums = await loop.run_in_executor(None, take_checksums, self._pool.digests, checks)
+            scrubber.finish_step(checks, checksums)
             self._transport.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 

@@ -22,7 +22,7 @@ _STEP_SLOTS = 1024
 
 @dataclass
 class _Run:
-    """A look at everything that was in use when it began."""
+    """One pass over the slots that were in use when it began."""
 
     started_at: float
     offsets: list[int]
@@ -32,7 +32,7 @@ class _Run:
     mismatches: int = 0
     seconds: float = 0.0
     step: set[int] = field(default_factory=set)
-    """Offsets of the step that is being done."""
+    """Offsets of the slots in the running step."""
 
     @property
     def running(self) -> bool:
@@ -40,7 +40,7 @@ class _Run:
 
 
 class Scrubber:
-    """Says what to read next and acts on what was found. Belongs to the service's thread; others read the bytes."""
+    """Chooses the slots to read next and acts on their checksums, in the service's thread. Others read the bytes."""
 
     def __init__(self, cache: BlockCache, clock: Callable[[], float]) -> None:
         self._cache = cache
@@ -53,38 +53,38 @@ class Scrubber:
         return bool(self._cache.integrity.unverified_slots) or (self._run is not None and self._run.running)
 
     def start(self) -> None:
-        """Begin to look at everything, unless that is being done."""
+        """Begin a pass over all slots, unless one is running."""
         if self._run is None or not self._run.running:
             self._run = _Run(self._clock(), self._cache.integrity.slots())
 
     def next_step(self) -> list[ChecksumCheck]:
         """Slots to read now, about ``STEP_BYTES``; none when there is nothing left. End it by ``finish_step``."""
         integrity = self._cache.integrity
-        looks: list[ChecksumCheck] = integrity.unverified(STEP_BYTES)
+        checks: list[ChecksumCheck] = integrity.unverified(STEP_BYTES)
         run = self._run
-        while not looks and run is not None and run.running:
+        while not checks and run is not None and run.running:
             nbytes = 0
             stop = min(len(run.offsets), run.done + _STEP_SLOTS)
             while run.done < stop and nbytes < STEP_BYTES:
                 found = integrity.checks_at(run.offsets[run.done : run.done + 1])
-                looks += found
-                nbytes += sum(look.length for look in found)
+                checks += found
+                nbytes += sum(check.length for check in found)
                 run.done += 1
-            run.step = {look.offset for look in looks}
-            if not looks and not run.running:
+            run.step = {check.offset for check in checks}
+            if not checks and not run.running:
                 self._end(run)
-        return looks
+        return checks
 
-    def finish_step(self, looks: Sequence[ChecksumCheck], sums: Sequence[int]) -> None:
-        """Act on what the slots of a step hash to."""
+    def finish_step(self, checks: Sequence[ChecksumCheck], checksums: Sequence[int]) -> None:
+        """Act on the checksums of a step's slots."""
         run = self._run if self._run is not None and self._run.step else None
-        for look, found in zip(looks, sums, strict=True):
-            sound = self._cache.integrity.apply(look, found)
+        for check, found in zip(checks, checksums, strict=True):
+            sound = self._cache.integrity.apply(check, found)
             if not sound:
-                logger.error("%s", wrong_bytes(look))
+                logger.error("%s", wrong_bytes(check))
             if run is not None:
                 run.checked_slots += 1
-                run.checked_bytes += look.length
+                run.checked_bytes += check.length
                 run.mismatches += not sound
         if run is not None:
             run.step.clear()
@@ -92,7 +92,7 @@ class Scrubber:
                 self._end(run)
 
     def report(self, request_id: int, epoch: int) -> m.ScrubReply:
-        """How far it is."""
+        """How far the running pass is, or how the last one ended."""
         run = self._run
         if run is None:
             return m.ScrubReply(request_id, epoch, False, 0, 0, 0, 0, 0, 0.0)
@@ -121,6 +121,8 @@ class Scrubber:
         )
 
 
-def take_sums(digests: Callable[[Sequence[tuple[int, int]]], list[int]], looks: Sequence[ChecksumCheck]) -> list[int]:
-    """What the slots hash to. For any thread."""
-    return digests([(look.offset, look.length) for look in looks])
+def take_checksums(
+    digests: Callable[[Sequence[tuple[int, int]]], list[int]], checks: Sequence[ChecksumCheck]
+) -> list[int]:
+    """Checksums of the slots. For any thread."""
+    return digests([(check.offset, check.length) for check in checks])

@@ -208,7 +208,7 @@ class Session:
     """Attached descriptors that no registration has taken over yet: segment id -> fd."""
     registrations: dict[bytes, Registration] = field(default_factory=dict)
     staging: dict[int, ClientMemory] = field(default_factory=dict)
-    """Mapped segments that an operator puts blocks from: by segment id."""
+    """Mapped segments that an operator writes blocks from: by segment id."""
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
