@@ -1,4 +1,4 @@
-"""Requests of administrators: what the daemon tells of itself, its disks, and single blocks."""
+"""Requests of administrators about the cache, its disks, and single blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context, answers
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import find_or_open
-from kvoffd.server.report import Reporter
 from kvoffd.server.session import Session
 from kvoffd.settings import MIN_DISK_BYTES, DiskSize
 from kvoffd_proto import blocks as b
@@ -19,30 +18,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
-
-
-@answers(m.Stats)
-def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
-    """All counters."""
-    return Reporter(context).stats(message.request_id)
-
-
-@answers(m.Health)
-def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
-    """Whether the daemon works."""
-    return Reporter(context).health(message.request_id)
-
-
-@answers(m.Sessions)
-def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
-    """The open sessions."""
-    return Reporter(context).sessions(message.request_id)
-
-
-@answers(m.Namespaces)
-def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
-    """The open namespaces."""
-    return Reporter(context).namespaces(message.request_id)
 
 
 @answers(m.Clear)
@@ -71,7 +46,6 @@ def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
 
 @answers(m.AttachDisk)
 def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.Done:
-    """Begin to use a directory."""
     disks = _disks(context, session)
     context.sessions.check_not_stopping()
     if not os.path.isabs(message.directory) or "\0" in message.directory:
@@ -88,14 +62,12 @@ def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.
 
 @answers(m.DrainDisk)
 def drain_disk(context: Context, session: Session, message: m.DrainDisk) -> m.Done:
-    """Write nothing to a directory any more."""
     _disks(context, session).drain(os.path.normpath(message.directory))
     return m.Done(message.request_id, context.epoch, 1)
 
 
 @answers(m.DetachDisk)
 def detach_disk(context: Context, session: Session, message: m.DetachDisk) -> m.Done:
-    """Give a directory up."""
     _disks(context, session).detach(os.path.normpath(message.directory))
     return m.Done(message.request_id, context.epoch, 1)
 
@@ -118,7 +90,6 @@ def _disks(context: Context, session: Session) -> Disks:
 
 @answers(b.DescribeNamespace)
 def describe_namespace(context: Context, session: Session, message: b.DescribeNamespace) -> b.NamespaceDescribed:
-    """What the blocks of a namespace are made of."""
     namespace = context.cache.namespace(message.namespace)
     ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
     return b.NamespaceDescribed(
@@ -161,7 +132,6 @@ def restore_namespace(context: Context, session: Session, message: b.RestoreName
 
 @answers(b.ListBlocks)
 def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
-    """One page of a listing."""
     context.block_access.admit(session, write=False)
     namespace = context.cache.namespace(message.namespace)
     pins = context.cache.blocks.operator_pinned
@@ -205,7 +175,6 @@ def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None
 
 @answers(b.PinBlocks)
 def pin_blocks(context: Context, session: Session, message: b.PinBlocks) -> m.Done:
-    """Keep blocks from eviction, or no more."""
     context.block_access.admit(session, write=True)
     cache = context.cache
     namespace = cache.namespace(message.namespace)

@@ -100,7 +100,6 @@ def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayRep
 
 @answers(m.OpenNamespace)
 def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
-    """Open a namespace or join it."""
     context.sessions.check_not_stopping()
     _, created = find_or_open(context, message)
     session.namespaces.add(message.namespace)
@@ -266,7 +265,6 @@ def release(context: Context, session: Session, message: m.Release) -> m.Done:
 
 @answers(m.Invalidate)
 def invalidate(context: Context, session: Session, message: m.Invalidate) -> m.Done:
-    """Drop blocks that proved unusable."""
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)

@@ -1,4 +1,4 @@
-"""What the daemon tells operators: statistics, health, sessions, namespaces."""
+"""Requests for what the daemon tells of itself: statistics, health, sessions, namespaces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
-from kvoffd.server.context import Context
+from kvoffd.server.context import Context, answers
 from kvoffd.server.disks import Disk
 from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
@@ -39,146 +39,149 @@ def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
     return kind(**given)
 
 
-class Reporter:
-    """Builds the replies of the administration's requests from the daemon's parts."""
+@answers(m.Stats)
+def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
+    cache = context.cache
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    operator_pinned = cache.blocks.operator_pinned
+    return filled(
+        m.StatsReply,
+        context,
+        cache,
+        request_id=message.request_id,
+        daemon_version=__version__,
+        pid=os.getpid(),
+        uptime_seconds=context.clock() - context.started_at,
+        policy=context.config.eviction_policy,
+        pool=_pool_stats(context),
+        store=_direction_stats(context, Direction.STORE),
+        load=_direction_stats(context, Direction.LOAD),
+        lookup_latency=context.lookup_latency.summary(),
+        leases=len(cache.leases),
+        pinned_blocks=cache.blocks.pinned_blocks,
+        sessions=len(_shown_sessions(context)),
+        lookups_per_second=context.lookup_rate.per_second(),
+        errors=dict(context.errors),
+        replies_dropped=dict(context.replies_dropped),
+        events_published=context.publisher.sequence,
+        cpu_seconds=usage.ru_utime + usage.ru_stime,
+        resident_bytes=_resident_bytes(),
+        namespaces=[
+            filled(m.NamespaceStats, namespace, namespace.counters, namespace=namespace.fingerprint)
+            for namespace in cache.namespaces
+        ],
+        integrity=filled(m.IntegrityStats, cache.integrity),
+        blocks=filled(
+            m.BlockAccessStats,
+            context.block_access,
+            context.block_writer,
+            pinned_blocks=len(operator_pinned),
+            pinned_bytes=cache.operator_pinned_bytes,
+        ),
+        below=_tiering_stats(context),
+        disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
+    )
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
 
-    def stats(self, request_id: int) -> m.StatsReply:
-        """All counters."""
-        context, cache = self._context, self._context.cache
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        operator_pinned = cache.blocks.operator_pinned
-        return filled(
-            m.StatsReply,
-            context,
-            cache,
-            request_id=request_id,
-            daemon_version=__version__,
-            pid=os.getpid(),
-            uptime_seconds=context.clock() - context.started_at,
-            policy=context.config.eviction_policy,
-            pool=self._pool(),
-            store=self._direction(Direction.STORE),
-            load=self._direction(Direction.LOAD),
-            lookup_latency=context.lookup_latency.summary(),
-            leases=len(cache.leases),
-            pinned_blocks=cache.blocks.pinned_blocks,
-            sessions=len(self._shown_sessions()),
-            lookups_per_second=context.lookup_rate.per_second(),
-            errors=dict(context.errors),
-            replies_dropped=dict(context.replies_dropped),
-            events_published=context.publisher.sequence,
-            cpu_seconds=usage.ru_utime + usage.ru_stime,
-            resident_bytes=_resident_bytes(),
-            namespaces=[
-                filled(m.NamespaceStats, namespace, namespace.counters, namespace=namespace.fingerprint)
-                for namespace in cache.namespaces
-            ],
-            integrity=filled(m.IntegrityStats, cache.integrity),
-            blocks=filled(
-                m.BlockAccessStats,
-                context.block_access,
-                context.block_writer,
-                pinned_blocks=len(operator_pinned),
-                pinned_bytes=cache.operator_pinned_bytes,
-            ),
-            below=self._tiering(),
-            disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
+@answers(m.Health)
+def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
+    """Whether the daemon works. That it answers at all says that its loop does."""
+    problems = list(context.memory.problems)
+    if lost := context.cache.integrity.mismatches:
+        problems.append(
+            f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
+            "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
         )
+    if context.disks is not None:
+        problems += context.disks.problems
+    if context.sessions.stopping:
+        problems.append("The daemon is stopping.")
+    return m.HealthReply(message.request_id, context.epoch, not problems, not context.sessions.stopping, problems)
 
-    def health(self, request_id: int) -> m.HealthReply:
-        """Whether the daemon works. That it answers at all says that its loop does."""
-        context = self._context
-        problems = list(context.memory.problems)
-        if lost := context.cache.integrity.mismatches:
-            problems.append(
-                f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
-                "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
-            )
-        if context.disks is not None:
-            problems += context.disks.problems
-        if context.sessions.stopping:
-            problems.append("The daemon is stopping.")
-        return m.HealthReply(request_id, context.epoch, not problems, not context.sessions.stopping, problems)
 
-    def sessions(self, request_id: int) -> m.SessionsReply:
-        """The open sessions, oldest first."""
-        context = self._context
-        return m.SessionsReply(request_id, context.epoch, [self._session(s) for s in self._shown_sessions()])
+@answers(m.Sessions)
+def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
+    """The open sessions, oldest first."""
+    return m.SessionsReply(
+        message.request_id, context.epoch, [_session_info(context, one) for one in _shown_sessions(context)]
+    )
 
-    def namespaces(self, request_id: int) -> m.NamespacesReply:
-        """The open namespaces, in the order in which they were opened."""
-        context = self._context
-        infos = [
-            _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in self._shown_sessions()))
-            for namespace in context.cache.namespaces
-        ]
-        return m.NamespacesReply(request_id, context.epoch, infos)
 
-    def _shown_sessions(self) -> list[Session]:
-        return [session for session in self._context.sessions if not session.internal]
+@answers(m.Namespaces)
+def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
+    """The open namespaces, in the order in which they were opened."""
+    infos = [
+        _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in _shown_sessions(context)))
+        for namespace in context.cache.namespaces
+    ]
+    return m.NamespacesReply(message.request_id, context.epoch, infos)
 
-    def _pool(self) -> m.PoolStats:
-        cache, pinning = self._context.cache, self._context.memory.pinning
-        usage = cache.pool_usage()
-        return filled(
-            m.PoolStats,
-            usage,
-            cache.slots,
-            self._context,
-            usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
-            page_locked_bytes=pinning.pinned_bytes,
-            unlockable_bytes=pinning.refused_bytes,
-        )
 
-    def _tiering(self) -> m.BelowStats | None:
-        tiering = self._context.tiering
-        if tiering is None:
-            return None
-        promoter, demoter = tiering.promoter, tiering.demoter
-        return filled(
-            m.BelowStats,
-            promoter,
-            demoter,
-            pending_blocks=promoter.waiting_blocks,
-            failed_promotions=dict(promoter.failures),
-            read_bytes_per_second=promoter.bytes_per_second,
-            waiting_writes=demoter.waiting_blocks,
-            write_mode=demoter.mode.value,
-            budget_left_bytes=demoter.budget.left_bytes,
-        )
+def _shown_sessions(context: Context) -> list[Session]:
+    return [session for session in context.sessions if not session.internal]
 
-    def _direction(self, direction: Direction) -> m.DirectionStats:
-        counters = self._context.jobs.counters[direction]
-        load = self._context.memory.load_of(direction)
-        return filled(
-            m.DirectionStats,
-            counters,
-            load,
-            queued_jobs=load.queued,
-            running_jobs=load.running,
-            bytes_per_second=counters.rate.per_second(),
-        )
 
-    def _session(self, session: Session) -> m.SessionInfo:
-        context = self._context
-        now = context.clock()
-        return filled(
-            m.SessionInfo,
-            session,
-            session.peer,
-            session_id=session.id,
-            role=session.role or "new",
-            age_seconds=now - session.opened_at,
-            idle_seconds=now - session.last_request_at,
-            leases=context.cache.leases.count_of(session.id),
-            jobs=len(session.jobs),
-            registrations=len(session.registrations),
-            registered_bytes=sum(registration.mapped_bytes for registration in session.registrations.values()),
-            unacknowledged=len(session.completions),
-        )
+def _pool_stats(context: Context) -> m.PoolStats:
+    cache, pinning = context.cache, context.memory.pinning
+    usage = cache.pool_usage()
+    return filled(
+        m.PoolStats,
+        usage,
+        cache.slots,
+        context,
+        usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
+        page_locked_bytes=pinning.pinned_bytes,
+        unlockable_bytes=pinning.refused_bytes,
+    )
+
+
+def _tiering_stats(context: Context) -> m.BelowStats | None:
+    tiering = context.tiering
+    if tiering is None:
+        return None
+    promoter, demoter = tiering.promoter, tiering.demoter
+    return filled(
+        m.BelowStats,
+        promoter,
+        demoter,
+        pending_blocks=promoter.waiting_blocks,
+        failed_promotions=dict(promoter.failures),
+        read_bytes_per_second=promoter.bytes_per_second,
+        waiting_writes=demoter.waiting_blocks,
+        write_mode=demoter.mode.value,
+        budget_left_bytes=demoter.budget.left_bytes,
+    )
+
+
+def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats:
+    counters = context.jobs.counters[direction]
+    load = context.memory.load_of(direction)
+    return filled(
+        m.DirectionStats,
+        counters,
+        load,
+        queued_jobs=load.queued,
+        running_jobs=load.running,
+        bytes_per_second=counters.rate.per_second(),
+    )
+
+
+def _session_info(context: Context, session: Session) -> m.SessionInfo:
+    now = context.clock()
+    return filled(
+        m.SessionInfo,
+        session,
+        session.peer,
+        session_id=session.id,
+        role=session.role or "new",
+        age_seconds=now - session.opened_at,
+        idle_seconds=now - session.last_request_at,
+        leases=context.cache.leases.count_of(session.id),
+        jobs=len(session.jobs),
+        registrations=len(session.registrations),
+        registered_bytes=sum(registration.mapped_bytes for registration in session.registrations.values()),
+        unacknowledged=len(session.completions),
+    )
 
 
 def _namespace_info(namespace: Namespace, sessions: int) -> m.NamespaceInfo:

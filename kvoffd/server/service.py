@@ -1,7 +1,7 @@
 """The daemon without its sockets: frames in, frames out through an ``Outbox``. Runs in one thread.
 
-What the single messages do is in ``engine_requests`` and ``admin_requests``; time, threads, sockets and memory are
-handed in.
+The requests are answered in ``engine_requests``, ``admin_requests`` and ``report``; time, threads, sockets and memory
+are handed in.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 # These fill the table of handlers.
 import kvoffd.server.admin_requests
-import kvoffd.server.engine_requests  # noqa: F401
+import kvoffd.server.engine_requests
+import kvoffd.server.report  # noqa: F401
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
