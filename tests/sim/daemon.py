@@ -110,6 +110,7 @@ class SimDaemon:
         )
         runner = self.service.context.runner
         self._transfer_done = runner.transfer_done
+        self._in_queue = False
         runner.transfer_done = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disk(life)
         self.audit = Audit(self.service)
@@ -286,9 +287,19 @@ class SimDaemon:
         delay = self._rng.uniform(0.0, 0.0005)
         if self._world.faults.hit("slow_post"):
             delay = self._rng.uniform(0.005, 0.1)
-        self.process.after(delay, call)
+        self.process.after(delay, lambda: self._work_off(call))
+
+    def _work_off(self, call: Callable[[], None]) -> None:
+        self._in_queue = True
+        try:
+            call()
+        finally:
+            self._in_queue = False
 
     def _finished(self, job: Job, outcome: Outcome) -> None:
+        if not self._in_queue:  # it had nothing to copy and ends while it is accepted
+            self._transfer_done(job, outcome)
+            return
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
         commits = self.pool.commits
