@@ -81,7 +81,7 @@ class Pool:
         if mappings is None:
             mappings = backing.make(geometry)
             try:
-                self._table = SlotTable(size_bytes, self._slots.region_bytes, memory=mappings.table)
+                self._table = SlotTable(mappings.table, size_bytes, self._slots.region_bytes)
             except BaseException:
                 mappings.close()
                 raise

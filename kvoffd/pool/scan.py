@@ -25,7 +25,6 @@ from kvoffd.pool.table_format import (
     RECORD_BYTES,
     Geometry,
     SlotState,
-    read_geometry,
 )
 
 _BATCH_BYTES = 4 << 20
@@ -54,11 +53,6 @@ class _Batch(NamedTuple):
     """Records that are not FREE, end to end."""
     numbers: npt.NDArray[np.int64]
     """The number of each of these records in the table."""
-
-
-def scan_table(fd: int) -> list[SlotRecord]:
-    """The slots whose bytes are whole, in this daemon's table or its predecessor's. Raises BadTable."""
-    return scan(fd, read_geometry(fd)).records
 
 
 def scan(fd: int, geometry: Geometry) -> Scan:

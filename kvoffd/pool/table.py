@@ -48,17 +48,15 @@ class SlotTable:
     """Writes the table of one pool. Not thread-safe: it belongs to the event loop's thread.
 
     Args:
-        memory: where the table goes, all zeros; a sealed memfd of its own when None. Owned from here on.
+        memory: where the table goes, all zeros. Owned from here on.
     """
 
-    def __init__(
-        self, pool_bytes: int, region_bytes: int, boot_id: bytes | None = None, memory: PoolMemory | None = None
-    ) -> None:
+    def __init__(self, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> None:
         geometry = Geometry.of(pool_bytes, region_bytes)
-        self._open(geometry, memory or PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"))
+        self._open(geometry, memory)
         # The header comes last: a table without one is none.
         self._namespace_log = NamespaceLog(self._namespaces)
-        header = geometry.header(read_boot_id() if boot_id is None else boot_id)
+        header = geometry.header(read_boot_id())
         self._bytes[: len(header)] = header
 
     @classmethod

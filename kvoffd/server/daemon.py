@@ -32,8 +32,8 @@ from kvoffd.server.scrubber import take_checksums
 from kvoffd.server.service import Service
 from kvoffd.server.transport import SelfProbe, Transport
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
-from kvoffd.system.prefault import PageFaulter
 from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.host_engine import HostEngine

@@ -135,29 +135,32 @@ def held_bytes(status: os.stat_result) -> int:
 
 def read_all(calls: FileCalls, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Fills the buffers from ``offset`` on. Raises OSError, as ShortRead where the file ends before that."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left:
-        count = calls.read(fd, left[:_MOST_BUFFERS], offset)
-        if count == 0:
-            raise ShortRead(0, f"nothing is left to read at offset {offset}")
-        offset += count
-        left = _behind(left, count)
+    end = _move_all(calls.read, fd, buffers, offset)
+    if end < offset + sum(map(len, buffers)):
+        raise ShortRead(0, f"nothing is left to read at offset {end}")
 
 
 def write_all(calls: FileCalls, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     """Writes the buffers from ``offset`` on. Raises OSError."""
-    left = [buffer for buffer in buffers if len(buffer)]
-    while left:
-        count = calls.write(fd, left[:_MOST_BUFFERS], offset)
-        if count == 0:
-            raise OSError(0, f"nothing was written at offset {offset}")
-        offset += count
-        left = _behind(left, count)
+    end = _move_all(calls.write, fd, buffers, offset)
+    if end < offset + sum(map(len, buffers)):
+        raise OSError(0, f"nothing was written at offset {end}")
 
 
 def aligned_buffer(nbytes: int) -> memoryview:
     """Zeros at an address that O_DIRECT takes. Their memory is freed with the last view."""
     return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _move_all(
+    move: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview], offset: int
+) -> int:
+    """Calls ``move`` until all buffers are done or it does nothing; returns the offset where it ended."""
+    left = [buffer for buffer in buffers if len(buffer)]
+    while left and (count := move(fd, left[:_MOST_BUFFERS], offset)):
+        offset += count
+        left = _behind(left, count)
+    return offset
 
 
 def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:

@@ -185,11 +185,6 @@ class CompositeTier(Tier):
         self._members: list[Tier] = []
         self._writing: set[TierKey] = set()
 
-    @property
-    def members(self) -> Sequence[Tier]:
-        """In the order in which they were attached."""
-        return tuple(self._members)
-
     def attach(self, tier: Tier) -> None:
         """Adds a member; the blocks that it holds can be read from now on."""
         self._members.append(tier)

@@ -11,8 +11,6 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.scan import scan_table
-from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
@@ -20,7 +18,7 @@ from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
 from tests.support.invariants import check_invariants
-from tests.support.slot_table import mark_ready, mark_writing
+from tests.support.slot_table import make_table, mark_ready, mark_writing, scan_table
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
 WORLD = 2
@@ -39,7 +37,7 @@ class Written(NamedTuple):
 @cache
 def written() -> Written:
     """The table, made once."""
-    table = SlotTable(POOL_BYTES, REGION_BYTES)
+    table = make_table(POOL_BYTES, REGION_BYTES)
     whole: set[SlotRecord] = set()
     groups = (GroupSpec("full", 16), GroupSpec("sliding", 16, 64))
     for name in range(2):

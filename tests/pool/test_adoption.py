@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slot_table import SlotOwner, mark_ready, mark_writing
+from support.slot_table import SlotOwner, make_table, mark_ready, mark_writing, scan_table
 
 from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
@@ -21,7 +21,6 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.scan import scan_table
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState
@@ -61,7 +60,7 @@ def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
 
 @pytest.fixture
 def table() -> Iterator[SlotTable]:
-    table = SlotTable(POOL, REGION)
+    table = make_table(POOL, REGION)
     yield table
     table.close()
 
@@ -223,7 +222,7 @@ def test_killed_while_it_takes_over_it_leaves_the_same(table: SlotTable) -> None
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_flipped_bytes_bring_nothing_to_life(flips: list[tuple[float, int]]) -> None:
-    table = SlotTable(POOL, REGION)
+    table = make_table(POOL, REGION)
     try:
         table.set_region(0, 8192)
         table.set_region(1, 12288)

@@ -6,11 +6,10 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-from support.slot_table import SlotOwner, mark_ready, mark_writing
+from support.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
 
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.scan import scan_table
 from kvoffd.system.limits import MemoryLimit
 
 MIB = 1 << 20

@@ -7,9 +7,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from support.slot_table import mark_ready, mark_writing
+from support.slot_table import make_table, mark_ready, mark_writing, scan_table
 
-from kvoffd.pool.scan import scan_table
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import FORMAT_VERSION, BadTable, Geometry, SlotState
 
@@ -20,7 +19,7 @@ REGION = 4 * MIB
 
 @pytest.fixture
 def table() -> Iterator[SlotTable]:
-    table = SlotTable(POOL, REGION)
+    table = make_table(POOL, REGION)
     for region in range(POOL // REGION):
         table.set_region(region, 65536)
     yield table
@@ -129,7 +128,7 @@ def test_a_namespace_place_used_again_does_not_adopt_old_records(table: SlotTabl
 
 
 def test_more_namespaces_than_the_table_names_are_served_but_not_found() -> None:
-    with_few = SlotTable(MIB, MIB)
+    with_few = make_table(MIB, MIB)
     with_few.set_region(0, 8192)
     try:
         for index in range(100):
@@ -205,8 +204,9 @@ def test_an_empty_file_is_no_table() -> None:
         os.close(fd)
 
 
-def test_the_table_of_another_boot_is_refused() -> None:
-    old = SlotTable(POOL, REGION, boot_id=bytes(16))
+def test_the_table_of_another_boot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.pool.table.read_boot_id", lambda: bytes(16))
+    old = make_table(POOL, REGION)
     try:
         with pytest.raises(BadTable, match="last boot"):
             list(scan_table(old.fd))

@@ -14,7 +14,6 @@ from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
-from kvoffd.pool.scan import scan_table
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
@@ -31,6 +30,7 @@ from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import Role
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
+from tests.support.slot_table import scan_table
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024

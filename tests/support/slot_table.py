@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.records import SlotRecord
+from kvoffd.pool.scan import scan
 from kvoffd.pool.table import SlotTable
+from kvoffd.pool.table_format import Geometry, read_geometry
 
 
 class SlotOwner(NamedTuple):
@@ -16,6 +20,17 @@ class SlotOwner(NamedTuple):
     key: bytes
     rank: int
     world_size: int
+
+
+def make_table(pool_bytes: int, region_bytes: int) -> SlotTable:
+    """A new table in memory of its own."""
+    memory = PoolMemory.create(Geometry.of(pool_bytes, region_bytes).size_bytes, "kvoffd-test-table")
+    return SlotTable(memory, pool_bytes, region_bytes)
+
+
+def scan_table(fd: int) -> list[SlotRecord]:
+    """The slots whose bytes are whole, in this daemon's table or its predecessor's. Raises BadTable."""
+    return scan(fd, read_geometry(fd)).records
 
 
 def mark_writing(

@@ -54,12 +54,12 @@ def test_the_descriptor_stays_the_callers() -> None:
 def test_a_closed_segment_is_unmapped_and_has_no_address() -> None:
     with memfd() as fd:
         segment = map_memfd(fd, SIZE)
-        assert not segment.closed
+        assert segment._address
         address = segment.address
         assert f"{address:x}-" in Path("/proc/self/maps").read_text()
         segment.close()
         segment.close()
-        assert segment.closed
+        assert not segment._address
         assert f"{address:x}-{address + SIZE:x}" not in Path("/proc/self/maps").read_text()
         with pytest.raises(ValueError, match="unmapped"):
             _ = segment.address

@@ -138,7 +138,7 @@ class DiskTier(Tier):
         self._events = DeferredEvents(self, listener, self._wake)
         self._record_writer = RecordWriter(file, index, clock, self._submit, self._events.error)
         self._updates = self._record_writer.updates
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()  # by their names in TierStats
         self._under_way: Counter[Kind] = Counter()
         self._put_aside_bytes = 0
         self._pause_s = 0.0
@@ -182,14 +182,14 @@ class DiskTier(Tier):
             return False
         buffers = buffers_of(self._pool, block, offsets)
         if not self._takes_write() or not self._fits(block):
-            self._counts["refused"] += 1
+            self._counts["refused_writes"] += 1
             return False
         entry, evicted = self._index.take(block, self._wall_clock())
         if evicted:
-            self._counts["evicted"] += len(evicted)
+            self._counts["evicted_blocks"] += len(evicted)
             self._events.removed(evicted)
         if entry is None:
-            self._counts["refused"] += 1
+            self._counts["refused_writes"] += 1
             return False
         self._submit(Job(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done))
         return True
@@ -240,24 +240,15 @@ class DiskTier(Tier):
         self._write_records(at_once=True)
 
     def stats(self) -> TierStats:
-        load = self.workers.load()
-        counts = self._counts
+        load = self.workers.load()._asdict()
+        del load["longest_s"]
         return TierStats(
             size_bytes=self._file.size_bytes,
             used_bytes=self._index.regions.used_bytes,
             physical_bytes=self._executor.physical_bytes,
             blocks=self._index.blocks,
-            read_blocks=counts["read"],
-            read_bytes=counts["read_bytes"],
-            written_blocks=counts["written"],
-            written_bytes=counts["written_bytes"],
-            evicted_blocks=counts["evicted"],
-            refused_writes=counts["refused"],
-            queued_reads=load.queued_reads,
-            queued_writes=load.queued_writes,
-            running_reads=load.running_reads,
-            running_writes=load.running_writes,
-            busy_seconds=load.busy_seconds,
+            **self._counts,
+            **load,
             errors=dict(self._events.errors),
         )
 
@@ -369,7 +360,7 @@ class DiskTier(Tier):
             if not is_there:
                 return TierResult.GONE
             entry.suspect = False
-            self._counts["read"] += 1
+            self._counts["read_blocks"] += 1
             self._counts["read_bytes"] += entry.block.nbytes
         elif result in (TierResult.CORRUPT, TierResult.FAILED) and is_there:
             self._index.drop(entry)
@@ -388,7 +379,7 @@ class DiskTier(Tier):
         head = self._file.head
         head.written_bytes += job.nbytes
         head.written_blocks += 1
-        self._counts["written"] += 1
+        self._counts["written_blocks"] += 1
         self._counts["written_bytes"] += entry.block.nbytes
         if not self._index.written(entry):
             return TierResult.GONE

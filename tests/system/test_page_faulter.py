@@ -12,8 +12,7 @@ import pytest
 from support.waiting import wait_until
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.mappings import MappedSegment
-from kvoffd.system.prefault import STEP_BYTES, PageFaulter
+from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter
 
 MIB = 1 << 20
 
@@ -50,7 +49,7 @@ def test_all_that_the_engine_touched_gets_mapped_without_a_copy(faulter: PageFau
     size = 3 * STEP_BYTES + 5 * 4096
     with engine_memory(size, written=size) as fd:
         segment = faulter.map_memfd(fd, size)
-        wait_until(lambda: faulter.idle)
+        wait_until(lambda: not faulter._waiting)
         assert mapped_bytes(segment) == size
         segment.close()
 
@@ -60,7 +59,7 @@ def test_what_the_engine_never_touched_is_not_made(faulter: PageFaulter) -> None
     with engine_memory(size, written=STEP_BYTES + 8192) as fd:
         before = os.fstat(fd).st_blocks
         segment = faulter.map_memfd(fd, size)
-        wait_until(lambda: faulter.idle)
+        wait_until(lambda: not faulter._waiting)
         assert os.fstat(fd).st_blocks == before
         assert mapped_bytes(segment) == STEP_BYTES + 8192
         segment.close()
@@ -75,8 +74,8 @@ def test_a_segment_may_be_closed_while_it_is_worked_at(faulter: PageFaulter) -> 
                 wait_until(lambda segments=segments: mapped_bytes(segments[0]) > 0)  # type: ignore[misc]
             for segment in segments:
                 segment.close()
-                assert segment.closed
-            assert faulter.idle
+                assert not segment._address
+            assert not faulter._waiting
 
 
 def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None:
@@ -84,7 +83,7 @@ def test_memory_that_is_refused_is_refused_as_ever(faulter: PageFaulter) -> None
     os.ftruncate(fd, MIB)
     with pytest.raises(UnsafeSegment, match="F_SEAL_SHRINK"):
         faulter.map_memfd(fd, MIB)
-    assert faulter.idle
+    assert not faulter._waiting
     os.close(fd)
 
 
@@ -94,7 +93,7 @@ def test_the_end_does_not_wait_for_what_is_left() -> None:
         faulter = PageFaulter()
         segments = [faulter.map_memfd(fd, size) for _ in range(50)]
         faulter.close()
-        assert not faulter.idle
+        assert faulter._waiting
         for segment in segments:
             segment.close()
-        assert faulter.idle
+        assert not faulter._waiting
