@@ -6,7 +6,9 @@ import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 from support.invariants import check_invariants
 
-from kvoffd.cache.namespace import BlockState
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.pins import LeaseTable
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
@@ -224,3 +226,41 @@ def test_a_lease_that_ends_right_after_its_lookup_leaves_no_pin() -> None:
     assert rig.cache.end_owner(1) == 1
     assert rig.cache.blocks.pinned_blocks == 0
     check_invariants(rig.cache)
+
+
+def use_all_room(rig: CacheHarness, namespace: Namespace) -> None:
+    rig.put(namespace, keys_of(*range(100, 100 + rig.slots.pool_bytes // SLOT_UNIT)))
+
+
+EVICTING = {
+    "begin_store": use_all_room,
+    "invalidate": lambda rig, namespace: rig.cache.invalidate(namespace, [(0, keys_of(1, 2))]),
+    "clear": lambda rig, namespace: rig.cache.clear(),
+    "expire": lambda rig, namespace: rig.cache.expire(),
+    "evict": lambda rig, namespace: rig.cache.blocks.evict([b for b in rig.cache.policy.candidates() if not b.pins]),
+    "blocks": lambda rig, namespace: rig.cache.blocks,
+    "leases": lambda rig, namespace: rig.cache.leases,
+}
+
+
+@pytest.mark.parametrize("evicting", EVICTING)
+def test_what_a_lookup_just_found_is_pinned_before_anything_else_happens(evicting: str) -> None:
+    rig = CacheHarness()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2))
+    shards = [rig.cache.blocks.index[namespace][0][keys_of(number)].shards[0] for number in (1, 2)]
+    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))]).pinned == 2
+    EVICTING[evicting](rig, namespace)
+    assert [rig.slots.records[shard.offset][0] for shard in shards] == ["ready", "ready"], "their slots are held"
+    ticket = rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2))
+    assert ticket.offsets == [shard.offset for shard in shards]
+    rig.cache.end_load([ticket], ok=True)
+    assert rig.cache.blocks.pinned_blocks == 0
+    check_invariants(rig.cache)
+
+
+def test_blocks_and_leases_are_reached_only_where_deferred_pins_are_entered() -> None:
+    """The cache and whoever uses it have no attribute that leads to them past the properties."""
+    rig = CacheHarness()
+    attributes = {name: value for name, value in vars(rig.cache).items() if isinstance(value, Blocks | LeaseTable)}
+    assert set(attributes) == {"_LeasedBlocks__blocks", "_LeasedBlocks__leases"}

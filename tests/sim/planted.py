@@ -89,6 +89,13 @@ PLANTED = (
         "pass",
     ),
     Planted(
+        "a cache method forgot to apply deferred pins",
+        "kvoffd.cache.cache",
+        "BlockCache.begin_store",
+        "blocks = self.blocks",
+        "blocks = self._LeasedBlocks__blocks",
+    ),
+    Planted(
         "forget to unpin",
         "kvoffd.cache.blocks",
         "Blocks.unpin",

@@ -19,6 +19,7 @@ CHANCES = {
     "copy_stall": 0.04,
     "copy_hang": 0.01,
     "slow_post": 0.1,
+    "late_flush": 0.3,
     "disk_slow": 0.15,
     "disk_hang": 0.08,
     "disk_fail": 0.1,
