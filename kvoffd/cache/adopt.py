@@ -29,20 +29,13 @@ class Adoption(NamedTuple):
     """Slots that were freed: of blocks that lack a shard, or at odds with their namespace or with another slot."""
 
 
-class AdoptionPlan(NamedTuple):
-    """Blocks to enter and slots to free."""
-
-    namespaces: list[NamespaceRecord]
-    """Those that have blocks."""
-    blocks: list[list[SlotRecord]]
-    """The slots of each block, one for every rank; the block that became ready first comes first."""
-    refused: list[SlotRecord]
-
-
 def plan_adoption(
     namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord], slot_bytes: Callable[[int], int]
-) -> AdoptionPlan:
-    """Sort out what may be served. Whatever is doubtful is refused.
+) -> tuple[list[NamespaceRecord], list[list[SlotRecord]], list[SlotRecord]]:
+    """Sort out what may be served: the namespaces that have blocks, the slots of each block, and the slots to free.
+
+    A block's slots are one for every rank, and the block that became ready first comes first. Whatever is doubtful is
+    refused.
 
     A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
     have, with a checksum of its bytes. Of two slots for one shard neither is believed.
@@ -73,19 +66,19 @@ def plan_adoption(
             refused += shards
     blocks.sort(key=lambda shards: max([shard.generation for shard in shards]))
     served = {shards[0].fingerprint for shards in blocks}
-    return AdoptionPlan([known[name] for name in known if name in served], blocks, refused)
+    return [known[name] for name in known if name in served], blocks, refused
 
 
 def adopt(
     blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
-    plan = plan_adoption(namespaces, slots, store.slot_bytes)
-    store.free([slot.offset for slot in plan.refused])
-    opened = {record.fingerprint: _open(record, store) for record in plan.namespaces}
-    blocks.adopt(opened.values(), [(opened[shards[0].fingerprint], shards) for shards in plan.blocks])
+    served, found, refused = plan_adoption(namespaces, slots, store.slot_bytes)
+    store.free([slot.offset for slot in refused])
+    opened = {record.fingerprint: _open(record, store) for record in served}
+    blocks.adopt(opened.values(), [(opened[shards[0].fingerprint], shards) for shards in found])
     nbytes = sum(namespace.ready_bytes for namespace in opened.values())
-    return opened, Adoption(len(plan.blocks), nbytes, len(opened), len(plan.refused))
+    return opened, Adoption(len(found), nbytes, len(opened), len(refused))
 
 
 def _open(record: NamespaceRecord, store: Pool) -> Namespace:

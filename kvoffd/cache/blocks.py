@@ -18,6 +18,7 @@ them: a written shard is held by the block's pins, a shard that is being written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
+from itertools import takewhile
 from typing import TypeAlias
 
 from kvoffd.cache.eviction import choose_victims
@@ -230,11 +231,7 @@ class Blocks:
 
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
-        stale: list[Block] = []
-        for block, since in self.half_stored.items():
-            if since > until:
-                break
-            stale.append(block)
+        stale = [block for block, _ in takewhile(lambda item: item[1] <= until, self.half_stored.items())]
         self.drop(stale)
         return len(stale)
 

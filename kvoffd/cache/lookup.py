@@ -20,8 +20,7 @@ class LookupAnswer(NamedTuple):
     """What a lookup found."""
 
     states: list[bytes]
-    """Per group of the request, one byte a key: ABSENT, WRITING, READY or PENDING. The ready ones are under the lease.
-    """
+    """By group of the request, one byte a key: ABSENT, WRITING, READY or PENDING. READY keys are under the lease."""
     pinned: int
     """Blocks under the lease; where it is 0 there is no lease."""
 

@@ -206,16 +206,8 @@ class Namespace:
 
     def record(self) -> NamespaceRecord:
         """What a successor must know to go on with the blocks."""
-        return NamespaceRecord(
-            self.fingerprint,
-            self.label,
-            self.world_size,
-            self.key_bytes,
-            self.groups,
-            self.description,
-            tuple(self._shard_bytes),
-            tuple(self._shards),
-        )
+        spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, self.description
+        return NamespaceRecord(*spec, tuple(self._shard_bytes), tuple(self._shards))
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int], slot_bytes: Sequence[int]) -> None:
         """Set the sizes of a rank's shards and slots, by group. Raises BadGeometry if they are others already."""

@@ -7,7 +7,7 @@ from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState
-from kvoffd.tiering import WriteMode
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.transfers import Demotion, TierTransfers, tier_block
 from kvoffd.tiers.tier import Tier, TierResult
 
@@ -90,11 +90,9 @@ class Demoter:
     gone.
 
     Args:
-        under_way_bytes: bytes that may be read out of the pool at once, and are pinned that long.
         idle: whether nobody waits for the tier to read.
         engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
-            interpreter from them.
-        trickle_bytes: what is written all the same from one tick to the next, or one block.
+            interpreter from them. What ``settings`` call a trickle, or one block, is written all the same.
     """
 
     def __init__(
@@ -102,25 +100,24 @@ class Demoter:
         cache: BlockCache,
         transfers: TierTransfers,
         tier: Tier,
-        mode: WriteMode,
-        budget: WriteBudget,
-        under_way_bytes: int,
+        clock: Callable[[], float],
+        settings: TieringSettings,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
-        trickle_bytes: int,
     ) -> None:
         self._policy = cache.policy
         self._slots = cache.slots
         self._transfers = transfers
         self._tier = tier
-        self.mode = mode
-        self.budget = budget
-        self._under_way_limit = under_way_bytes
+        self.mode = settings.mode
+        self.budget = WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock)
+        self._under_way_limit = min(cache.slots.pool_bytes // 16, settings.max_writing_bytes)
+        """Bytes that may be read out of the pool at once, and are pinned that long."""
         self._cold_bytes = cache.slots.pool_bytes // 16
         """How much of the cold end is kept written, while less than twice of it is free."""
         self._idle = idle
         self._engines_busy = engines_busy
-        self._trickle_bytes = self._trickle_left = trickle_bytes
+        self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self._waiting: dict[Block, None] = {}
         self._sweep_at = MIN_SWEPT_BLOCKS
         self._cold: dict[Block, None] = {}
@@ -130,11 +127,6 @@ class Demoter:
         self.written_bytes = 0
         self.over_budget = 0
         """Times that something was to be written and the budget did not allow it."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is being written."""
-        return bool(self._under_way)
 
     @property
     def waiting_blocks(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
@@ -12,7 +11,7 @@ from typing import Protocol
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.demotion import Demoter, WriteBudget
+from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, prefix_run, run_end, window_run
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey
@@ -52,35 +51,18 @@ class TieringManager:
         self._cache = cache
         self.tier = tier
         self._events = events
-        pool_bytes = cache.slots.pool_bytes
         self.transfers = TierTransfers(cache)
-        self.promoter = Promoter(
-            cache,
-            self.transfers,
-            tier,
-            clock,
-            min(pool_bytes // 8, settings.max_promoting_bytes),
-            settings.deadline_s,
-        )
+        self.promoter = Promoter(cache, self.transfers, tier, clock, settings)
         self.demoter = Demoter(
-            cache,
-            self.transfers,
-            tier,
-            settings.mode,
-            WriteBudget(settings.per_day_bytes, settings.per_second_bytes, clock),
-            min(pool_bytes // 16, settings.max_writing_bytes),
-            lambda: not self.promoter.busy,
-            engines_busy,
-            settings.trickle_bytes,
+            cache, self.transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy
         )
-        self.errors: Counter[str] = Counter()
-        """Errors of the tier, by kind."""
+        self._logged_errors: set[str] = set()
+        """Kinds of errors of the tier that were logged; the tier counts them."""
         self._published: dict[tuple[Namespace, int], set[bytes]] = {}
         """Keys that the tier has by the events so far."""
         self._unpublished: dict[tuple[Namespace, int], dict[bytes, None]] = {}
         """Keys that the tier had before their namespace was opened, and that no event has told of yet."""
         self._evicted: list[Block] = []
-        self._stopped = False
         self.directory_attached()
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
@@ -144,13 +126,11 @@ class TieringManager:
 
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
-        if not self._stopped:
-            self.promoter.pump()
-            self.demoter.pump()
+        self.promoter.pump()
+        self.demoter.pump()
 
     def stop(self) -> None:
         """Begin nothing any more."""
-        self._stopped = True
         self.promoter.stop()
         self.demoter.stop()
 
@@ -220,9 +200,9 @@ class TieringManager:
                 self._publish_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
-        if not self.errors[kind]:
+        if kind not in self._logged_errors:
             logger.warning("%s: %s", tier.name, sentence)
-        self.errors[kind] += 1
+        self._logged_errors.add(kind)
 
     # --- inside ----------------------------------------------------------------------------------
 

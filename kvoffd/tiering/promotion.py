@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
+from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
@@ -72,13 +73,7 @@ class PromotionRequest:
 
 
 class Promoter:
-    """Requests wait in order; ``pump`` begins as many as the bound on bytes under way allows.
-
-    Args:
-        under_way_bytes: pool bytes that promotions may hold at once. A larger block goes alone. What was given up and
-            has not ended, as on a device that hangs, may hold as much again: others go on meanwhile.
-        deadline_s: a block that is not up after so many seconds is absent again.
-    """
+    """Requests wait in order; ``pump`` begins as many as the bound on bytes under way allows."""
 
     def __init__(
         self,
@@ -86,17 +81,18 @@ class Promoter:
         transfers: TierTransfers,
         tier: Tier,
         clock: Callable[[], float],
-        under_way_bytes: int,
-        deadline_s: float,
+        settings: TieringSettings,
     ) -> None:
         self._cache = cache
         self._transfers = transfers
         self._tier = tier
         self._clock = clock
-        self._under_way_limit = under_way_bytes
+        self._under_way_limit = min(cache.slots.pool_bytes // 8, settings.max_promoting_bytes)
+        """Pool bytes that promotions may hold at once. A larger block goes alone. What was given up and has not ended,
+        as on a device that hangs, may hold as much again: others go on meanwhile."""
         self._requested_limit = cache.slots.pool_bytes // 2
         """Bytes that may be under way and wait, together; what is asked for beyond is absent."""
-        self._deadline_s = deadline_s
+        self._deadline_s = settings.deadline_s
         self._requests: dict[tuple[Namespace, int], dict[bytes, PromotionRequest]] = {}
         """By namespace and group, and by key: blocks that come up, unless they were forgotten or are overdue."""
         self._queue: dict[PromotionRequest, None] = {}
@@ -111,7 +107,8 @@ class Promoter:
         self.failures: Counter[str] = Counter()
         """Requested blocks that did not come up, by reason: a result of the tier, ``no_room``, ``overdue``."""
         self._stopped = False
-        self._speed = 0.0
+        self.bytes_per_second = 0.0
+        """Speed at which blocks came up lately; 0 before the first did."""
         self._sample_began = 0.0
         self._sample_bytes = 0
 
@@ -126,15 +123,10 @@ class Promoter:
         return len(self._queue) + len(self._under_way)
 
     @property
-    def bytes_per_second(self) -> float:
-        """Speed at which blocks came up lately; 0 before the first did."""
-        return self._speed
-
-    @property
     def wait_s(self) -> float:
         """How long it will take until all requested blocks are up, by that speed; 0 where that is not known."""
         awaited = self.queued_bytes + self.under_way_bytes - self._given_up_bytes
-        return awaited / self._speed if self._speed else 0.0
+        return awaited / self.bytes_per_second if self.bytes_per_second else 0.0
 
     def requested(self, namespace: Namespace, group: int) -> dict[bytes, PromotionRequest]:
         """The requests of a group, by key. Not to be changed."""
@@ -159,7 +151,7 @@ class Promoter:
 
     def forget(self, namespace: Namespace, group: int, key: bytes) -> None:
         """Withdraw a request. What is under way ends by itself and leaves nothing, if the cache dropped it."""
-        request = self._requests.get((namespace, group), {}).get(key)
+        request = self.requested(namespace, group).get(key)
         if request is not None:
             self._withdraw(request)
             if request in self._queue:
@@ -167,10 +159,9 @@ class Promoter:
 
     def forget_all(self, namespace: Namespace) -> None:
         """Withdraw all requests of a namespace."""
-        for (space, group), requests in list(self._requests.items()):
-            if space is namespace:
-                for key in list(requests):
-                    self.forget(namespace, group, key)
+        for group in range(len(namespace.groups)):
+            for key in list(self.requested(namespace, group)):
+                self.forget(namespace, group, key)
 
     def pump(self) -> None:
         """Begin what may begin now."""
@@ -286,8 +277,8 @@ class Promoter:
         self._sample_bytes += nbytes
         seconds = now - self._sample_began
         if seconds >= SPEED_SAMPLE_S or not self._under_way:
-            speed = self._sample_bytes / max(seconds, 1e-4)
-            self._speed = OLD_SPEED_WEIGHT * self._speed + (1 - OLD_SPEED_WEIGHT) * speed if self._speed else speed
+            speed, before = self._sample_bytes / max(seconds, 1e-4), self.bytes_per_second
+            self.bytes_per_second = OLD_SPEED_WEIGHT * before + (1 - OLD_SPEED_WEIGHT) * speed if before else speed
             self._sample_began, self._sample_bytes = now, 0
 
     def _leave_queue(self, request: PromotionRequest) -> None:
@@ -295,6 +286,6 @@ class Promoter:
         self.queued_bytes -= request.nbytes
 
     def _withdraw(self, request: PromotionRequest) -> None:
-        requests = self._requests.get((request.namespace, request.source.id.group))
-        if requests is not None and requests.get(request.source.id.key) is request:
-            del requests[request.source.id.key]
+        key, requests = request.source.id.key, self.requested(request.namespace, request.source.id.group)
+        if requests.get(key) is request:
+            del requests[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState, Namespace
@@ -17,7 +17,7 @@ class Promotion:
 
     source: TierBlock
     block: Block
-    tickets: list[StoreTicket] = field(default_factory=list)
+    tickets: list[StoreTicket]
     """By rank."""
 
     @property
@@ -47,15 +47,14 @@ class TierTransfers:
 
     def fits(self, namespace: Namespace, source: TierBlock) -> bool:
         """Whether a block of a tier has the geometry of its namespace, as far as that is known by now."""
-        if source.id.group >= len(namespace.groups) or len(source.shards) != namespace.world_size:
+        group, key = source.id.group, source.id.key
+        if group >= len(namespace.groups) or len(key) != namespace.key_bytes:
             return False
-        if len(source.id.key) != namespace.key_bytes:
-            return False
-        for rank, shard in enumerate(source.shards):
-            sizes = namespace.shard_bytes(rank)
-            if sizes is None or sizes[source.id.group] != shard.length or not shard.checksum:
-                return False
-        return True
+        sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
+        return len(source.shards) == len(sizes) and all(
+            known is not None and known[group] == shard.length and shard.checksum
+            for known, shard in zip(sizes, source.shards, strict=True)
+        )
 
     def begin_promotions(self, namespace: Namespace, group: int, sources: Sequence[TierBlock]) -> list[Promotion]:
         """Take slots for blocks of a tier, all of one group, that fit; evicting if needed.
