@@ -1,4 +1,4 @@
-"""Members of a crowd work between start and stop, and end with who started them."""
+"""Load generators work between start and stop, and end with the process that started them."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import BenchFailed
 
 
-def test_every_member_works_and_says_how_much() -> None:
-    with Echo() as echo, LoadGenerators("echoes", echo.directory, 64, 2) as crowd:
-        crowd.start()
-        done = crowd.stop()
+def test_every_process_works_and_says_how_much() -> None:
+    with Echo() as echo, LoadGenerators("echoes", echo.directory, 64, 2) as load:
+        load.start()
+        done = load.stop()
     assert len(done) == 2
-    assert all(member.seconds > 0 for member in done)
+    assert all(work.seconds > 0 for work in done)
 
 
-def test_members_work_from_each_start_to_the_next_stop() -> None:
-    with Echo() as echo, LoadGenerators("echoes", echo.directory, 1, 1) as crowd:
+def test_processes_work_from_each_start_to_the_next_stop() -> None:
+    with Echo() as echo, LoadGenerators("echoes", echo.directory, 1, 1) as load:
         for _ in range(3):
-            crowd.start()
+            load.start()
             time.sleep(0.05)
-            (done,) = crowd.stop()
+            (done,) = load.stop()
             assert done.count > 0
 
 
 @pytest.mark.parametrize("role", ["lookups", "copies"])
 def test_clients_of_a_daemon_leave_nothing_behind(role: str, daemon: DaemonProcess) -> None:
-    with LoadGenerators(role, daemon.directory, 4, 2) as crowd:
-        crowd.start()
-        crowd.stop()
+    with LoadGenerators(role, daemon.directory, 4, 2) as load:
+        load.start()
+        load.stop()
     with AdminClient(daemon.directory) as admin:
         stats = admin.stats()
     assert stats.pool.free_bytes == stats.pool.pool_bytes
     assert stats.errors == {}
 
 
-def test_a_member_that_cannot_begin_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_cannot_begin_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(BenchFailed, match="ended before its time"):
         LoadGenerators("nonsense", tmp_path, 1, 2)
     assert "KeyError" in capfd.readouterr().err
 
 
-def test_a_member_ends_with_its_parent() -> None:
+def test_a_process_ends_with_its_parent() -> None:
     with Echo() as echo:
         command = (sys.executable, "-m", "kvoffd_client.bench.load_generators", "echoes", str(echo.directory), "1")
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as member:
-            assert member.stdin is not None
-            assert member.stdout is not None
-            assert member.stdout.readline() == b"ready\n"
-            member.stdin.write(b"\n")
-            member.stdin.close()
-            assert member.wait(timeout=10) == 0
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            process.stdin.write(b"\n")
+            process.stdin.close()
+            assert process.wait(timeout=10) == 0

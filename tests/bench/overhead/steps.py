@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from vllm.v1.request import Request
@@ -18,6 +16,7 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
+from tests.support.closing import Closing
 
 PAGE_BYTES = 8192
 """One block of one layer; the bytes are the daemon's business and not the scheduler's."""
@@ -90,7 +89,7 @@ class Steps:
         }
 
 
-class StepsBench:
+class StepsBench(Closing):
     """Three schedulers over the same prompts. Needs a daemon with room for a prompt's blocks."""
 
     def __init__(self, directory: Path, model: Path, blocks: int, rounds: int) -> None:
@@ -155,11 +154,3 @@ class StepsBench:
         self._workers.close()
         for harness in self._harnesses.values():
             harness.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
