@@ -50,16 +50,16 @@ class Loader:
     _next: int = 0
 
     def run(self, dead: threading.Event) -> None:
-        dice = random.Random(self._next)
+        rng = random.Random(self._next)
         begun = self._next
         while not dead.is_set() and not self.problem:
-            if self._next - begun < MOST_BATCHES and (not self.stored or dice.random() < 0.6):
+            if self._next - begun < MOST_BATCHES and (not self.stored or rng.random() < 0.6):
                 batch, self._next = self._next, self._next + 1
                 self.engine.fill(range(BATCH), seed=self.number << 32 | batch)
                 result = self.engine.store(keys_of(self.number, batch), range(BATCH), timeout_s=5)
                 (self.stored if result.ok else self.doubtful).append(batch)
             else:
-                ready, wrong = self.check(dice.choice(self.stored), timeout_s=5)
+                ready, wrong = self.check(rng.choice(self.stored), timeout_s=5)
                 self.loads += ready == BATCH
                 if wrong:
                     self.problem = f"{wrong} blocks differ while the daemon lives"
@@ -97,7 +97,7 @@ def test_ready_blocks_survive_kills_under_load_and_no_byte_is_wrong() -> None:
     block_bytes = LAYERS * PAGE_BYTES
     pool_bytes = int(ENGINES * MOST_BATCHES * BATCH * block_bytes * LIVES_IN_POOL * 1.2)
     path = SHM / f"kvoffd-load-{os.getpid()}.pool"
-    dice = random.Random(KILLS)
+    rng = random.Random(KILLS)
     ready_before = back = loads = 0
     with DaemonProcess(str(pool_bytes), pool_file=str(path)) as daemon:
         engines = [
@@ -106,7 +106,7 @@ def test_ready_blocks_survive_kills_under_load_and_no_byte_is_wrong() -> None:
         try:
             loaders = [Loader(number, engine) for number, engine in enumerate(engines)]
             for life in range(KILLS):
-                one_life(daemon, loaders, dice.uniform(0.05, 0.6))
+                one_life(daemon, loaders, rng.uniform(0.05, 0.6))
                 daemon.start()
                 for loader in loaders:
                     assert not loader.problem, loader.problem

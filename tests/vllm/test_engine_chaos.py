@@ -68,7 +68,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
         pool_file.unlink(missing_ok=True)
 
 
-def strike(supervisor: Supervisor, kind: str, dice: random.Random) -> None:
+def strike(supervisor: Supervisor, kind: str, rng: random.Random) -> None:
     match kind:
         case "kill":
             supervisor.signal(signal.SIGKILL)
@@ -78,7 +78,7 @@ def strike(supervisor: Supervisor, kind: str, dice: random.Random) -> None:
             supervisor.signal(signal.SIGSTOP)
         case _:
             supervisor.signal(signal.SIGSTOP)
-            time.sleep(dice.uniform(0.05, 0.6))
+            time.sleep(rng.uniform(0.05, 0.6))
             supervisor.signal(signal.SIGCONT)
 
 
@@ -88,20 +88,20 @@ KINDS = ("kill", "kill", "terminate", "stop until the watchdog", "stop shortly")
 def test_whatever_happens_to_the_daemon_no_request_fails_and_no_token_changes(harness: Harness) -> None:
     seed = random.SystemRandom().getrandbits(31)
     print(f"seed {seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     struck: Counter[str] = Counter()
     loaded = longest = 0.0
     for number in range(ROUNDS):
         harness.wait_stats("connected")
         harness.engine.forget()
-        order = dice.sample(range(len(LENGTHS)), dice.randint(3, len(LENGTHS)))
+        order = rng.sample(range(len(LENGTHS)), rng.randint(3, len(LENGTHS)))
         lives = harness.supervisor.lives
         begun = time.monotonic()
         harness.engine.begin("generate", prompts=[harness.prompts[place] for place in order], max_tokens=MAX_TOKENS)
-        time.sleep(dice.uniform(0.0, 0.8))
-        kind = dice.choice(KINDS)
+        time.sleep(rng.uniform(0.0, 0.8))
+        kind = rng.choice(KINDS)
         struck[kind] += 1
-        strike(harness.supervisor, kind, dice)
+        strike(harness.supervisor, kind, rng)
         answers = completions(harness.engine.finish())
         longest = max(longest, time.monotonic() - begun)
         assert [answer.tokens for answer in answers] == [harness.expected[place] for place in order], (number, kind)
