@@ -1,4 +1,4 @@
-"""Where the pool comes from: a file, systemd's store, or new memory; and what an earlier daemon left there."""
+"""Where the pool comes from: a file, systemd's store, or new memory; and how old blocks become ready again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
         PoolTooLarge: there is not the memory.
         PoolFileError: ``pool_file`` is not to be used.
     """
-    pool = _open_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
+    pool = _open_pool_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
     return pool
@@ -60,12 +60,12 @@ def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
     )
 
 
-def _open_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
     if stored:
-        _forget(notifier, stored)
+        _discard_stored(notifier, stored)
     backing = FileBacking(Path(config.pool_file))
     try:
-        pool = _make(config, backing)
+        pool = _make_pool(config, backing)
         try:
             backing.publish()
         except BaseException:
@@ -78,13 +78,13 @@ def _open_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int
 
 def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
-    kept = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
-    if kept is None and stored:
-        logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _counted(stored))
-        _forget(notifier, stored)
-    backing = MemfdBacking(kept, lambda: _remove(notifier, stored))
+    stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
+    if stored_pair is None and stored:
+        logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _count_names(stored))
+        _discard_stored(notifier, stored)
+    backing = MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))
     try:
-        pool = _make(config, backing)
+        pool = _make_pool(config, backing)
     finally:
         backing.close()
     if not pool.adopted:
@@ -94,7 +94,7 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     return pool
 
 
-def _make(config: Config, backing: PoolBacking) -> Pool:
+def _make_pool(config: Config, backing: PoolBacking) -> Pool:
     pool = Pool(config.pool_bytes, backing=backing, nodes=nodes_with_gpus() if config.numa == "auto" else ())
     for segment in pool.segments:
         size = format_size(segment.end - segment.begin)
@@ -102,15 +102,15 @@ def _make(config: Config, backing: PoolBacking) -> Pool:
     return pool
 
 
-def _forget(notifier: Notifier, stored: Mapping[str, list[int]]) -> None:
+def _discard_stored(notifier: Notifier, stored: Mapping[str, list[int]]) -> None:
     """Let kept memory go, here and in systemd's store."""
     for fds in stored.values():
         for fd in fds:
             os.close(fd)
-    _remove(notifier, stored)
+    _remove_from_systemd(notifier, stored)
 
 
-def _remove(notifier: Notifier, names: Iterable[str]) -> None:
+def _remove_from_systemd(notifier: Notifier, names: Iterable[str]) -> None:
     for name in names:
         notifier.remove_fds(name)
     # The memory is free only once systemd has closed its descriptors too.
@@ -118,5 +118,5 @@ def _remove(notifier: Notifier, names: Iterable[str]) -> None:
         logger.warning("systemd does not answer; the memory of the old pool may still be taken.")
 
 
-def _counted(stored: Mapping[str, list[int]]) -> str:
+def _count_names(stored: Mapping[str, list[int]]) -> str:
     return ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))

@@ -13,7 +13,7 @@ _NO_LIMIT = 2**62
 
 
 class MemoryLimit(NamedTuple):
-    """``bytes`` can be had; ``source`` says in words what bounds them."""
+    """``bytes`` of memory can be had; ``source`` says in words what limits them."""
 
     bytes: int
     source: str
@@ -68,7 +68,7 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(root: Path, path: str, read: _ReadLimit) -> Iterator[MemoryLimit]:
-    """Limits of the cgroup and of all above it: each binds.
+    """Yields the limits of the cgroup and of all its ancestors, since all of them apply.
 
     In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.
     """

@@ -1,4 +1,4 @@
-"""What is compiled of kvoffd: two loops in C, in one library that ``hatch_build.py`` makes when kvoffd is installed."""
+"""The compiled part of kvoffd: one library, which ``hatch_build.py`` builds from C when kvoffd is installed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
 
 
 class NotCompiled(KvoffdError):
-    """The compiled part is not there, or wrong. The message says what to do."""
+    """The library is missing or cannot be loaded. The message says what to do."""
 
 
 class Native:
-    """The library's functions; which they are is said in ``host_copy.c`` and ``key_states.c``.
+    """The library's functions, which ``host_copy.c`` and ``key_states.c`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.

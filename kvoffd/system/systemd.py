@@ -1,4 +1,4 @@
-"""Tells systemd how the daemon is: the protocol of sd_notify(3), one datagram a message."""
+"""Sends the daemon's state to systemd, as sd_notify(3) does: one datagram a message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Notifier:
 
     @property
     def enabled(self) -> bool:
-        """Whether anybody listens."""
+        """Whether there is a socket to send to."""
         return self._socket is not None
 
     @property
