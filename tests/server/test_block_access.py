@@ -15,6 +15,7 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
 from kvoffd.system.mappings import map_memfd
+from kvoffd.transfer.engine import Outcome, Transfer
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
@@ -51,3 +52,42 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     assert rig.slots.requested_nodes == [5, 6]
     assert space.nodes == {0: 5, 1: 6}
     check_invariants(rig.cache)
+
+
+class HangingEngine(HostEngine):
+    """Takes transfers and never ends them."""
+
+    def submit(self, transfer: Transfer) -> None:
+        pass
+
+
+def test_a_write_whose_copy_hangs_is_refused_and_keeps_its_slots_until_the_copy_has_ended() -> None:
+    rig = CacheHarness()
+    space = rig.open()
+    engine = HangingEngine()
+    answers: list[bytes | KvoffdError] = []
+    runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
+    memory_mapper = MemoryMapper(engine, map_memfd, lambda what: what(), None)
+    writer = BlockWriter(Config(), rig.cache, memory_mapper, 0, rig.clock, runner)
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
+    free_bytes = rig.slots.free_bytes
+    with SharedMemory(SLOT_UNIT, "put") as memory:
+        session.segments[1] = os.dup(memory.fd)
+        request = PutBlocks(
+            1, session.token, space.fingerprint, 1, memory.size_bytes, 0, keys_of(2), [[PutShard(0, b"\x01" * 8)]]
+        )
+        writer.write(session, space, request, answers.append)
+        (job,) = session.jobs.values()
+        runner.transfer_overdue(job)
+        (error,) = answers
+        assert isinstance(error, KvoffdError)
+        assert error.code is ErrorCode.DEADLINE
+        drained: list[bool] = []
+        session.end(lambda: drained.append(True))
+        session.close_memory()
+        assert (runner.unfinished, rig.slots.free_bytes < free_bytes, drained) == (1, True, [])
+        runner.transfer_done(job, Outcome.DONE)
+        assert (runner.unfinished, rig.slots.free_bytes, drained) == (0, free_bytes, [True])
+    assert len(answers) == 1
+    assert engine.close(10)
+    rig.cache.pool_usage()
