@@ -60,7 +60,7 @@ def test_with_a_copy_in_a_hundred_hanging_for_ever_nothing_is_waited_for_beyond_
 
 
 def test_every_fault_happens_within_the_ordinary_seeds() -> None:
-    counts = sum((run(Scenario(seed)).counts for seed in range(1, 120)), start=run(Scenario(0)).counts)
+    counts = sum((run(Scenario(seed)).counts for seed in range(1, 400)), start=run(Scenario(0)).counts)
     assert [kind for kind in KINDS if not counts[kind]] == []
     assert counts["load_ok"] > 100
     assert counts["store_ok"] > 100
