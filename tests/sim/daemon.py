@@ -201,7 +201,7 @@ class SimDaemon:
             return
         if self._world.faults.hit("late_flush"):  # as when more requests wait in the socket
             self._flush_due = True
-            self.process.after(self._rng.uniform(0.0, 0.03), self._flush_now)
+            self.process.after(self._rng.uniform(0.0, 0.01), self._flush_now)
         else:
             self.flush()
 
