@@ -12,7 +12,6 @@ import zmq
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.block_access import BlockAccess
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd_proto.errors import ErrorCode
@@ -68,19 +67,14 @@ class Sessions:
         config: Config,
         cache: BlockCache,
         runner: JobRunner,
-        block_access: BlockAccess,
-        clock: Callable[[], float],
         random_bytes: Callable[[int], bytes],
         max_attached: int,
     ) -> None:
         self._config = config
         self._cache = cache
         self._runner = runner
-        self._block_access = block_access
-        self._clock = clock
         self._random_bytes = random_bytes
         self._max_attached = max_attached
-        self._by_id: dict[int, Session] = {}
         self.by_token: dict[bytes, Session] = {}
         self._last_id = 0
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
@@ -92,10 +86,10 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         """The open sessions, oldest first."""
-        return iter(self._by_id.values())
+        return iter(self.by_token.values())
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self.by_token)
 
     def check_not_stopping(self) -> None:
         """Raise KvoffdError when the daemon takes no new work."""
@@ -110,18 +104,9 @@ class Sessions:
                 f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
             )
         self._last_id += 1
-        session = Session(
-            self._last_id,
-            self._random_bytes(TOKEN_BYTES),
-            peer,
-            lifeline,
-            self._clock(),
-            CompletionLog(self.epoch, self._last_id),
-            last_request_at=self._clock(),
-            internal=internal,
-        )
-        self._by_id[session.id] = session
-        self.by_token[session.token] = session
+        token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id)
+        session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log, internal=internal)
+        self.by_token[token] = session
         return session
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
@@ -156,12 +141,10 @@ class Sessions:
         """
         if session.ended:
             return
-        del self._by_id[session.id]
         del self.by_token[session.token]
         self._cache.end_owner(session.id)
         session.end(on_drained)
         self._runner.abandon(list(session.jobs.values()))
-        self._block_access.end_session(session)
         session.close_memory()
         if session.role is not None and not session.internal:
             logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, islice
 
 import numpy as np
 
@@ -31,13 +32,12 @@ WRITE_OF_POOL = 4
 
 
 class BlockAccess:
-    """Lets operators in, and keeps their place in a listing of blocks: one listing for each session."""
+    """Lets operators in, and pages through listings of blocks."""
 
     def __init__(self, config: Config, cache: BlockCache) -> None:
         self._access = config.block_access
         self._uids = config.block_uids or (0, os.geteuid())
         self._cache = cache
-        self._listings: dict[int, list[bytes]] = {}
         self.got_blocks = 0
         """Blocks that were opened for reading."""
 
@@ -63,7 +63,7 @@ class BlockAccess:
     def page(
         self, session: Session, namespace: Namespace, group: int, prefix: str, pinned: bool, start: int, limit: int
     ) -> tuple[list[Block], int, int]:
-        """One page of the session's listing, which ``start`` 0 makes anew.
+        """One page of the session's one listing, which ``start`` 0 makes anew.
 
         Returns the blocks that are still there, where the next page begins (0: nowhere), and the keys noted at first.
         Raises BadGeometry, BadKeys for a prefix that is not hex digits.
@@ -73,29 +73,20 @@ class BlockAccess:
         if not start:
             whole, odd = _prefix(prefix)
             if pinned:
-                found = [
-                    block.key
-                    for block in self._cache.blocks.operator_pinned
-                    if block.namespace is namespace and block.group == group
-                ]
+                blocks = self._cache.blocks.operator_pinned
+                found = [block.key for block in blocks if block.namespace is namespace and block.group == group]
             else:
                 found = list(index)
             if whole:
                 found = [key for key in found if key.startswith(whole)]
             if odd is not None:
                 found = [key for key in found if len(key) > len(whole) and key[len(whole)] >> 4 == odd]
-            self._listings[session.id] = found
-        listing = self._listings.get(session.id, [])
-        blocks = [block for key in listing[start : start + limit] if (block := index.get(key)) is not None]
-        end = start + limit
-        total = len(listing)
-        if end >= total:
-            self._listings.pop(session.id, None)
-        return blocks, end if end < total else 0, total
-
-    def end_session(self, session: Session) -> None:
-        """Forget the session's listing."""
-        self._listings.pop(session.id, None)
+            session.listing = found
+        listing, end = session.listing, start + limit
+        present = [block for key in listing[start:end] if (block := index.get(key)) is not None]
+        if end >= len(listing):
+            session.listing, end = [], 0
+        return present, end, len(listing)
 
 
 def _prefix(digits: str) -> tuple[bytes, int | None]:
@@ -106,30 +97,20 @@ def _prefix(digits: str) -> tuple[bytes, int | None]:
         raise KvoffdError(f"{digits[:80]!r} is no beginning of a key; give hex digits.", ErrorCode.BAD_KEYS) from None
 
 
+@dataclass(eq=False)
 class BlockWriter:
     """Accepts PutBlocks: blocks are copied from attached memory, compared with their checksums, then ready."""
 
-    def __init__(
-        self,
-        config: Config,
-        cache: BlockCache,
-        memory: MemoryMapper,
-        pool_address: int,
-        clock: Callable[[], float],
-        runner: JobRunner,
-    ) -> None:
-        self.cache = cache
-        self._memory = memory
-        self._pool_address = pool_address
-        self._clock = clock
-        self._runner = runner
-        self._max_segments = config.max_registrations
-        self._max_bytes = cache.slots.pool_bytes // WRITE_OF_POOL
-        self._last_id = 0
-        self.put_blocks = 0
-        """Blocks that were written."""
-        self.put_bytes = 0
-        """Bytes copied for them."""
+    config: Config
+    cache: BlockCache
+    memory: MemoryMapper
+    pool_address: int
+    runner: JobRunner
+    put_blocks: int = field(default=0, init=False)
+    """Blocks that were written."""
+    put_bytes: int = field(default=0, init=False)
+    """Bytes copied for them."""
+    _ids: Iterator[int] = field(default_factory=lambda: count(1), init=False)
 
     def write(
         self, session: Session, namespace: Namespace, message: PutBlocks, answer: Callable[[bytes | KvoffdError], None]
@@ -138,20 +119,19 @@ class BlockWriter:
 
         ``answer`` is called once, maybe at once, with the state of each key, or with why nothing was done.
         """
-        if len(session.jobs) >= MAX_WRITES:
+        # A write whose copy hangs has its answer, but still holds its slots.
+        if len(session.jobs) + len(session.hanging) >= MAX_WRITES:
             raise KvoffdError(f"{MAX_WRITES} puts of the session run; wait for their replies.", ErrorCode.TOO_MANY)
         keys = namespace.split(message.group, message.keys, distinct=True)
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
-        self._last_id += 1
-        job = BlockWrite(self._last_id, session, staging, self._clock(), self, keys, answer)
+        job = BlockWrite(next(self._ids), session, staging, self, keys, answer)
         try:
             plan = self._plan(job, namespace, message, lengths)
         except BaseException:
-            for ticket in job.store_tickets:
-                self.cache.abort_store(ticket)
+            self.runner.abort_stores(job)
             raise
-        self._runner.start(job, plan)
+        self.runner.start(job, plan)
 
     def _check(self, namespace: Namespace, message: PutBlocks, keys: list[bytes]) -> list[int]:
         """The length of each rank's shards, if the request fits the namespace's geometry."""
@@ -175,10 +155,10 @@ class BlockWriter:
         described = namespace.shards(0)
         if described is not None and message.first_block >= described[message.group].blocks_per_key:
             raise BadGeometry(f"A key of the group has no engine block {message.first_block}.")
-        if (wanted := sum(lengths) * len(keys)) > self._max_bytes and len(keys) > 1:
+        max_bytes = self.cache.slots.pool_bytes // WRITE_OF_POOL
+        if (wanted := sum(lengths) * len(keys)) > max_bytes and len(keys) > 1:
             raise KvoffdError(
-                f"The blocks have {wanted} bytes together, and one request may bring {self._max_bytes}; put fewer at "
-                "a time.",
+                f"The blocks have {wanted} bytes together, and one request may bring {max_bytes}; put fewer at a time.",
                 ErrorCode.TOO_LARGE,
             )
         return lengths
@@ -192,14 +172,12 @@ class BlockWriter:
             return known
         if message.segment_id not in session.segments:
             raise KvoffdError(f"No descriptor was attached as segment {message.segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
-        if len(session.staging) >= self._max_segments:
-            raise KvoffdError(
-                f"The session puts from {self._max_segments} segments, its limit; use one again.", ErrorCode.TOO_MANY
-            )
+        if len(session.staging) >= (limit := self.config.max_registrations):
+            raise KvoffdError(f"The session puts from {limit} segments, its limit; use one again.", ErrorCode.TOO_MANY)
         mapped: list[EngineMemory | KvoffdError] = []
         handle = MemfdHandle(message.segment_id, message.segment_bytes)
         # Memory of the host is mapped at once.
-        self._memory.map(b"", [handle], session.segments, mapped.append)
+        self.memory.map(b"", [handle], session.segments, mapped.append)
         (memory,) = mapped
         if isinstance(memory, KvoffdError):
             raise memory
@@ -224,10 +202,10 @@ class BlockWriter:
                 slots.append((offset, length))
                 job.expected.append(int.from_bytes(shard.checksum, "big"))
         sizes = np.array([length for _, length in slots], dtype=np.uint64)
-        destinations = np.array([offset for offset, _ in slots], dtype=np.uint64) + np.uint64(self._pool_address)
+        destinations = np.array([offset for offset, _ in slots], dtype=np.uint64) + np.uint64(self.pool_address)
         if slots:
             digests = self.cache.slots.digests
-            job.checksums = SlotChecksums(digests, slots, job.expected, pool_address=self._pool_address)
+            job.checksums = SlotChecksums(digests, slots, job.expected, pool_address=self.pool_address)
         copied = sizes > 0  # a rank without a layer in the group has a slot and no bytes
         nbytes = sum(length for _, length in slots)
         return Plan(destinations[copied], np.array(sources, dtype=np.uint64)[copied], sizes[copied], nbytes)
@@ -248,13 +226,13 @@ class BlockWrite(Job):
         """Make the blocks readable, or give their slots back, and tell whoever still waits."""
         cache = self.owner.cache
         done = outcome is Outcome.DONE
-        checksums = iter(self.checksums.sums if self.checksums is not None else ())
-        for ticket in self.store_tickets:
-            if done:
-                ticket.checksums = [next(checksums) for _ in ticket.copy]
+        if not done:
+            self.owner.runner.abort_stores(self)
+        else:
+            checksums = iter(self.checksums.sums if self.checksums is not None else ())
+            for ticket in self.store_tickets:
+                ticket.checksums = list(islice(checksums, len(ticket.copy)))
                 cache.commit_store(ticket)
-            else:
-                cache.abort_store(ticket)
         if self.session.ended:
             return
         if done:

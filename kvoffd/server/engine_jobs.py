@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.cache.pins import LoadTicket
+from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady
 from kvoffd.observe.meters import RateMeter
@@ -22,7 +22,7 @@ from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd.transfer.plan import Plan, check_blocks, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult
 
 logger = logging.getLogger(__name__)
 
@@ -40,98 +40,57 @@ class DirectionCounters:
     rate: RateMeter = field(default_factory=RateMeter)
 
 
+@dataclass(eq=False)
 class EngineJobs:
-    """Accepts stores and loads, and counts them.
+    """Accepts stores and loads, and counts them."""
 
-    ``verify_share`` of the loads compare all their slots with their checksums; the others only those that nobody has
-    verified since an earlier daemon wrote them.
-    """
+    config: Config
+    cache: BlockCache
+    pool_address: int
+    runner: JobRunner
+    counters: dict[Direction, DirectionCounters] = field(init=False)
+    with_results: dict[int, Session] = field(default_factory=dict, init=False)
+    """Sessions with results that no flush has published yet, by id."""
+    _verify_due: float = field(default=0.0, init=False)
 
-    def __init__(
-        self, config: Config, cache: BlockCache, pool_address: int, clock: Callable[[], float], runner: JobRunner
-    ) -> None:
-        self.cache = cache
-        self.clock = clock
-        self.counters = {Direction.STORE: DirectionCounters(), Direction.LOAD: DirectionCounters()}
-        self.with_results: dict[int, Session] = {}
-        """Sessions with results that no flush has published yet, by id."""
-        self._max_jobs_in_flight = config.max_jobs_in_flight
-        self._verify_share = config.verify_share
-        self._verify_due = 0.0
-        self._pool_address = pool_address
-        self._runner = runner
-
-    def take_sessions_with_results(self) -> list[Session]:
-        """The sessions that have results to publish, which are forgotten here."""
-        sessions = list(self.with_results.values())
-        self.with_results.clear()
-        return sessions
+    def __post_init__(self) -> None:
+        self.counters = {direction: DirectionCounters() for direction in Direction}
 
     def check_limits(self, session: Session, job_id: int) -> None:
         """Raise KvoffdError where the session has too much under way for one more job, or a job of this id."""
         if job_id in session.jobs:
             raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
-        if len(session.jobs) >= self._max_jobs_in_flight:
-            raise KvoffdError(f"The session has {len(session.jobs)} jobs in flight, its limit.", ErrorCode.TOO_MANY)
+        if (unfinished := len(session.jobs) + len(session.hanging)) >= self.config.max_jobs_in_flight:
+            raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
         log = session.completions
         if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
 
-    def store(self, session: Session, registration: Registration, message: Store) -> None:
-        """Accept a store, or raise KvoffdError and change nothing."""
-        namespace = registration.namespace
-        block_ids = _check(registration, message.groups, Direction.STORE)
-        job = StoreJob(message.job_id, session, registration, self.clock(), self)
+    def start(self, job: StoreJob | LoadJob, groups: Sequence[GroupTransfer]) -> None:
+        """Accept a job, or raise KvoffdError and change nothing. A block that is not there fails the accepted load."""
+        registration = job.client_memory
+        block_ids = _check(registration, groups, job.direction)
         plans: list[Plan] = []
         try:
-            for part, ids in zip(message.groups, block_ids, strict=True):
-                ticket = self.cache.begin_store(
-                    namespace,
-                    registration.rank,
-                    part.group,
-                    part.keys,
-                    part.first_block,
-                    job.store_tickets,
-                    registration.memory.node,
-                )
-                job.store_tickets.append(ticket)
-                if ticket.dropped:
-                    job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, ticket.dropped)))
-                plans.append(self._plan(registration, part, ids, Direction.STORE, ticket.copy, ticket.offsets))
-            plan = concatenate(plans)
-            job.checksums = self._checksums_of_store(job, plan)
+            for part, ids in zip(groups, block_ids, strict=True):
+                slots = job.take_slots(part)
+                if slots is not None:
+                    plans.append(self._plan(registration, part, ids, job.direction, *slots))
+            plan = job.prepare(plans)
         except BaseException:
-            for ticket in job.store_tickets:
-                self.cache.abort_store(ticket)
+            job.give_slots_back()
             raise
-        session.store_bytes += plan.nbytes
-        self._runner.start(job, plan)
+        self.runner.start(job, plan)
 
-    def load(self, session: Session, registration: Registration, message: Load) -> None:
-        """Accept a load, or raise KvoffdError and change nothing. A block that is not there fails the accepted job."""
-        namespace = registration.namespace
-        block_ids = _check(registration, message.groups, Direction.LOAD)
-        job = LoadJob(message.job_id, session, registration, self.clock(), self)
-        plans: list[Plan] = []
-        try:
-            for part, ids in zip(message.groups, block_ids, strict=True):
-                try:
-                    ticket = self.cache.begin_load(
-                        namespace, registration.rank, message.lease_id, part.group, part.keys, part.first_block
-                    )
-                except NotReady as refusal:
-                    job.failed.append(GroupKeys(part.group, _pick(part.keys, namespace.key_bytes, refusal.missing)))
-                    continue
-                job.load_tickets.append(ticket)
-                every = range(len(ticket.offsets))
-                plans.append(self._plan(registration, part, ids, Direction.LOAD, every, ticket.offsets))
-            plan = concatenate([] if job.failed else plans)
-            if not job.failed:
-                job.checksums = self._checksums_of_load(job)
-        except BaseException:
-            self.cache.end_load(job.load_tickets, ok=False)
-            raise
-        self._runner.start(job, plan)
+    def verifies_next_load(self) -> bool:
+        """Whether the next load compares all its slots with their checksums: ``verify_share`` of the loads do.
+
+        The others compare only those that nobody has verified since an earlier daemon wrote them.
+        """
+        self._verify_due += self.config.verify_share
+        due = self._verify_due >= 1.0
+        self._verify_due -= due
+        return due
 
     def _plan(
         self,
@@ -144,7 +103,7 @@ class EngineJobs:
     ) -> Plan:
         layout = registration.layouts[part.group]
         keys = len(part.keys) // registration.namespace.key_bytes
-        slots = np.array(offsets, dtype=np.uint64) + np.uint64(self._pool_address)
+        slots = np.array(offsets, dtype=np.uint64) + np.uint64(self.pool_address)
         if len(chosen) == keys:
             return plan_copy(layout, direction, block_ids, part.first_block, slots)
         indices = np.array(chosen, dtype=np.int64)
@@ -153,31 +112,6 @@ class EngineJobs:
         mask = np.zeros(keys, dtype=np.bool_)
         mask[indices] = True
         return plan_copy(layout, direction, block_ids, part.first_block, addresses, mask)
-
-    def _checksums_of_store(self, job: StoreJob, plan: Plan) -> SlotChecksums | None:
-        registration = job.client_memory
-        sizes = registration.namespace.shard_bytes(registration.rank)
-        assert sizes is not None, f"rank {registration.rank} has registered"
-        slots = [(offset, sizes[ticket.group]) for ticket in job.store_tickets for offset in ticket.offsets]
-        if not slots:
-            return None
-        return SlotChecksums(
-            self.cache.slots.digests,
-            slots,
-            whole_after=plan.whole_after.tolist(),
-            pool_address=self._pool_address,
-        )
-
-    def _checksums_of_load(self, job: LoadJob) -> SlotChecksums | None:
-        self._verify_due += self._verify_share
-        every = self._verify_due >= 1.0
-        self._verify_due -= every
-        integrity = self.cache.integrity
-        job.checks = [check for ticket in job.load_tickets for check in integrity.checks_of_load(ticket, every)]
-        if not job.checks:
-            return None
-        slots = [(check.offset, check.length) for check in job.checks]
-        return SlotChecksums(self.cache.slots.digests, slots, [check.checksum for check in job.checks])
 
 
 @dataclass(eq=False)
@@ -199,7 +133,7 @@ class _EngineJob(Job):
         counters.rate.add(copied_bytes)
         if error is not None and session.ended:
             error = ErrorCode.SESSION_ENDED
-        seconds = max(0.0, owner.clock() - self.accepted_at)
+        seconds = max(0.0, owner.runner.clock() - self.accepted_at)
         session.completions.add(JobResult(self.id, error is None, copied_bytes, seconds, error, self.failed))
         owner.with_results[session.id] = session
 
@@ -209,6 +143,39 @@ class StoreJob(_EngineJob):
     """A store. Its checksums are by ticket and key."""
 
     direction = Direction.STORE
+
+    def take_slots(self, part: GroupTransfer) -> tuple[Sequence[int], Sequence[int]]:
+        """Take slots for the keys of one group that are absent. Returns which keys those are and the slots' offsets."""
+        registration = self.client_memory
+        ticket = self.owner.cache.begin_store(
+            registration.namespace,
+            registration.rank,
+            part.group,
+            part.keys,
+            part.first_block,
+            self.store_tickets,
+            registration.memory.node,
+        )
+        self.store_tickets.append(ticket)
+        if ticket.dropped:
+            self.failed.append(_pick(registration, part, ticket.dropped))
+        return ticket.copy, ticket.offsets
+
+    def give_slots_back(self) -> None:
+        self.owner.runner.abort_stores(self)
+
+    def prepare(self, plans: list[Plan]) -> Plan:
+        """Return the whole copy, and arrange that the checksums of its slots are taken."""
+        registration, owner, plan = self.client_memory, self.owner, concatenate(plans)
+        sizes = registration.namespace.shard_bytes(registration.rank)
+        assert sizes is not None, f"rank {registration.rank} has registered"
+        slots = [(offset, sizes[ticket.group]) for ticket in self.store_tickets for offset in ticket.offsets]
+        if slots:
+            digests = owner.cache.slots.digests
+            whole_after = plan.whole_after.tolist()
+            self.checksums = SlotChecksums(digests, slots, whole_after=whole_after, pool_address=owner.pool_address)
+        self.session.store_bytes += plan.nbytes
+        return plan
 
     def end(self, outcome: Outcome) -> None:
         """Make its blocks readable or give their slots back, and complete it."""
@@ -220,8 +187,7 @@ class StoreJob(_EngineJob):
                 self.owner.cache.commit_store(ticket)
             else:
                 self.owner.cache.abort_store(ticket)
-                if ticket.copy:
-                    self.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
+                self._fail(ticket)
         if done:
             self.client_memory.namespace.counters.stored_bytes += self.nbytes
         error = None if done else ERROR_OF_OUTCOME[outcome]
@@ -233,12 +199,15 @@ class StoreJob(_EngineJob):
     def answer_overdue(self) -> bool:
         """Complete it, and let others store its keys elsewhere in the pool."""
         for ticket in self.store_tickets:
-            if ticket.blocks:
-                self.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
+            self._fail(ticket)
             self.owner.cache.drop_incomplete(ticket.blocks)
         self.session.store_bytes -= self.nbytes
         self.answer(ErrorCode.DEADLINE, 0)
         return True
+
+    def _fail(self, ticket: StoreTicket) -> None:
+        if ticket.blocks:
+            self.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
 
 
 @dataclass(eq=False)
@@ -246,9 +215,39 @@ class LoadJob(_EngineJob):
     """A load. Its checksums are those of ``checks``."""
 
     direction = Direction.LOAD
+    lease_id: int
     load_tickets: list[LoadTicket] = field(default_factory=list, init=False)
     checks: list[ChecksumCheck] = field(default_factory=list, init=False)
     """Slots that are compared with their checksums."""
+
+    def take_slots(self, part: GroupTransfer) -> tuple[Sequence[int], Sequence[int]] | None:
+        """Hold the slots of one group's keys. Returns the keys' numbers and slot offsets; None where one lacks."""
+        registration = self.client_memory
+        try:
+            ticket = self.owner.cache.begin_load(
+                registration.namespace, registration.rank, self.lease_id, part.group, part.keys, part.first_block
+            )
+        except NotReady as refusal:
+            self.failed.append(_pick(registration, part, refusal.missing))
+            return None
+        self.load_tickets.append(ticket)
+        return range(len(ticket.offsets)), ticket.offsets
+
+    def give_slots_back(self) -> None:
+        self.owner.cache.end_load(self.load_tickets, ok=False)
+
+    def prepare(self, plans: list[Plan]) -> Plan:
+        """Return the whole copy, which is empty where a block is not ready, and choose what is verified before it."""
+        if self.failed:
+            return concatenate([])
+        integrity = self.owner.cache.integrity
+        every = self.owner.verifies_next_load()
+        self.checks = [check for ticket in self.load_tickets for check in integrity.checks_of_load(ticket, every)]
+        if self.checks:
+            slots = [(check.offset, check.length) for check in self.checks]
+            expected = [check.checksum for check in self.checks]
+            self.checksums = SlotChecksums(self.owner.cache.slots.digests, slots, expected)
+        return concatenate(plans)
 
     def end(self, outcome: Outcome) -> None:
         """Let its blocks go, and complete it."""
@@ -312,5 +311,6 @@ def _check(
     return block_ids
 
 
-def _pick(keys: bytes, key_bytes: int, indices: Iterable[int]) -> bytes:
-    return b"".join(keys[i * key_bytes : (i + 1) * key_bytes] for i in indices)
+def _pick(registration: Registration, part: GroupTransfer, indices: Iterable[int]) -> GroupKeys:
+    size = registration.namespace.key_bytes
+    return GroupKeys(part.group, b"".join(part.keys[i * size : (i + 1) * size] for i in indices))

@@ -11,6 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.admission import may_administer
 from kvoffd.server.context import Context, answers
+from kvoffd.server.engine_jobs import LoadJob, StoreJob
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import build_layouts
@@ -294,13 +295,14 @@ def store(context: Context, session: Session, message: m.Store) -> None:
         raise KvoffdError(
             "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY
         )
-    context.jobs.store(session, registration, message)
+    context.jobs.start(StoreJob(message.job_id, session, registration, context.jobs), message.groups)
 
 
 @answers(m.Load)
 def load(context: Context, session: Session, message: m.Load) -> None:
     """Accept a load; its completion is the answer."""
-    context.jobs.load(session, _admit_job(context, session, message), message)
+    registration = _admit_job(context, session, message)
+    context.jobs.start(LoadJob(message.job_id, session, registration, context.jobs, message.lease_id), message.groups)
 
 
 @answers(m.Cancel)

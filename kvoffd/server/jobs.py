@@ -38,7 +38,7 @@ class JobRunner:
 
     def __init__(self, cache: BlockCache, clock: Callable[[], float], deadline_s: float, post: Post) -> None:
         self._cache = cache
-        self._clock = clock
+        self.clock = clock
         self._deadline_s = deadline_s
         self._post = post
         self._running: dict[Job, None] = {}
@@ -46,16 +46,15 @@ class JobRunner:
 
     @property
     def unfinished(self) -> int:
-        """Accepted jobs that have not ended."""
         return len(self._running)
 
     def busy(self) -> bool:
         """Whether a job is unfinished, or was ``QUIET_S`` ago."""
-        return bool(self._running) or self._clock() - self._ended_at < QUIET_S
+        return bool(self._running) or self.clock() - self._ended_at < QUIET_S
 
     def start(self, job: Job, plan: Plan) -> None:
         """Run a job that was accepted. It ends, maybe at once, whatever becomes of its copy."""
-        job.nbytes = plan.nbytes
+        job.nbytes, job.accepted_at = plan.nbytes, self.clock()
         job.client_memory.job_started()
         job.session.jobs[job.id] = job
         self._running[job] = None
@@ -83,10 +82,8 @@ class JobRunner:
         cancelled: list[int] = []
         running: list[int] = []
         for job in jobs:
-            if job.transfer is not None and job.client_memory.memory.engine.cancel(job.transfer):
-                cancelled.append(job.id)
-            else:
-                running.append(job.id)
+            started = job.transfer is None or not job.client_memory.memory.engine.cancel(job.transfer)
+            (running if started else cancelled).append(job.id)
         return cancelled, running
 
     def abandon(self, jobs: Iterable[Job]) -> None:
@@ -103,19 +100,18 @@ class JobRunner:
     def transfer_done(self, job: Job, outcome: Outcome) -> None:
         """The copy has ended: nothing touches the job's slots and the client's memory any more."""
         if job.answered:
-            for ticket in job.store_tickets:
-                self._cache.abort_store(ticket)
-            self._release(job)
-            job.session.copy_came_back(job)
-            return
-        # The client may have given its blocks to another request the moment it closed its lifeline, so what was
-        # copied counts only if the lifeline is still open now, after the copy.
-        storing = job.direction is Direction.STORE
-        if storing and outcome is Outcome.DONE and (job.session.ended or not job.session.lifeline.alive()):
-            outcome = Outcome.CANCELLED
-        job.end(outcome)
-        self._release(job)
-        job.session.job_ended(job.id)
+            self.abort_stores(job)
+        else:
+            # The client may have given its blocks to another request the moment it closed its lifeline, so what was
+            # copied counts only if the lifeline is still open now, after the copy.
+            storing = job.direction is Direction.STORE
+            if storing and outcome is Outcome.DONE and (job.session.ended or not job.session.lifeline.alive()):
+                outcome = Outcome.CANCELLED
+            job.end(outcome)
+        self._running.pop(job, None)
+        self._ended_at = self.clock()
+        job.client_memory.job_ended()
+        job.session.job_ended(job)
 
     def transfer_overdue(self, job: Job) -> None:
         """The job's copy hangs beyond its deadline. See the class."""
@@ -124,7 +120,7 @@ class JobRunner:
         job.answered = True
         job.session.job_hangs(job)
 
-    def _release(self, job: Job) -> None:
-        self._running.pop(job, None)
-        self._ended_at = self._clock()
-        job.client_memory.job_ended()
+    def abort_stores(self, job: Job) -> None:
+        """Give the slots of a job back, whose bytes count for nothing."""
+        for ticket in job.store_tickets:
+            self._cache.abort_store(ticket)

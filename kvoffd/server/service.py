@@ -66,7 +66,6 @@ class Service:
     ) -> None:
         memory = MemoryMapper(engine, map_segment, post, gpus)
         runner = JobRunner(cache, clock, config.job_deadline_s, post)
-        block_access = BlockAccess(config, cache)
         disks = Disks(config, cache, publisher, clock, open_disk, post, runner.busy) if open_disk is not None else None
         self.context = Context(
             config,
@@ -75,11 +74,11 @@ class Service:
             cache,
             publisher,
             memory,
-            Sessions(config, cache, runner, block_access, clock, random_bytes, max_attached),
+            Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
-            EngineJobs(config, cache, pool_address, clock, runner),
-            block_access,
-            BlockWriter(config, cache, memory, pool_address, clock, runner),
+            EngineJobs(config, cache, pool_address, runner),
+            BlockAccess(config, cache),
+            BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),
             table_bytes,
             disks,
@@ -110,8 +109,9 @@ class Service:
     def flush(self) -> Outbox:
         """Take what is to be sent now."""
         context = self.context
-        for session in context.jobs.take_sessions_with_results():
+        for session in context.jobs.with_results.values():
             context.flush_completions(session)
+        context.jobs.with_results.clear()
         context.outbox.publications += context.publisher.flush()
         outbox, context.outbox = context.outbox, Outbox()
         return outbox

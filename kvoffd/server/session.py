@@ -114,8 +114,7 @@ class ClientMemory:
     memory: EngineMemory
     jobs: int = field(default=0, init=False)
     """Jobs that hold addresses inside the memory."""
-    closing: bool = field(default=False, init=False)
-    _on_closed: Callable[[], None] = field(default=lambda: None, init=False)
+    _on_closed: Callable[[], None] | None = field(default=None, init=False)
 
     @property
     def mapped_bytes(self) -> int:
@@ -124,14 +123,13 @@ class ClientMemory:
 
     def close_when_idle(self, on_closed: Callable[[], None]) -> None:
         """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
-        assert not self.closing, "a client's memory is closed once"
-        self.closing = True
+        assert self._on_closed is None, "a client's memory is closed once"
         self._on_closed = on_closed
         self._close_if_idle()
 
     def job_started(self) -> None:
         """A job took addresses inside the memory."""
-        assert not self.closing, "memory that is being closed takes no jobs"
+        assert self._on_closed is None, "memory that is being closed takes no jobs"
         self.jobs += 1
 
     def job_ended(self) -> None:
@@ -141,9 +139,8 @@ class ClientMemory:
         self._close_if_idle()
 
     def _close_if_idle(self) -> None:
-        if not self.closing or self.jobs:
-            return
-        self.memory.close(self._on_closed)
+        if self._on_closed is not None and not self.jobs:
+            self.memory.close(self._on_closed)
 
 
 @dataclass(eq=False)
@@ -169,7 +166,7 @@ class Job(ABC):
     """Unique among the session's unfinished jobs."""
     session: Session
     client_memory: ClientMemory
-    accepted_at: float
+    accepted_at: float = field(default=0.0, init=False)
     nbytes: int = field(default=0, init=False)
     store_tickets: list[StoreTicket] = field(default_factory=list, init=False)
     checksums: SlotChecksums | None = field(default=None, init=False)
@@ -199,7 +196,7 @@ class Session:
     role: Role | None = None
     name: str = ""
     software: str = ""
-    last_request_at: float = 0.0
+    last_request_at: float = field(init=False)
     internal: bool = False
     """The daemon's own probe: not shown and not counted."""
     ended: bool = False
@@ -209,6 +206,8 @@ class Session:
     registrations: dict[bytes, Registration] = field(default_factory=dict)
     staging: dict[int, ClientMemory] = field(default_factory=dict)
     """Mapped segments that an operator writes blocks from: by segment id."""
+    listing: list[bytes] = field(default_factory=list)
+    """Keys of the listing of blocks that an operator is in the middle of."""
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
@@ -218,6 +217,9 @@ class Session:
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
     _on_drained: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.last_request_at = self.opened_at
 
     def check_namespace(self, fingerprint: bytes) -> None:
         """Raise UnknownNamespace unless the session has opened the namespace."""
@@ -242,19 +244,17 @@ class Session:
         self._on_drained = on_drained
         self._drain()
 
-    def job_ended(self, job_id: int) -> None:
-        """Forget a job that got its answer."""
-        del self.jobs[job_id]
-        self._drain()
-
     def job_hangs(self, job: Job) -> None:
         """A job got its answer, but its copy has not come back."""
         self.hanging.add(job)
         del self.jobs[job.id]
 
-    def copy_came_back(self, job: Job) -> None:
-        """The copy of a job that hung touches nothing any more."""
-        self.hanging.discard(job)
+    def job_ended(self, job: Job) -> None:
+        """Forget a job that has its answer and whose copy touches nothing any more."""
+        if job.answered:
+            self.hanging.discard(job)
+        else:
+            del self.jobs[job.id]
         self._drain()
 
     def close_memory(self) -> None:

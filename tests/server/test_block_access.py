@@ -36,7 +36,7 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
         what()
 
     runner = JobRunner(rig.cache, rig.clock, 10.0, call)
-    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, None), 0, rig.clock, runner)
+    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, None), 0, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)
@@ -68,7 +68,7 @@ def test_a_write_whose_copy_hangs_is_refused_and_keeps_its_slots_until_the_copy_
     answers: list[bytes | KvoffdError] = []
     runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
     memory_mapper = MemoryMapper(engine, map_memfd, lambda what: what(), None)
-    writer = BlockWriter(Config(), rig.cache, memory_mapper, 0, rig.clock, runner)
+    writer = BlockWriter(Config(), rig.cache, memory_mapper, 0, runner)
     session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
     free_bytes = rig.slots.free_bytes
     with SharedMemory(SLOT_UNIT, "put") as memory:

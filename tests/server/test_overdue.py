@@ -26,11 +26,11 @@ def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJob:
         store_bytes=0,
         completions=CompletionLog(1, 1),
         job_hangs=lambda job: None,
-        copy_came_back=lambda job: None,
+        job_ended=lambda job: None,
     )
     registration = SimpleNamespace(namespace=namespace, job_ended=lambda: None)
-    owner = EngineJobs(Config(), rig.cache, 0, rig.clock, runner)
-    job = StoreJob(1, cast(Any, session), cast(Any, registration), rig.clock(), owner)
+    owner = EngineJobs(Config(), rig.cache, 0, runner)
+    job = StoreJob(1, cast(Any, session), cast(Any, registration), owner)
     job.store_tickets.append(rig.cache.begin_store(namespace, 0, 0, keys))
     runner._running[job] = None
     return job

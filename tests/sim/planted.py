@@ -148,8 +148,8 @@ PLANTED = (
         "wrong slot offset",
         "kvoffd.server.engine_jobs",
         "EngineJobs._plan",
-        "np.uint64(self._pool_address)",
-        "np.uint64(self._pool_address + 8 * (keys > 2))",
+        "np.uint64(self.pool_address)",
+        "np.uint64(self.pool_address + 8 * (keys > 2))",
     ),
     Planted(
         "a checksum too early",
@@ -176,8 +176,8 @@ PLANTED = (
         "unmapped too early",
         "kvoffd.server.session",
         "ClientMemory._close_if_idle",
-        "if not self.closing or self.jobs:",
-        "if not self.closing:",
+        "if self._on_closed is not None and not self.jobs:",
+        "if self._on_closed is not None:",
     ),
     Planted(
         "block id one beyond the tensor",
