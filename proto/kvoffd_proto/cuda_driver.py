@@ -10,12 +10,13 @@ Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x. Every call rel
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
+from typing import Any, ClassVar
 
 DEFAULT_LIBRARY = "libcuda.so.1"
 
 IPC_HANDLE_BYTES = 64
 UUID_BYTES = 16
+_TEXT_BYTES = 128
 
 ERROR_INVALID_CONTEXT = 201
 
@@ -78,14 +79,8 @@ class IpcMemHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
-_INT, _UINT, _SIZE, _ADDRESS, _POINTER, _TEXT = (
-    ctypes.c_int,
-    ctypes.c_uint,
-    ctypes.c_size_t,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-    ctypes.c_char_p,
-)
+_INT, _UINT, _SIZE, _ADDRESS = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
+_POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
 PROTOTYPES: dict[str, tuple[type, ...]] = {
     "cuInit": (_UINT,),
     "cuDriverGetVersion": (_POINTER,),
@@ -194,6 +189,22 @@ class CudaLibrary:
         if status:
             raise self.error(name, status)
 
+    def _number(self, kind: type[ctypes._SimpleCData[Any]], name: str, *arguments: object) -> int:
+        """Make a call that writes a number of this kind to its first argument; return it, 0 for a null pointer."""
+        number = kind()
+        self._call(name, ctypes.byref(number), *arguments)
+        return number.value or 0
+
+    def _bytes(self, size: int, name: str, *arguments: object) -> bytes:
+        """Make a call that fills ``size`` bytes at its first argument; return them."""
+        buffer = ctypes.create_string_buffer(size)
+        self._call(name, buffer, *arguments)
+        return buffer.raw
+
+    def _text(self, name: str, device: int) -> str:
+        """Make a call that writes a short text about a device; return it."""
+        return self._bytes(_TEXT_BYTES, name, _TEXT_BYTES, device).partition(b"\0")[0].decode(errors="replace")
+
     def error(self, call: str, status: int) -> CudaCallFailed:
         """Return the exception for a status that is not 0."""
         name = ctypes.c_char_p()
@@ -206,39 +217,27 @@ class CudaLibrary:
 
     def version(self) -> int:
         """Return the highest CUDA version that the driver supports: 1000 * major + 10 * minor."""
-        version = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(version))
-        return version.value
+        return self._number(_INT, "cuDriverGetVersion")
 
     def device_count(self) -> int:
         """Return how many GPUs (or MIG instances) this process may use."""
-        count = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(count))
-        return count.value
+        return self._number(_INT, "cuDeviceGetCount")
 
     def device(self, ordinal: int) -> int:
         """Return the driver's handle of a device."""
-        device = ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(device), ordinal)
-        return device.value
+        return self._number(_INT, "cuDeviceGet", ordinal)
 
     def device_name(self, device: int) -> str:
         """Return the product's name."""
-        text = ctypes.create_string_buffer(128)
-        self._call("cuDeviceGetName", text, len(text), device)
-        return text.value.decode(errors="replace")
+        return self._text("cuDeviceGetName", device)
 
     def device_uuid(self, device: int) -> bytes:
         """Return 16 bytes: the UUID of the MIG instance where the device is one."""
-        uuid = (ctypes.c_ubyte * UUID_BYTES)()
-        self._call("cuDeviceGetUuid_v2", uuid, device)
-        return bytes(uuid)
+        return self._bytes(UUID_BYTES, "cuDeviceGetUuid_v2", device)
 
     def retain_context(self, device: int) -> int:
         """Return the device's primary context, the one that torch uses; make it if need be. Release it as often."""
-        context = ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        return context.value or 0
+        return self._number(_POINTER, "cuDevicePrimaryCtxRetain", device)
 
     def release_context(self, device: int) -> None:
         """Give one ``retain_context`` back; the context goes with the last."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from kvoffd_client.errors import KvoffdClientError
@@ -38,49 +38,40 @@ class ExportDriver(cuda.CudaLibrary):
 
     def device_of(self, address: int) -> int:
         """Return the device whose memory it is. Raises CudaError where it is no device's."""
-        device = ctypes.c_int()
-        self._call("cuPointerGetAttribute", ctypes.byref(device), cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-        return device.value
+        return self._number(ctypes.c_int, "cuPointerGetAttribute", cuda.POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
 
     def has_ipc_handle(self, address: int) -> bool:
         """Return whether the memory has an IPC handle. Memory of the virtual memory API has none."""
-        capable = ctypes.c_uint()
-        self._call(
-            "cuPointerGetAttribute", ctypes.byref(capable), cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address
-        )
-        return bool(capable.value)
+        attribute = cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+        return bool(self._number(ctypes.c_uint, "cuPointerGetAttribute", attribute, address))
 
     def ipc_handle(self, base: int) -> bytes:
         """Return the 64-byte IPC handle of a whole allocation."""
-        handle = ctypes.create_string_buffer(cuda.IPC_HANDLE_BYTES)
-        self._call("cuIpcGetMemHandle", handle, base)
-        return handle.raw
+        return self._bytes(cuda.IPC_HANDLE_BYTES, "cuIpcGetMemHandle", base)
 
     def export_chunk(self, address: int) -> tuple[int, int]:
         """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
-        allocation = ctypes.c_uint64()
-        self._call("cuMemRetainAllocationHandle", ctypes.byref(allocation), address)
+        allocation = self._number(ctypes.c_uint64, "cuMemRetainAllocationHandle", address)
         try:
             properties = cuda.MemAllocationProp()
             self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), allocation)
-            types = int(properties.requested_handle_types)
-            fd = ctypes.c_int(-1)
-            if types & cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
-                kind = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-                self._call("cuMemExportToShareableHandle", ctypes.byref(fd), allocation, kind, 0)
-            return fd.value, types
+            types, wanted = int(properties.requested_handle_types), cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            if not types & wanted:
+                return -1, types
+            return self._number(ctypes.c_int, "cuMemExportToShareableHandle", allocation, wanted, 0), types
         finally:
             self._call("cuMemRelease", allocation)
 
     def current_context(self) -> int:
         """Return this thread's current context; 0 for none."""
-        context = ctypes.c_void_p()
-        self._call("cuCtxGetCurrent", ctypes.byref(context))
-        return context.value or 0
+        return self._number(ctypes.c_void_p, "cuCtxGetCurrent")
 
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """Make the device's context current in this thread for a while."""
+        """Have a context in this thread, which the calls need; torch made one, but maybe in another thread."""
+        if self.current_context():
+            yield
+            return
         self.set_context(self.retain_context(device))
         try:
             yield
@@ -116,7 +107,7 @@ class GpuSegment:
         return sum(self.chunk_bytes)
 
     def close(self) -> None:
-        """Closes the descriptors, which keep the memory allocated as long as they are open. Repeatable."""
+        """Close the descriptors, which keep the memory allocated as long as they are open. Repeatable."""
         fds, self.fds = self.fds, ()
         for fd in fds:
             os.close(fd)
@@ -142,7 +133,7 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
     (device,) = devices
     ordinary: dict[int, int] = {}
     chunks: dict[int, int] = {}
-    with _context(driver, device):
+    with driver.context(device):
         for address, size in spans:
             found = ordinary if _has_ipc_handle(driver, address) else chunks
             end = address + size
@@ -152,14 +143,11 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
                 address = base + length
         uuid = driver.device_uuid(device)
         segments = [_ordinary_segment(driver, base, size, uuid) for base, size in ordinary.items()]
-        try:
-            # Not extend(): what was exported before an error must be closed.
+        with ExitStack() as undo:
             for run in _runs(chunks):
-                segments.append(_virtual_segment(driver, run, uuid))  # noqa: PERF401
-        except BaseException:
-            for segment in segments:
-                segment.close()
-            raise
+                segments.append(_virtual_segment(driver, run, uuid))
+                undo.callback(segments[-1].close)
+            undo.pop_all()
     return sorted(segments, key=lambda segment: segment.address)
 
 
@@ -189,21 +177,20 @@ def _ordinary_segment(driver: ExportDriver, base: int, size: int, uuid: bytes) -
 
 def _virtual_segment(driver: ExportDriver, run: Sequence[tuple[int, int]], uuid: bytes) -> GpuSegment:
     fds: list[int] = []
-    try:
+    with ExitStack() as undo:
         for address, _ in run:
-            fd, types = driver.export_chunk(address)
+            try:
+                fd, types = driver.export_chunk(address)
+            except CudaError as error:
+                raise NotExportable(
+                    f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported. {error} If it is the number of "
+                    "open files, raise its limit (ulimit -n)."
+                ) from error
             if fd < 0:
                 raise NotExportable(_no_descriptor(types))
             fds.append(fd)
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, CudaError):
-            raise NotExportable(
-                f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported. {error} If it is the number of open "
-                "files, raise its limit (ulimit -n)."
-            ) from error
-        raise
+            undo.callback(os.close, fd)
+        undo.pop_all()
     return GpuSegment(run[0][0], uuid, tuple(size for _, size in run), fds=tuple(fds))
 
 
@@ -230,13 +217,3 @@ def _runs(chunks: dict[int, int]) -> Iterator[list[tuple[int, int]]]:
         run.append((address, size))
     if run:
         yield run
-
-
-@contextmanager
-def _context(driver: ExportDriver, device: int) -> Iterator[None]:
-    """Have a context in this thread, which the calls need; torch made one, but maybe in another thread."""
-    if driver.current_context():
-        yield
-        return
-    with driver.context(device):
-        yield

@@ -50,12 +50,13 @@ class ControlThread:
                     "it; see the driver's log (dmesg), and restart the daemon if the GPU is well.",
                     ErrorCode.TOO_MANY,
                 )
-            self._put(task)
+            self.submit_always(task)
 
     def submit_always(self, task: Callable[[], None]) -> None:
         """As ``submit``, but never refuse: for what undoes a submitted task, so that these are bounded too."""
         with self._wake:
-            self._put(task)
+            self._tasks.append(task)
+            self._wake.notify()
 
     def close(self, timeout_s: float) -> bool:
         """Run what waits, then end the thread; False when it still runs after ``timeout_s``."""
@@ -64,10 +65,6 @@ class ControlThread:
             self._wake.notify()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _put(self, task: Callable[[], None]) -> None:
-        self._tasks.append(task)
-        self._wake.notify()
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
@@ -79,9 +76,8 @@ class ControlThread:
     def _next(self) -> Callable[[], None] | None:
         with self._wake:
             self._began = None
-            while not self._tasks:
-                if self._stopped:
-                    return None
-                self._wake.wait()
+            self._wake.wait_for(lambda: self._tasks or self._stopped)
+            if not self._tasks:
+                return None
             self._began = self._clock()
             return self._tasks.popleft()

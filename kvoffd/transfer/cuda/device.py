@@ -43,16 +43,10 @@ def gpu_name(uuid: bytes, *, is_mig: bool = False) -> str:
 def list_devices(driver: CudaDriver) -> list[Device]:
     """Start the driver and return all devices. Makes no context. Raises CudaError."""
     driver.init()
-    devices = [driver.device(ordinal) for ordinal in range(driver.device_count())]
+    devices = map(driver.device, range(driver.device_count()))
     return [
-        Device(
-            device,
-            driver.device_uuid(device),
-            driver.whole_uuid(device),
-            driver.device_name(device),
-            driver.pci_bus_id(device),
-        )
-        for device in devices
+        Device(n, driver.device_uuid(n), driver.whole_uuid(n), driver.device_name(n), driver.pci_bus_id(n))
+        for n in devices
     ]
 
 

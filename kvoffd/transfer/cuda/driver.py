@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partialmethod
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto import cuda_driver as cuda
@@ -43,34 +44,28 @@ class CudaDriver(cuda.CudaLibrary):
 
     def whole_uuid(self, device: int) -> bytes:
         """Return 16 bytes: the UUID of the whole GPU, also where the device is a MIG instance of it."""
-        uuid = (ctypes.c_ubyte * cuda.UUID_BYTES)()
-        self._call("cuDeviceGetUuid", uuid, device)
-        return bytes(uuid)
+        return self._bytes(cuda.UUID_BYTES, "cuDeviceGetUuid", device)
 
     def pci_bus_id(self, device: int) -> str:
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
-        text = ctypes.create_string_buffer(32)
-        self._call("cuDeviceGetPCIBusId", text, len(text), device)
-        return text.value.decode(errors="replace")
+        return self._text("cuDeviceGetPCIBusId", device)
 
     # --- streams, events, copies ------------------------------------------------------------------
 
     def create_stream(self, *, urgent: bool) -> int:
         """Return a stream that waits for no other: of the highest priority if ``urgent``, else of the lowest."""
-        least, greatest, stream = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        least, greatest = ctypes.c_int(), ctypes.c_int()
         self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
         priority = greatest.value if urgent else least.value
-        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), cuda.STREAM_NON_BLOCKING, priority)
-        return stream.value or 0
+        return self._number(ctypes.c_void_p, "cuStreamCreateWithPriority", cuda.STREAM_NON_BLOCKING, priority)
 
-    def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
+    destroy_stream = partialmethod(cuda.CudaLibrary._call, "cuStreamDestroy_v2")
+    destroy_event = partialmethod(cuda.CudaLibrary._call, "cuEventDestroy_v2")
 
     def create_event(self) -> int:
         """Return an event whose waiter sleeps."""
-        event = ctypes.c_void_p()
-        self._call("cuEventCreate", ctypes.byref(event), cuda.EVENT_BLOCKING_SYNC | cuda.EVENT_DISABLE_TIMING)
-        return event.value or 0
+        flags = cuda.EVENT_BLOCKING_SYNC | cuda.EVENT_DISABLE_TIMING
+        return self._number(ctypes.c_void_p, "cuEventCreate", flags)
 
     def record_event(self, event: int, stream: int) -> None:
         """Have the event happen when everything in the stream so far is done."""
@@ -79,9 +74,6 @@ class CudaDriver(cuda.CudaLibrary):
     def wait_event(self, event: int) -> None:
         """Sleep until the event has happened: for ever on a GPU that hangs."""
         self._call("cuEventSynchronize", event)
-
-    def destroy_event(self, event: int) -> None:
-        self._call("cuEventDestroy_v2", event)
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         status = self._copy(destination, source, size, stream)
@@ -109,48 +101,33 @@ class CudaDriver(cuda.CudaLibrary):
         """Pin host memory, for all contexts."""
         self._call("cuMemHostRegister_v2", address, size, cuda.MEMHOSTREGISTER_PORTABLE)
 
-    def unregister_host(self, address: int) -> None:
-        self._call("cuMemHostUnregister", address)
+    unregister_host = partialmethod(cuda.CudaLibrary._call, "cuMemHostUnregister")
 
     def open_ipc(self, handle: bytes) -> int:
         """Map another process's allocation; return its address here."""
-        address = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2",
-            ctypes.byref(address),
-            cuda.IpcMemHandle.from_buffer_copy(handle),
-            cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS,
-        )
-        return address.value
+        copied = cuda.IpcMemHandle.from_buffer_copy(handle)
+        return self._number(ctypes.c_uint64, "cuIpcOpenMemHandle_v2", copied, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
 
-    def close_ipc(self, address: int) -> None:
-        self._call("cuIpcCloseMemHandle", address)
+    close_ipc = partialmethod(cuda.CudaLibrary._call, "cuIpcCloseMemHandle")
 
     def reserve(self, size: int) -> int:
-        address = ctypes.c_uint64()
-        self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
-        return address.value
+        """Return the beginning of ``size`` bytes of addresses, with nothing mapped."""
+        return self._number(ctypes.c_uint64, "cuMemAddressReserve", size, 0, 0, 0)
 
-    def free_reservation(self, address: int, size: int) -> None:
-        self._call("cuMemAddressFree", address, size)
+    free_reservation = partialmethod(cuda.CudaLibrary._call, "cuMemAddressFree")
 
     def import_descriptor(self, fd: int) -> int:
         """Return an allocation made of a descriptor, which stays the caller's. To be released."""
-        allocation = ctypes.c_uint64()
-        self._call(
-            "cuMemImportFromShareableHandle", ctypes.byref(allocation), fd, cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        )
-        return allocation.value
+        kind = cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        return self._number(ctypes.c_uint64, "cuMemImportFromShareableHandle", fd, kind)
 
-    def release(self, allocation: int) -> None:
-        """Release an imported allocation; a mapping keeps it allocated."""
-        self._call("cuMemRelease", allocation)
+    release = partialmethod(cuda.CudaLibrary._call, "cuMemRelease")
+    """Release an imported allocation; a mapping keeps it allocated."""
 
     def map(self, address: int, size: int, allocation: int) -> None:
         self._call("cuMemMap", address, size, 0, allocation, 0)
 
-    def unmap(self, address: int, size: int) -> None:
-        self._call("cuMemUnmap", address, size)
+    unmap = partialmethod(cuda.CudaLibrary._call, "cuMemUnmap")
 
     def allow_access(self, address: int, size: int, device: int) -> None:
         """Let a device read and write mapped addresses."""

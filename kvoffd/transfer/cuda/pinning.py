@@ -79,11 +79,9 @@ class PinnedPool:
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the unpinning after the last release; False when it is not over in time. Then keep the memory."""
-        run = self._run
-        if run is None:
-            return True
-        run.join(timeout_s)
-        return not run.is_alive()
+        if self._run is not None:
+            self._run.join(timeout_s)
+        return self._run is None or not self._run.is_alive()
 
     def is_pinned(self, addresses: UInt64Array) -> npt.NDArray[np.bool_]:
         """Return for each address in the pool, [n], whether its chunk is pinned."""
@@ -186,9 +184,9 @@ class _PinRun(threading.Thread):
         for address in self._registered:
             try:
                 self._driver.unregister_host(address)
-            except CudaError as error:
+            except CudaError as error:  # as where the context is lost, and the registrations with it
                 failures.append(error.message)
-        if failures:  # as where the context is lost, and the registrations with it
+        if failures:
             _log.warning("%d parts of the pool could not be unpinned: %s", len(failures), failures[0])
 
 
