@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -60,11 +61,9 @@ class HostCopy:
             *(np.array(column, dtype=np.uint64) for column in (zip(*slots, strict=True) if slots else ((), ()))),
         )
         self._sums = np.zeros(len(slots), dtype=np.uint64)
-        destination, source, size, slot, slot_bytes = (column.ctypes.data for column in self._columns)
-        self._copying = _Copying(
-            *(destination, source, size, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
-        )
-        self._reference = ctypes.byref(self._copying)
+        *pieces, slot, slot_bytes = (column.ctypes.data for column in self._columns)
+        copying = _Copying(*pieces, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
+        self._reference = ctypes.byref(copying)
 
     def step(self, limit_bytes: int) -> int:
         """Copy the next ``limit_bytes``, up to twice that, or all that are left; return how many: 0 at the end."""
@@ -122,12 +121,12 @@ class HostEngine(LaneEngine):
         return self._lanes[direction].hangs_s
 
 
+@dataclass(frozen=True)
 class _HostCopier:
     """Copies step by step. It has no state, so that threads may share it."""
 
-    def __init__(self, step: Callable[[HostCopy, int], int], step_bytes: int) -> None:
-        self._step = step
-        self._step_bytes = step_bytes
+    _step: Callable[[HostCopy, int], int]
+    _step_bytes: int
 
     def open(self) -> None: ...
 

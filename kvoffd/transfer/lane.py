@@ -137,7 +137,7 @@ class Lane:
 
     @property
     def hangs_s(self) -> float:
-        """For how long a copy thread has been overdue that waits for something other than a CPU; 0 when none is.
+        """See TransferEngine.
 
         A thread that a busy machine gives no CPU (tens of seconds were seen) comes back when it gets one.
         """
@@ -154,8 +154,8 @@ class Lane:
         with self._wake:
             accepted = not self._stopped
             if accepted:
-                assert transfer not in self._queue, "A transfer is submitted once."
-                assert transfer not in self._running, "A transfer is submitted once."
+                known = transfer in self._queue or transfer in self._running
+                assert not known, "A transfer is submitted once."
                 self._queue[transfer] = None
                 self._wake.notify()
         if not accepted:

@@ -50,7 +50,9 @@ def worker(config: Any) -> tuple[KvoffdConnector, FakeWorkerClient]:
     """A worker's connector whose memory is registered with a fake client."""
     connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
     client = FakeWorkerClient()
-    connector.connector_worker.worker = KvoffdWorker(client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1)
+    connector.connector_worker.worker = KvoffdWorker(
+        lambda: client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1
+    )
     return connector, client
 
 

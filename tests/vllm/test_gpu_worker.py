@@ -87,12 +87,11 @@ class Harness:
         self.gpu_failed = False
         self.sender = OrderedSender(self.record)
         self.worker = KvoffdWorker(
-            self.clients[0],
+            iter(self.clients).__next__,
             blocks_per_chunk=1,
             key_bytes=KEY_BYTES,
             fence_timeout_s=1.5,
             sender=self.sender,
-            reconnect=lambda: self.clients[1],
         )
 
     def record(self) -> GpuEvent:

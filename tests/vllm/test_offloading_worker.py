@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, KeyedSpec
+from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
-from kvoffd_client.vllm.offloading_spec import connect_worker
+from kvoffd_client.vllm.offloading_spec import EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
@@ -23,7 +28,7 @@ LEASED = KeyedSpec(KEYED.groups, lease_id=77)
 
 def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
     return KvoffdWorker(
-        client,
+        lambda: client,
         blocks_per_chunk=1,
         key_bytes=KEY_BYTES,
         fence_timeout_s=1.5,
@@ -86,7 +91,13 @@ def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
 
 def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
     private = caches_in(torch.zeros(8192, dtype=torch.int8))
-    client = connect_worker(private, [], 0, 1, make_client=lambda registration: pytest.fail("must not connect"))
+    spec = SimpleNamespace(
+        setup=EngineSetup(ConnectorOptions(), NamespaceSpec.named("private"), (0,), (512,)),
+        config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
+        blocks_per_chunk=1,
+    )
+    client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private)
+    assert client is None
     worker = make_worker(client)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -105,15 +106,11 @@ def _shared_tensors(
     kv_caches: CanonicalKVCaches, memories: Sequence[SharedMemory]
 ) -> tuple[list[SharedMemory], list[TensorLayout]]:
     spans = [(int(memory.view.ctypes.data), memory.size_bytes) for memory in memories]
-    layouts = []
-    for cache in kv_caches.tensors:
-        layout = _layout_in(spans, cache.tensor)
-        if layout is None:
-            raise NotShareable(
-                "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not "
-                "called, or another connector's was)."
-            )
-        layouts.append(layout)
+    sentence = (
+        "vLLM did not allocate its KV cache in the memory that kvoffd offered (get_mem_pool_context was not called, or "
+        "another connector's was)."
+    )
+    layouts = [_layout_in(spans, cache.tensor, sentence) for cache in kv_caches.tensors]
     used = sorted({layout.segment for layout in layouts})
     placed = [replace(layout, segment=used.index(layout.segment)) for layout in layouts]
     return [memories[index] for index in used], placed
@@ -139,25 +136,28 @@ def export_tensors(
     except KvoffdClientError as reason:
         raise NotShareable(str(reason)) from reason
     spans = [(segment.address, segment.size_bytes) for segment in segments]
-    layouts = []
-    for cache in kv_caches.tensors:
-        layout = _layout_in(spans, cache.tensor)
-        if layout is None:
-            for segment in segments:
-                segment.close()
-            raise NotShareable(f"The KV tensor at {cache.tensor.data_ptr():#x} lies in several allocations.")
-        layouts.append(layout)
+    with ExitStack() as undo:
+        for segment in segments:
+            undo.callback(segment.close)
+        layouts = [
+            _layout_in(spans, tensor, f"The KV tensor at {tensor.data_ptr():#x} lies in several allocations.")
+            for tensor in (cache.tensor for cache in kv_caches.tensors)
+        ]
+        undo.pop_all()
     return segments, layouts
 
 
-def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any) -> TensorLayout | None:
-    """Return where a tensor lies in ``segments``, (address, size in bytes); None when it lies in none as a whole."""
+def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any, sentence: str) -> TensorLayout:
+    """Return where a tensor lies in ``segments``, (address, size in bytes).
+
+    Raises NotShareable with this sentence when it lies in none as a whole.
+    """
     address, size = _span(tensor)
     for index, (begin, length) in enumerate(segments):
         if begin <= address and address + size <= begin + length:
             stride_bytes = int(tensor.stride(0)) * int(tensor.element_size())
             return TensorLayout(index, address - begin, stride_bytes, int(tensor.shape[0]))
-    return None
+    raise NotShareable(sentence)
 
 
 def _span(tensor: Any) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +21,6 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
-from kvoffd_client.shared_memory import Registration, SharedMemory
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.connector_stats import DEFINITIONS
@@ -91,33 +89,37 @@ class KvoffdSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return this worker's half, which registers in the background."""
         if self._worker is None:
-            setup, namespace = self.setup, self.setup.namespace
+            namespace = self.setup.namespace
             assert namespace is not None, "a worker has one"
-
-            def connect() -> WorkerClient | None:
-                return connect_worker(
-                    kv_caches,
-                    setup.memory.memories,
-                    self.config.parallel.rank,
-                    self.blocks_per_chunk,
-                    self._worker_client,
-                    setup.layers,
-                )
-
             on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
             self._worker = KvoffdWorker(
-                connect(),
+                lambda: self.connect_worker(kv_caches),
                 blocks_per_chunk=self.blocks_per_chunk,
                 key_bytes=namespace.key_bytes,
-                fence_timeout_s=setup.options.store_fence_timeout_s,
+                fence_timeout_s=self.setup.options.store_fence_timeout_s,
                 sender=OrderedSender(record_event) if on_gpu else None,
-                reconnect=connect,
             )
         return self._worker
 
+    def connect_worker(self, kv_caches: CanonicalKVCaches) -> WorkerClient | None:
+        """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
+        setup, rank = self.setup, self.config.parallel.rank
+        assert setup.namespace is not None, "a worker has one"
+        try:
+            registration = registration_of(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, setup.layers)
+        except NotShareable as reason:
+            logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
+            return None
+        return WorkerClient(
+            setup.options.socket_directory,
+            setup.namespace,
+            registration,
+            name=self._name(setup.namespace, f"worker {rank}"),
+            software=_software(),
+        )
+
     def _make_manager(self) -> KvoffdManager:
-        setup = self.setup
-        options = setup.options
+        setup, options = self.setup, self.setup.options
         publishes = self.kv_events_config.enable_kv_cache_events
         suffixes = [group_id.to_bytes(GROUP_ID_BYTES, "big") for group_id in setup.group_ids]
 
@@ -145,21 +147,10 @@ class KvoffdSpec(OffloadingSpec):
             KvEventTranslator(setup.group_ids) if publishes else None,
         )
 
-    def _worker_client(self, registration: Registration) -> WorkerClient:
-        namespace = self.setup.namespace
-        assert namespace is not None, "a worker has one"
-        return WorkerClient(
-            self.setup.options.socket_directory,
-            namespace,
-            registration,
-            name=self._name(namespace, f"worker {registration.rank}"),
-            software=_software(),
-        )
-
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
-        replica = self.config.parallel.data_parallel_index if self.config.parallel.data_parallel_size > 1 else None
-        middle = "" if replica is None else f" replica {replica}"
-        return f"vllm:{namespace.label[:90]}{middle} {role}"
+        parallel = self.config.parallel
+        replica = f" replica {parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+        return f"vllm:{namespace.label[:90]}{replica} {role}"
 
 
 def _software() -> str:
@@ -168,19 +159,3 @@ def _software() -> str:
     except PackageNotFoundError:
         own = "unknown"
     return f"kvoffd {own}, vllm {vllm.__version__}"[:128]
-
-
-def connect_worker(
-    kv_caches: CanonicalKVCaches,
-    memories: Sequence[SharedMemory],
-    rank: int,
-    blocks_per_chunk: int,
-    make_client: Callable[[Registration], WorkerClient],
-    layers: Sequence[Sequence[LayerSpec]] = (),
-) -> WorkerClient | None:
-    """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
-    try:
-        return make_client(registration_of(kv_caches, memories, rank, blocks_per_chunk, layers))
-    except NotShareable as reason:
-        logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
-        return None

@@ -29,30 +29,29 @@ class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. A job that cannot be done ends as failed; none is ever refused.
 
     Args:
-        client: connection to the daemon; None when this worker's memory cannot be shared, then every job fails at once.
+        connect: makes a client with the KV memory registered, at first and after the engine's sleep; None when the
+            memory cannot be shared, then every job fails at once.
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
         sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
-        reconnect: makes a new client after the engine's sleep has ended the old one.
     """
 
     def __init__(
         self,
-        client: WorkerClient | None,
+        connect: Callable[[], WorkerClient | None],
         *,
         blocks_per_chunk: int,
         key_bytes: int,
         fence_timeout_s: float,
         sender: OrderedSender | None = None,
-        reconnect: Callable[[], WorkerClient | None] = lambda: None,
     ) -> None:
-        self._client = client
+        self._connect = connect
+        self._client = connect()
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
         self._sender = sender
-        self._reconnect = reconnect
         self._asleep = False
         # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
         self._local_results: deque[KvoffdTransferResult] = deque()
@@ -81,21 +80,16 @@ class KvoffdWorker(OffloadingWorker):
         if src_spec.lease_id == NO_LEASE:
             self._fail(job_id, src_spec, ErrorCode.UNKNOWN_LEASE)
             return True
-        lease_id = src_spec.lease_id
-        self._submit(
-            job_id,
-            dst_spec,
-            src_spec,
-            is_store=False,
-            send=lambda client, groups: client.load(job_id, lease_id, groups),
-        )
+
+        def send(client: WorkerClient, groups: Sequence[GroupTransfer]) -> None:
+            client.load(job_id, src_spec.lease_id, groups)
+
+        self._submit(job_id, dst_spec, src_spec, is_store=False, send=send)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        finished: list[TransferResult] = []
-        while self._local_results:
-            finished.append(self._local_results.popleft())
+        finished: list[TransferResult] = [self._local_results.popleft() for _ in range(len(self._local_results))]
         if self._client is not None:
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
@@ -128,7 +122,7 @@ class KvoffdWorker(OffloadingWorker):
         """Register the KV memory again after the engine's sleep: other memory at the same addresses."""
         if self._asleep:
             self._asleep = False
-            self._client = self._reconnect()
+            self._client = self._connect()
 
     def shutdown(self) -> None:
         """End the connection. Repeatable."""
@@ -146,7 +140,8 @@ class KvoffdWorker(OffloadingWorker):
         is_store: bool,
         send: Callable[[WorkerClient, Sequence[GroupTransfer]], None],
     ) -> None:
-        if self._client is None:
+        client = self._client
+        if client is None:
             self._fail(job_id, keyed, ErrorCode.UNSUPPORTED)
             return
         try:
@@ -155,7 +150,6 @@ class KvoffdWorker(OffloadingWorker):
             logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", error)  # type: ignore[attr-defined]
             self._fail(job_id, keyed, ErrorCode.BAD_BLOCK_IDS)
             return
-        client = self._client
         if self._sender is None:
             send(client, groups)
             return
@@ -171,7 +165,6 @@ class KvoffdWorker(OffloadingWorker):
 
 
 def _transfer_result(result: JobResult) -> KvoffdTransferResult:
-    failed = None
-    if not result.ok:
-        failed = FailedJob(result.error, tuple((group.group, group.keys) for group in result.failed))
+    keys = tuple((group.group, group.keys) for group in result.failed)
+    failed = None if result.ok else FailedJob(result.error, keys)
     return KvoffdTransferResult(result.job_id, result.ok, result.bytes, result.seconds, failed)

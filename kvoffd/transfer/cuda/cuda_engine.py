@@ -79,19 +79,14 @@ class CudaEngine(LaneEngine):
         clock: Callable[[], float] = time.monotonic,
         step_pieces: int = STEP_PIECES,
     ) -> None:
-        self._calls = calls = CopyCalls(driver, name)
-        checksum_threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
-        super().__init__(
-            {
-                direction: Lane(
-                    f"kvoffd-gpu-{direction.value}",
-                    clock,
-                    [_GpuCopier(driver, context, direction, is_pinned, calls, locality, step_pieces)],
-                    checksum_threads if direction is Direction.STORE else None,
-                )
-                for direction in Direction
-            }
-        )
+        self._calls = CopyCalls(driver, name)
+
+        def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
+            copier = _GpuCopier(driver, context, direction, is_pinned, self._calls, locality, step_pieces)
+            return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], checksum_threads)
+
+        threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
+        super().__init__({Direction.STORE: lane(Direction.STORE, threads), Direction.LOAD: lane(Direction.LOAD, None)})
 
     def open(self) -> None:
         """Wait until both threads have their streams. Raises CudaError when one has not; then ``close`` the engine."""
@@ -247,24 +242,14 @@ def iterate_steps(
             last = min(max(last, first + 1), first + limit_pieces)
             taken = slice(first, last)
             nbytes = int(ends[last - 1]) - done
-            yield _step(destination[taken], source[taken], size[taken], nbytes, direction, is_pinned)
+            to, origin, sizes = destination[taken], source[taken], size[taken]
+            plain = (sizes >= PLAIN_BYTES) | ~is_pinned(_pool_side(to, origin, direction))
+            alone: list[tuple[int, int, int]] = []
+            if plain.any():
+                alone = list(zip(to[plain].tolist(), origin[plain].tolist(), sizes[plain].tolist(), strict=True))
+                to, origin, sizes = to[~plain], origin[~plain], sizes[~plain]
+            yield Step(to, origin, sizes, alone, nbytes)
             first, done = last, done + nbytes
-
-
-def _step(
-    destination: UInt64Array,
-    source: UInt64Array,
-    size: UInt64Array,
-    nbytes: int,
-    direction: Direction,
-    is_pinned: IsPinned,
-) -> Step:
-    plain = (size >= PLAIN_BYTES) | ~is_pinned(_pool_side(destination, source, direction))
-    if not plain.any():
-        return Step(destination, source, size, [], nbytes)
-    alone = list(zip(destination[plain].tolist(), source[plain].tolist(), size[plain].tolist(), strict=True))
-    batched = ~plain
-    return Step(destination[batched], source[batched], size[batched], alone, nbytes)
 
 
 def _cut(

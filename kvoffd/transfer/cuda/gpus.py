@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import reduce
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.numa import locality_of
@@ -110,7 +111,7 @@ class Gpu:
         self._control.submit_always(task)
 
     def close(self, timeout_s: float) -> bool:
-        """Do what waits, end the control thread; False when it hangs."""
+        """See ``ControlThread.close``."""
         return self._control.close(timeout_s)
 
     # --- in the control thread --------------------------------------------------------------------
@@ -184,11 +185,7 @@ class Gpus:
     """
 
     def __init__(
-        self,
-        pool_address: int,
-        pool_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-        library: str = "",
+        self, pool_address: int, pool_bytes: int, clock: Callable[[], float] = time.monotonic, library: str = ""
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -235,9 +232,8 @@ class Gpus:
             raise CudaMissing(self._missing)
         with self._lock:
             gpu = self._gpus.get(uuid)
-            if gpu is None and self._index is None:
+            if self._index is None:
                 self._index = ControlThread("kvoffd-gpu-index", "The CUDA driver", self._clock)
-            index = self._index
         if gpu is not None:
             gpu.map(owner, exports, on_mapped)
             return
@@ -248,26 +244,22 @@ class Gpus:
             except KvoffdError as error:
                 on_mapped(error)
 
-        assert index is not None
-        index.submit(find)
+        self._index.submit(find)
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         """Return the counters of one direction over all GPUs."""
-        total = DirectionLoad(0, 0, 0.0, 0)
-        for gpu in self._all_gpus():
-            total = total.plus(gpu.load_of(direction))
-        return total
+        loads = (gpu.load_of(direction) for gpu in self._all_gpus())
+        return reduce(DirectionLoad.plus, loads, DirectionLoad(0, 0, 0.0, 0))
 
     def expire(self) -> None:
         """See TransferEngine."""
-        for gpu in self._all_gpus():
-            if (engine := gpu.engine) is not None:
-                engine.expire()
+        for engine in self._engines():
+            engine.expire()
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel what waits, abandon what runs; False when a copy still runs after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
-        engines = [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
+        engines = self._engines()
         # All of them are stopped before any is waited for.
         stopped = [engine.close(0.0) for engine in engines]
         return all(
@@ -277,17 +269,18 @@ class Gpus:
     def close(self, timeout_s: float) -> bool:
         """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
         deadline = time.monotonic() + timeout_s
-        controls: list[Gpu | ControlThread] = [*self._all_gpus()]
-        if self._index is not None:
-            controls.insert(0, self._index)
-        closed = [control.close(max(0.0, deadline - time.monotonic())) for control in controls]
-        if self._driver is not None:
-            closed.append(self._pool.close(max(0.0, deadline - time.monotonic())))
+        index = [self._index] if self._index is not None else []
+        pool = [self._pool] if self._driver is not None else []
+        parts: list[ControlThread | Gpu | PinnedPool] = [*index, *self._all_gpus(), *pool]
+        closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts]
         return all(closed)
 
     def _all_gpus(self) -> list[Gpu]:
         with self._lock:
             return list(self._gpus.values())
+
+    def _engines(self) -> list[CudaEngine]:
+        return [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
 
     def _find_gpu(self, driver: CudaDriver, uuid: bytes) -> Gpu:
         """In the index thread. Raises NoSuchGpu, CudaError."""
