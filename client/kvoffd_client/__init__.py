@@ -9,73 +9,47 @@ import it at every start. ``kvoffd_client.testing`` has an engine without a mode
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvoffd_client.admin_client import AdminClient, RemoteAdminClient
-    from kvoffd_client.blocks.block import Block, Layer, Shard, checksum_of
-    from kvoffd_client.blocks.block_client import BlockClient
-    from kvoffd_client.blocks.block_file import BlockFile, BlockFileError
-    from kvoffd_client.blocks.block_transfer import Exported, Imported, export_blocks, import_blocks
-    from kvoffd_client.client_options import ClientOptions
-    from kvoffd_client.errors import (
-        BlockDamaged,
-        BlockUnavailable,
-        DaemonUnavailable,
-        ForkedProcess,
-        KvoffdClientError,
-        RequestRefused,
-        RequestTimeout,
-    )
-    from kvoffd_client.namespace_spec import Geometry, NamespaceSpec
-    from kvoffd_client.scheduler_client import SchedulerClient
-    from kvoffd_client.scheduler_session import LookupFuture
-    from kvoffd_client.shared_memory import Registration, SharedMemory
-    from kvoffd_client.worker_client import WorkerClient
-    from kvoffd_proto.errors import ErrorCode
-    from kvoffd_proto.handles import PageRef, TensorLayout
-    from kvoffd_proto.messages import GroupKeys, GroupSpec, GroupTransfer, JobResult
+if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
+    from kvoffd_client.admin_client import AdminClient as AdminClient
+    from kvoffd_client.admin_client import RemoteAdminClient as RemoteAdminClient
+    from kvoffd_client.blocks.block import Block as Block
+    from kvoffd_client.blocks.block import Layer as Layer
+    from kvoffd_client.blocks.block import Shard as Shard
+    from kvoffd_client.blocks.block import checksum_of as checksum_of
+    from kvoffd_client.blocks.block_client import BlockClient as BlockClient
+    from kvoffd_client.blocks.block_file import BlockFile as BlockFile
+    from kvoffd_client.blocks.block_file import BlockFileError as BlockFileError
+    from kvoffd_client.blocks.block_transfer import Exported as Exported
+    from kvoffd_client.blocks.block_transfer import Imported as Imported
+    from kvoffd_client.blocks.block_transfer import export_blocks as export_blocks
+    from kvoffd_client.blocks.block_transfer import import_blocks as import_blocks
+    from kvoffd_client.client_options import ClientOptions as ClientOptions
+    from kvoffd_client.errors import BlockDamaged as BlockDamaged
+    from kvoffd_client.errors import BlockUnavailable as BlockUnavailable
+    from kvoffd_client.errors import DaemonUnavailable as DaemonUnavailable
+    from kvoffd_client.errors import ForkedProcess as ForkedProcess
+    from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
+    from kvoffd_client.errors import RequestRefused as RequestRefused
+    from kvoffd_client.errors import RequestTimeout as RequestTimeout
+    from kvoffd_client.namespace_spec import Geometry as Geometry
+    from kvoffd_client.namespace_spec import NamespaceSpec as NamespaceSpec
+    from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
+    from kvoffd_client.scheduler_session import LookupFuture as LookupFuture
+    from kvoffd_client.shared_memory import Registration as Registration
+    from kvoffd_client.shared_memory import SharedMemory as SharedMemory
+    from kvoffd_client.worker_client import WorkerClient as WorkerClient
+    from kvoffd_proto.errors import ErrorCode as ErrorCode
+    from kvoffd_proto.handles import PageRef as PageRef
+    from kvoffd_proto.handles import TensorLayout as TensorLayout
+    from kvoffd_proto.messages import GroupKeys as GroupKeys
+    from kvoffd_proto.messages import GroupSpec as GroupSpec
+    from kvoffd_proto.messages import GroupTransfer as GroupTransfer
+    from kvoffd_proto.messages import JobResult as JobResult
 
     __version__: str
-
-__all__ = [
-    "AdminClient",
-    "Block",
-    "BlockClient",
-    "BlockDamaged",
-    "BlockFile",
-    "BlockFileError",
-    "BlockUnavailable",
-    "ClientOptions",
-    "DaemonUnavailable",
-    "ErrorCode",
-    "Exported",
-    "ForkedProcess",
-    "Geometry",
-    "GroupKeys",
-    "GroupSpec",
-    "GroupTransfer",
-    "Imported",
-    "JobResult",
-    "KvoffdClientError",
-    "Layer",
-    "LookupFuture",
-    "NamespaceSpec",
-    "PageRef",
-    "Registration",
-    "RemoteAdminClient",
-    "RequestRefused",
-    "RequestTimeout",
-    "SchedulerClient",
-    "Shard",
-    "SharedMemory",
-    "TensorLayout",
-    "WorkerClient",
-    "__version__",
-    "checksum_of",
-    "export_blocks",
-    "import_blocks",
-]
 
 _HOMES = {
     "kvoffd_client.admin_client": ("AdminClient", "RemoteAdminClient"),
@@ -103,6 +77,8 @@ _HOMES = {
     "kvoffd_proto.messages": ("GroupKeys", "GroupSpec", "GroupTransfer", "JobResult"),
 }
 """Where each name is defined."""
+
+__all__ = sorted(["__version__", *chain.from_iterable(_HOMES.values())])
 
 
 def __getattr__(name: str) -> object:

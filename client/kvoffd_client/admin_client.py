@@ -8,13 +8,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar, Concatenate, ParamSpec, Self, TypeVar, cast
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing, Identity
 from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
@@ -26,7 +26,6 @@ from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
 from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
 
-DEFAULT_OPTIONS = ClientOptions()
 REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
 """Other machines may be far away."""
 EVENTS_POLL_MS = 200
@@ -39,7 +38,7 @@ MakeRequest = Callable[[int, bytes], m.AnyRequest]
 """Makes a request of its id and the session's token."""
 
 
-class AdminRequests(ABC):
+class AdminRequests(Closing, ABC):
     """What an administrator asks of one daemon, however it is reached. Connects at the first call. Thread-safe.
 
     Each call waits for its answer. All calls raise:
@@ -109,10 +108,6 @@ class AdminRequests(ABC):
         """Give a directory up: it is gone from ``stats().disks`` once its file is closed."""
         self.ask(m.DetachDisk, directory)
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the session. Repeatable."""
-
     def _ask(self, kind: type[Request[ReplyT]], make: MakeRequest) -> ReplyT:
         reply = self._round_trip(make)
         if not isinstance(reply, answer_type(kind)):
@@ -122,12 +117,6 @@ class AdminRequests(ABC):
     @abstractmethod
     def _round_trip(self, make: MakeRequest) -> m.AnyReply:
         """Send a request and wait for its reply, which is never Error."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class AdminSession(Session):

@@ -1,9 +1,9 @@
-"""What every client is made with: its timeouts and bounds, and its identity."""
+"""What all clients have in common: timeouts and bounds, an identity, and that they are closed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from kvoffd_proto.messages import Role
 
@@ -55,6 +55,9 @@ class ClientOptions:
                 raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
 
 
+DEFAULT_OPTIONS = ClientOptions()
+
+
 @dataclass(frozen=True)
 class Identity:
     """The role and names of a session, and what it opens."""
@@ -65,3 +68,16 @@ class Identity:
     software: str
     namespace: NamespaceSpec | None = None
     registration: Registration | None = None
+
+
+class Closing:
+    """Something that is closed at the end of a ``with`` block."""
+
+    def close(self) -> None:
+        """Give back what it holds. Repeatable."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

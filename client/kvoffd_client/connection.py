@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Generic, TypeVar
 
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_options import ClientOptions, Closing, Identity
 from kvoffd_client.client_session import Link, Session
 from kvoffd_client.errors import ForkedProcess, RequestRefused
 from kvoffd_client.socket_link import SocketLink
@@ -237,7 +237,7 @@ class Connection(Generic[S]):
             self._link.close()
 
 
-class SessionClient(Generic[S]):
+class SessionClient(Closing, Generic[S]):
     """What the scheduler's and the worker's client have in common. No call blocks unless it says wait. Thread-safe.
 
     It connects in the background, and again whenever the daemon goes.
@@ -294,9 +294,3 @@ class SessionClient(Generic[S]):
     def close(self) -> None:
         """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -7,14 +7,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Identity
 from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_session import LookupFuture, SchedulerSession
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, Role
-
-DEFAULT_OPTIONS = ClientOptions()
 
 
 class SchedulerClient(SessionClient[SchedulerSession]):

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd_client.client_options import Closing
 from kvoffd_client.cuda.export import GpuSegment
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle, PageRef, TensorLayout
 
@@ -20,7 +21,7 @@ MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, Linux 5.14; 
 PAGE_BYTES = 4096
 
 
-class SharedMemory:
+class SharedMemory(Closing):
     """A sealed memfd and this process's mapping of it, zero-filled at first.
 
     All of it is resident from the start: the kernel charges a page to the cgroup that touches it first, which must not
@@ -70,12 +71,6 @@ class SharedMemory:
             self._map.close()
         except BufferError:
             pass  # the caller still holds arrays over it; the mapping goes with them
-
-    def __enter__(self) -> SharedMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:

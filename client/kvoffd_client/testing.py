@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
@@ -24,7 +24,6 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
-DEFAULT_OPTIONS = ClientOptions()
 KEY_BYTES = 32
 PENDING_PAUSE_S = 0.002
 """Between two lookups of keys that come up from disk."""
@@ -49,7 +48,7 @@ class EngineResult:
     error: ErrorCode | None = None
 
 
-class FakeEngine:
+class FakeEngine(Closing):
     """An engine without a model: ``world_size`` workers of ``layers`` x ``blocks`` pages, and a scheduler.
 
     >>> with FakeEngine("/run/kvoffd") as engine:                                          # doctest: +SKIP
@@ -280,9 +279,3 @@ class FakeEngine:
         for block in block_ids:
             if not 0 <= block < self.blocks:
                 raise ValueError(f"This engine has blocks 0 to {self.blocks - 1}; {block} is none of them.")
-
-    def __enter__(self) -> FakeEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

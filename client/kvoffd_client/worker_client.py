@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from kvoffd_client.client_options import ClientOptions, Identity
+from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Identity
 from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.shared_memory import Registration
@@ -18,7 +18,6 @@ log = logging.getLogger("kvoffd_client")
 
 LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
-DEFAULT_OPTIONS = ClientOptions()
 
 
 class WorkerClient(SessionClient[WorkerSession]):

@@ -6,8 +6,6 @@ names them.
 
 from __future__ import annotations
 
-from typing import Self
-
 KIB, MIB = 2**10, 2**20
 
 LOOKUP_KEY_COUNTS = (64, 1_000, 10_000)
@@ -24,16 +22,3 @@ STREAM_JOBS = 6
 """Jobs of a stream of stores or of loads, for each copy thread."""
 POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
 """Jobs whose bytes the pool must hold: a stream that is loaded, and half of one that is stored meanwhile."""
-
-
-class Closing:
-    """A resource of a bench that is closed at the end of a ``with`` block."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

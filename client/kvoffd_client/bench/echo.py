@@ -18,8 +18,8 @@ from pathlib import Path
 
 import zmq
 
-from kvoffd_client.bench import Closing
 from kvoffd_client.bench.results import BenchFailed
+from kvoffd_client.client_options import Closing
 from kvoffd_proto.sockets import SocketPaths
 
 HEADER_BYTES = 5

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from kvoffd_client.bench import Closing
 from kvoffd_client.bench.synthetic_engine import EngineMemory, host_memory
+from kvoffd_client.client_options import Closing
 from kvoffd_client.shared_memory import SharedMemory
 
 STORE, LOAD, BOTH = "store", "load", "store and load at once"

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from kvoffd_client.bench import Closing
 from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
+from kvoffd_client.client_options import Closing
 
 COPY_LAYERS, COPY_PAGE_BYTES = 16, 65536
 COPIED_BLOCK_BYTES = COPY_LAYERS * COPY_PAGE_BYTES

@@ -15,7 +15,7 @@ from statistics import median
 import zmq
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench import Closing
+from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.units import format_size
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client.bench import Closing
 from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.client_options import ClientOptions, Closing
 from kvoffd_client.errors import DaemonUnavailable
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import BlockDamaged, BlockUnavailable
 from kvoffd_client.namespace_spec import Geometry
 from kvoffd_proto.blocks import PageSpec, ShardSpec
@@ -144,7 +145,7 @@ class Shard:
         return f"Shard(rank {self.rank}, {len(self.spec.pages)} layers)"
 
 
-class Block:
+class Block(Closing):
     """What one key names: one shard for each rank. A block from the pool is read-only and pinned there until ``close``.
 
     Attributes:
@@ -221,12 +222,6 @@ class Block:
         close, self._close = self._close, None
         if close is not None:
             close()
-
-    def __enter__(self) -> Block:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Block({self.key.hex()[:16]}, group {self.group}, {len(self.shards)} shards)"

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from kvoffd_client.blocks.block import Block, Bytes, checksum_of, tensor_spec
+from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.namespace_spec import Geometry
 from kvoffd_proto.blocks import ShardSpec
@@ -165,7 +166,7 @@ def write_header(fd: int, geometry: Geometry, entries: Sequence[Entry], room: in
         written += os.pwrite(fd, data[written:], written)
 
 
-class BlockFile:
+class BlockFile(Closing):
     """A file of blocks, opened for reading. Its header is checked as a whole; its blocks are when they are read.
 
     Attributes:
@@ -289,9 +290,3 @@ class BlockFile:
     def close(self) -> None:
         """Close it. Repeatable."""
         self._file.close()
-
-    def __enter__(self) -> BlockFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
