@@ -28,7 +28,7 @@ lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.tools ## measure lookups, copies and jobs against their floors; BENCH_ARGS=--json
+bench: $(VENV)/.tools ## measure lookups, copies and jobs, each beside a floor; BENCH_ARGS=--json
 	@tests/tools/bench.sh $(BIN) $(BENCH_ARGS)
 
 bench-overhead: $(VENV)/.engine ## measure what an engine feels of kvoffd: scheduler steps, tokens/s (10 minutes, quiet machine)
