@@ -224,9 +224,7 @@ class AdminClient(AdminRequests):
             deadline = time.monotonic() + self._options.request_timeout_s
             connection = self._connected(deadline)
             outcome: list[T | KvoffdClientError] = []
-            with connection.lock:
-                start(outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
-                connection.flush()
+            connection.call(start, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
             connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
         found = outcome[0] if outcome else RequestTimeout()
         if isinstance(found, RequestTimeout):
@@ -244,10 +242,7 @@ class AdminClient(AdminRequests):
         else:
             before = self._connection.session.attempts_failed
         connection, session = self._connection, self._connection.session
-        connection.check_process()
-        with connection.lock:
-            session.retry_now(time.monotonic())
-            connection.flush()
+        connection.call(session.retry_now, time.monotonic())
         connection.wait(lambda: session.usable or session.attempts_failed > before, deadline - time.monotonic())
         if session.usable:
             return connection

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from kvoffd_client.client_options import ClientOptions, Closing, Identity
 from kvoffd_client.client_session import Link, Session
@@ -26,6 +26,8 @@ MESSAGES_PER_ROUND = 64
 MAX_SLEEP_S = 3600.0
 
 S = TypeVar("S", bound=Session)
+P = ParamSpec("P")
+T = TypeVar("T")
 MakeSession = Callable[[Link, Identity, ClientOptions, random.Random], S]
 
 
@@ -66,6 +68,14 @@ class Connection(Generic[S]):
                 "This kvoffd client was made before the process forked; make a new client in the child "
                 "(or start the child with the spawn method)."
             )
+
+    def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the session with the lock held. Raises ForkedProcess as ``check_process``."""
+        self.check_process()
+        with self.lock:
+            result = method(*args, **kwargs)
+            self.flush()
+        return result
 
     def flush(self) -> None:
         """Wake the I/O thread where that is needed. Called with the lock held, after the sockets were used."""
@@ -283,11 +293,8 @@ class SessionClient(Closing, Generic[S]):
 
     def _confirmed(self, start: Callable[[list[bool], float, float], None], timeout_s: float) -> bool:
         """Start something on the session and wait until it appends to its list whether the daemon confirmed it."""
-        self._connection.check_process()
         outcome: list[bool] = []
-        with self._connection.lock:
-            start(outcome, time.monotonic(), timeout_s)
-            self._connection.flush()
+        self._connection.call(start, outcome, time.monotonic(), timeout_s)
         self._connection.wait(lambda: bool(outcome), timeout_s)
         return outcome == [True]
 

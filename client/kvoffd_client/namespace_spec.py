@@ -51,6 +51,13 @@ class NamespaceSpec:
         if not 1 <= len(self.groups) <= 1024:
             raise ValueError(f"A namespace has 1 to 1024 groups; this one has {len(self.groups)}.")
 
+    def count_keys(self, keys: bytes) -> int:
+        """The number of block hashes in ``keys``. Raises ValueError where it is not a whole number."""
+        count, rest = divmod(len(keys), self.key_bytes)
+        if rest:
+            raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self.key_bytes} bytes each.")
+        return count
+
     def wire_fields(self) -> tuple[bytes, str, int, int, list[GroupSpec], str]:
         """What OpenNamespace and RestoreNamespace say of a namespace, in the order of their fields."""
         groups = list(self.groups)

@@ -37,7 +37,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         subscribe_events: bool = False,
         options: ClientOptions = DEFAULT_OPTIONS,
     ) -> None:
-        self._key_bytes = namespace.key_bytes
+        self._count_keys = namespace.count_keys
         identity = Identity(os.fspath(directory), Role.SCHEDULER, name, software, namespace)
         super().__init__(identity, options, functools.partial(SchedulerSession, events=subscribe_events))
 
@@ -56,13 +56,9 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
         """
-        counts = [self._count(item.keys) for item in groups]
-        connection = self._connection
-        connection.check_process()
-        with connection.lock:
-            future = self._session.lookup(groups, counts, time.monotonic(), again)
-            connection.flush()
-        future.waiter = connection.wait
+        counts = [self._count_keys(item.keys) for item in groups]
+        future = self._connection.call(self._session.lookup, groups, counts, time.monotonic(), again)
+        future.waiter = self._connection.wait
         return future
 
     def poll(self) -> None:
@@ -75,19 +71,13 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
     def release(self, lease_id: int) -> None:
         """End a lease. Harmless when it has ended, or its lookup is not answered yet."""
-        self._connection.check_process()
-        with self._connection.lock:
-            self._session.release(lease_id)
-            self._connection.flush()
+        self._connection.call(self._session.release, lease_id)
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         """Have the daemon forget blocks that proved unusable. Does nothing when not ready."""
         for item in groups:
-            self._count(item.keys)
-        self._connection.check_process()
-        with self._connection.lock:
-            self._session.invalidate(groups)
-            self._connection.flush()
+            self._count_keys(item.keys)
+        self._connection.call(self._session.invalidate, groups)
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
@@ -98,14 +88,5 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
         When the daemon was restarted, ``AllBlocksCleared`` comes first, since the new one's index began empty.
         """
-        self._connection.check_process()
-        if self._session.events is None:
-            return []
-        with self._connection.lock:
-            return self._session.events.take()
-
-    def _count(self, keys: bytes) -> int:
-        count, rest = divmod(len(keys), self._key_bytes)
-        if rest:
-            raise ValueError(f"{len(keys)} bytes are not a whole number of keys of {self._key_bytes} bytes each.")
-        return count
+        events = self._session.events
+        return [] if events is None else self._connection.call(events.take)

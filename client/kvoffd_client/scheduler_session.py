@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -30,6 +31,7 @@ Waiter = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
 
 
+@dataclass(slots=True, eq=False)
 class LookupFuture:
     """The answer to one lookup, now or later. Reading it never blocks; wait() does.
 
@@ -45,18 +47,15 @@ class LookupFuture:
         alive: the answer's pins still hold as far as is known: not released, not ended, same connection.
     """
 
-    __slots__ = ("alive", "answered_at", "done", "failed", "lease_id", "pinned", "states", "wait_s", "waiter")
-
-    def __init__(self, lease_id: int) -> None:
-        self.lease_id = lease_id
-        self.done = False
-        self.failed = False
-        self.states: list[bytes] = []
-        self.pinned = 0
-        self.wait_s = 0.0
-        self.answered_at = 0.0
-        self.alive = False
-        self.waiter: Waiter | None = None
+    lease_id: int
+    done: bool = False
+    failed: bool = False
+    states: list[bytes] = field(default_factory=list)
+    wait_s: float = 0.0
+    pinned: int = 0
+    answered_at: float = 0.0
+    alive: bool = False
+    waiter: Waiter | None = field(default=None, repr=False)
 
     @property
     def pending(self) -> bool:
@@ -161,11 +160,10 @@ class EventStream:
         return taken
 
     def _skip_gap(self) -> None:
-        if self._ahead:
-            first = min(self._ahead)
-            self.lost += first - self.next_sequence
-            self.next_sequence = first
-            self._deliver()
+        first = min(self._ahead)
+        self.lost += first - self.next_sequence
+        self.next_sequence = first
+        self._deliver()
 
     def _deliver(self) -> None:
         while (found := self._ahead.pop(self.next_sequence, None)) is not None:

@@ -56,8 +56,7 @@ class WorkerClient(SessionClient[WorkerSession]):
         if registration.blocks_per_key < 1 or not registration.memories or not registration.tensors:
             raise ValueError("A registration needs memory, tensors and at least one block per key.")
         self._registration = registration
-        self._key_bytes = namespace.key_bytes
-        self._group_count = len(namespace.groups)
+        self._namespace = namespace
         identity = Identity(os.fspath(directory), Role.WORKER, name, software, namespace, registration)
         super().__init__(identity, options, WorkerSession)
 
@@ -82,23 +81,13 @@ class WorkerClient(SessionClient[WorkerSession]):
         Raises:
             ValueError: a job of this id is unfinished, or lengths in ``groups`` do not fit.
         """
-        connection = self._connection
-        connection.check_process()
         self._check(groups)
-        with connection.lock:
-            self._check_new(job_id)
-            self._session.store(job_id, groups, time.monotonic())
-            connection.flush()
+        self._connection.call(self._session.store, job_id, groups, time.monotonic())
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None:
         """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``."""
-        connection = self._connection
-        connection.check_process()
         self._check(groups)
-        with connection.lock:
-            self._check_new(job_id)
-            self._session.load(job_id, lease_id, groups, time.monotonic())
-            connection.flush()
+        self._connection.call(self._session.load, job_id, lease_id, groups, time.monotonic())
 
     def take_results(self) -> list[JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -122,11 +111,8 @@ class WorkerClient(SessionClient[WorkerSession]):
         Unknown ids are ignored. Results stay for take_results().
         """
         connection, session = self._connection, self._session
-        connection.check_process()
         wanted = set(job_ids)
-        with connection.lock:
-            session.cancel(wanted)
-            connection.flush()
+        connection.call(session.cancel, wanted)
         if connection.wait(lambda: not session.has_any(wanted), timeout_s):
             return
         with connection.lock:
@@ -150,16 +136,10 @@ class WorkerClient(SessionClient[WorkerSession]):
         self._registration.close_exports()
 
     def _check(self, groups: Sequence[GroupTransfer]) -> None:
+        group_count = len(self._namespace.groups)
         for item in groups:
-            if not 0 <= item.group < self._group_count:
-                raise ValueError(f"The namespace has {self._group_count} groups; {item.group} is none of them.")
-            if len(item.keys) % self._key_bytes:
-                raise ValueError(
-                    f"{len(item.keys)} bytes are not a whole number of keys of {self._key_bytes} bytes each."
-                )
+            if not 0 <= item.group < group_count:
+                raise ValueError(f"The namespace has {group_count} groups; {item.group} is none of them.")
+            self._namespace.count_keys(item.keys)
             if len(item.block_ids) % BLOCK_ID_BYTES:
                 raise ValueError(f"{len(item.block_ids)} bytes are not a whole number of int32 block ids.")
-
-    def _check_new(self, job_id: int) -> None:
-        if job_id in self._session.jobs:
-            raise ValueError(f"Job {job_id} is unfinished; use another id.")

@@ -65,19 +65,25 @@ class WorkerSession(Session):
     # --- jobs ------------------------------------------------------------------------------------
 
     def store(self, job_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
-        """Send a store; its result comes in ``results``, at once when it cannot be sent."""
+        """Send a store; its result comes in ``results``, at once when it cannot be sent.
+
+        Raises:
+            ValueError: a job of this id is unfinished.
+        """
         request_id = self._add_job(job_id, False, groups, now)
         if request_id:
             self._submit(m.Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
-        """Send a load; its result comes in ``results``, at once when it cannot be sent."""
+        """Send a load. Otherwise as ``store``."""
         request_id = self._add_job(job_id, True, groups, now)
         if request_id:
             self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
 
     def _add_job(self, job_id: int, is_load: bool, groups: Sequence[m.GroupTransfer], now: float) -> int:
         """Enter a job; returns its request's id, or 0 when the job has failed already."""
+        if job_id in self.jobs:
+            raise ValueError(f"Job {job_id} is unfinished; use another id.")
         job = Job(job_id, self.next_request_id(), is_load, groups, now, self.generation)
         full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
         self.jobs[job_id] = job

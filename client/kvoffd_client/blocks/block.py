@@ -105,6 +105,7 @@ class Layer(TensorSpec):
         return flat.view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
+@dataclass(eq=False)
 class Shard:
     """One rank's part of a block.
 
@@ -114,11 +115,10 @@ class Shard:
         checksum: of the bytes in the pool; 0 for a block that is not from there, or was stored without checksums.
     """
 
-    def __init__(self, rank: int, spec: ShardSpec, read: Callable[[], Bytes], checksum: int) -> None:
-        self.rank = rank
-        self.spec = spec
-        self.checksum = checksum
-        self._read = read
+    rank: int
+    spec: ShardSpec
+    _read: Callable[[], Bytes] = field(repr=False)
+    checksum: int
 
     @property
     def data(self) -> Bytes:
@@ -128,7 +128,7 @@ class Shard:
     @property
     def layers(self) -> list[Layer]:
         """The shard's layers, in the order of the slot."""
-        layers = []
+        layers: list[Layer] = []
         start = 0
         for page in self.spec.pages:
             nbytes = self.spec.blocks_per_key * page.page_bytes
@@ -145,6 +145,7 @@ class Shard:
         return f"Shard(rank {self.rank}, {len(self.spec.pages)} layers)"
 
 
+@dataclass(eq=False)
 class Block(Closing):
     """What one key names: one shard for each rank. A block from the pool is read-only and pinned there until ``close``.
 
@@ -156,21 +157,12 @@ class Block(Closing):
         first_block: engine blocks at the start of each layer that were not stored.
     """
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        group: int,
-        key: bytes,
-        shards: Sequence[Shard],
-        first_block: int = 0,
-        close: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.geometry = geometry
-        self.group = group
-        self.key = key
-        self.shards = tuple(shards)
-        self.first_block = first_block
-        self._close: Callable[[], None] | None = close
+    geometry: Geometry
+    group: int
+    key: bytes
+    shards: tuple[Shard, ...]
+    first_block: int = 0
+    _close: Callable[[], None] | None = lambda: None
 
     @classmethod
     def blank(cls, geometry: Geometry, group: int = 0, key: bytes = b"") -> Block:
@@ -195,7 +187,7 @@ class Block(Closing):
             if data.nbytes != expected:
                 raise ValueError(f"The shard of rank {rank} has {expected} bytes, not {data.nbytes}.")
             parts.append(Shard(rank, geometry.shards[rank][group], _reader_of(data), 0))
-        return cls(geometry, group, key, parts, first_block)
+        return cls(geometry, group, key, tuple(parts), first_block)
 
     @property
     def closed(self) -> bool:

@@ -177,10 +177,10 @@ class BlockClient(AdminClient):
 
             return read
 
-        shards = [
+        shards = tuple(
             Shard(rank, geometry.shards[rank][group], reader(shard), int.from_bytes(shard.checksum, "big"))
             for rank, shard in enumerate(held)
-        ]
+        )
         first_block = max((shard.first_block for shard in held), default=0)
         block = Block(geometry, group, key, shards, first_block, partial(self._block_closed, lease))
         return block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from kvoffd_client.admin_client import AdminSession
@@ -20,6 +21,7 @@ OpenedPool = tuple[int, PoolOpened]
 """The pool's descriptor, which is the caller's to close, and where the pool lies in its file."""
 
 
+@dataclass(eq=False)
 class Lease:
     """Pins of this session.
 
@@ -29,10 +31,9 @@ class Lease:
         open_blocks: blocks that were opened under it and are not closed.
     """
 
-    def __init__(self, lease_id: int) -> None:
-        self.id = lease_id
-        self.alive = True
-        self.open_blocks = 0
+    id: int
+    alive: bool = True
+    open_blocks: int = 0
 
 
 class BlockSession(AdminSession):
