@@ -26,12 +26,7 @@ class WorkerClient(SessionClient[WorkerSession]):
     Every job gets exactly one result, from the daemon or, when that is gone, from the client itself.
 
     Args:
-        directory: where the daemon's sockets are.
-        namespace: opened (or joined) at every connection.
-        registration: the worker's KV memory; must outlive this client.
-        name: shown to operators.
-        software: client and engine versions, shown to operators.
-        options: timeouts and bounds.
+        registration: the worker's KV memory; must outlive this client. The other arguments are as SchedulerClient's.
 
     Raises:
         ValueError: the registration does not fit the namespace.

@@ -70,34 +70,27 @@ class WorkerSession(Session):
         Raises:
             ValueError: a job of this id is unfinished.
         """
-        request_id = self._add_job(job_id, False, groups, now)
-        if request_id:
-            self._submit(m.Store(request_id, self.token, self._registration_id, job_id, list(groups)), now)
+        self._submit(m.Store(self.next_request_id(), self.token, self._registration_id, job_id, list(groups)), now)
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a load. Otherwise as ``store``."""
-        request_id = self._add_job(job_id, True, groups, now)
-        if request_id:
-            self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
-
-    def _add_job(self, job_id: int, is_load: bool, groups: Sequence[m.GroupTransfer], now: float) -> int:
-        """Enter a job; returns its request's id, or 0 when the job has failed already."""
-        if job_id in self.jobs:
-            raise ValueError(f"Job {job_id} is unfinished; use another id.")
-        job = Job(job_id, self.next_request_id(), is_load, groups, now, self.generation)
-        full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
-        self.jobs[job_id] = job
-        self._by_request[job.request_id] = job_id
-        if self.usable and self.registration_wanted and not full:
-            return job.request_id
-        self._fail(job, ErrorCode.TOO_MANY if self.usable and full else ErrorCode.SESSION_ENDED, now)
-        return 0
+        request_id = self.next_request_id()
+        self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
 
     def _submit(self, message: m.Store | m.Load, now: float) -> None:
-        refused = self.send(message)
-        if refused is not None:
-            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
-            self._fail(self.jobs[message.job_id], code, now)
+        job_id = message.job_id
+        if job_id in self.jobs:
+            raise ValueError(f"Job {job_id} is unfinished; use another id.")
+        full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
+        job = Job(job_id, message.request_id, isinstance(message, m.Load), message.groups, now, self.generation)
+        self.jobs[job_id] = job
+        self._by_request[job.request_id] = job_id
+        if self.usable and full:
+            self._fail(job, ErrorCode.TOO_MANY, now)
+        elif not self.usable or not self.registration_wanted:
+            self._fail(job, ErrorCode.SESSION_ENDED, now)
+        elif (refused := self.send(message)) is not None:
+            self._fail(job, refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY, now)
         else:
             self._check_jobs_at = min(self._check_jobs_at, now + self.options.job_patience_s)
 

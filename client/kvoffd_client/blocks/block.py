@@ -167,12 +167,8 @@ class Block(Closing):
     @classmethod
     def blank(cls, geometry: Geometry, group: int = 0, key: bytes = b"") -> Block:
         """A block of zeros to write into, in memory of its own."""
-        return cls.of_bytes(
-            geometry,
-            group,
-            key,
-            [np.zeros(geometry.shard_bytes(rank, group), np.uint8) for rank in range(geometry.world_size)],
-        )
+        zeros = [np.zeros(geometry.shard_bytes(rank, group), np.uint8) for rank in range(geometry.world_size)]
+        return cls.of_bytes(geometry, group, key, zeros)
 
     @classmethod
     def of_bytes(
@@ -196,9 +192,8 @@ class Block(Closing):
 
     def copy(self) -> Block:
         """The same block in memory of its own: writable, and not pinned."""
-        return Block.of_bytes(
-            self.geometry, self.group, self.key, [shard.data.copy() for shard in self.shards], self.first_block
-        )
+        shards = [shard.data.copy() for shard in self.shards]
+        return Block.of_bytes(self.geometry, self.group, self.key, shards, self.first_block)
 
     def verify(self) -> None:
         """Compare all shards with their checksums. Raises BlockDamaged."""

@@ -84,11 +84,8 @@ class BlockClient(AdminClient):
 
     def restore_namespace(self, geometry: Geometry) -> bool:
         """Open a namespace without an engine, as before an import; True where it was not open."""
-        return self.ask(
-            b.RestoreNamespace,
-            *geometry.wire_fields(),
-            [list(shards) for shards in geometry.shards],
-        ).created
+        shards = [list(of_rank) for of_rank in geometry.shards]
+        return self.ask(b.RestoreNamespace, *geometry.wire_fields(), shards).created
 
     # --- reading ---------------------------------------------------------------------------------
 

@@ -156,14 +156,19 @@ def entry_room(geometry: Geometry, entry: Entry) -> int:
     return len(msgspec.json.encode(dict(tensors_of(geometry, entry, 10**18)))) + len(entry.text) + 2
 
 
+def write_at(fd: int, data: memoryview, at: int) -> None:
+    """Write all of ``data`` at an offset of a file. Raises OSError."""
+    while data:
+        written = os.pwrite(fd, data, at)
+        at += written
+        data = data[written:]
+
+
 def write_header(fd: int, geometry: Geometry, entries: Sequence[Entry], room: int) -> None:
     """Write length and header at the start of a file, padded to ``room``."""
     header = header_of(geometry, entries).ljust(room - LENGTH_BYTES)
     assert len(header) == room - LENGTH_BYTES, "room was made for more"
-    written = 0
-    data = memoryview((room - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + header)
-    while written < len(data):
-        written += os.pwrite(fd, data[written:], written)
+    write_at(fd, memoryview((room - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + header), 0)
 
 
 class BlockFile(Closing):
@@ -234,11 +239,8 @@ class BlockFile(Closing):
         self._starts: list[int] = []
         start = 0
         for entry in self.entries:
-            if (
-                entry.group >= len(geometry.groups)
-                or len(entry.key) != geometry.key_bytes
-                or len(entry.checksums) != geometry.world_size
-            ):
+            sizes = len(entry.key), len(entry.checksums)
+            if entry.group >= len(geometry.groups) or sizes != (geometry.key_bytes, geometry.world_size):
                 raise self._not_ours("its blocks do not fit its namespace")
             self._starts.append(start)
             expected.update(tensors_of(geometry, entry, start))

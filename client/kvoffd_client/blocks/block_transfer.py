@@ -24,6 +24,7 @@ from kvoffd_client.blocks.block_file import (
     entry_room,
     room_for,
     room_without_blocks,
+    write_at,
     write_header,
 )
 from kvoffd_client.errors import BlockDamaged
@@ -123,27 +124,28 @@ def _write(
     total = part.data_bytes + sum(geometry.block_bytes(group) for group, _ in wanted)
     progress(part.data_bytes, total)
     passed = part.data_bytes
-    start = 0
-    while start < len(wanted):
-        group = wanted[start][0]
-        most = max(1, BATCH_BYTES // max(1, geometry.block_bytes(group)))
-        _, run = next(groupby(wanted[start : start + most], itemgetter(0)))
+    for group, run in groupby(wanted, itemgetter(0)):
         keys = [key for _, key in run]
-        start += len(keys)
-        for block in client.get_blocks(geometry.fingerprint, keys, group):
-            if block is None:
-                done.evicted += 1
-                passed += geometry.block_bytes(group)
-                continue
-            with block:
-                try:
-                    block.verify()
-                except BlockDamaged:
-                    done.damaged.append(block.key)
-                else:
-                    done.late += not part.add(block)
-            passed += geometry.block_bytes(group)
-            progress(passed, total)
+        nbytes = geometry.block_bytes(group)
+        count = max(1, BATCH_BYTES // max(1, nbytes))
+        for start in range(0, len(keys), count):
+            for block in client.get_blocks(geometry.fingerprint, keys[start : start + count], group):
+                _write_block(part, block, done)
+                passed += nbytes
+                progress(passed, total)
+
+
+def _write_block(part: _PartialFile, block: Block | None, done: Exported) -> None:
+    if block is None:
+        done.evicted += 1
+        return
+    with block:
+        try:
+            block.verify()
+        except BlockDamaged:
+            done.damaged.append(block.key)
+        else:
+            done.late += not part.add(block)
 
 
 class _PartialFile:
@@ -233,11 +235,8 @@ class _PartialFile:
             return False
         at = self._header_room + self.data_bytes
         for shard in block.shards:
-            data = memoryview(shard.data.data)
-            while data:
-                written = os.pwrite(self._fd, data, at)
-                at += written
-                data = data[written:]
+            write_at(self._fd, shard.data.data, at)
+            at += shard.data.nbytes
         self._log_line(entry.text)
         self._add_entry(entry)
         return True
@@ -263,7 +262,6 @@ class _PartialFile:
         self._log_path.unlink()
 
     def close(self) -> None:
-        """Close the descriptors."""
         for fd in (self._fd, self._log):
             if fd >= 0:
                 os.close(fd)
