@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -35,7 +35,7 @@ from kvoffd.settings import (
 )
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd_proto.sockets import default_directory
-from kvoffd_proto.units import UnitError, exact_duration, exact_size, quoted
+from kvoffd_proto.units import exact_duration, exact_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
@@ -44,8 +44,6 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-BLOCK_ACCESS = ("off", "read", "write")
-MIN_POOL_BYTES = 1024 * 1024
 
 
 class ConfigError(Exception):
@@ -60,7 +58,7 @@ class Config:
         default_factory=default_directory,
         metadata=directory_setting("Directory of the three sockets; made with mode 0750 where it is missing."),
     )
-    pool_bytes: int = size_setting(4 * 1024**3, MIN_POOL_BYTES, "Memory for blocks, taken at the start and kept.")
+    pool_bytes: int = size_setting(4 * 1024**3, 1024**2, "Memory for blocks, taken at the start and kept.")
     log_level: str = choice_setting("info", LOG_LEVELS, "Least severity that is logged.")
     log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
     eviction_policy: str = choice_setting(DEFAULT_POLICY, POLICY_NAMES, "Which blocks go first when the pool is full.")
@@ -105,7 +103,9 @@ class Config:
         "Of those, users that may administer; where nothing is given, all of them."
     )
     block_access: str = choice_setting(
-        "off", BLOCK_ACCESS, "Whether operators may read single blocks, as export does, or write and pin them too."
+        "off",
+        ("off", "read", "write"),
+        "Whether operators may read single blocks, as export does, or write and pin them too.",
     )
     block_uids: tuple[int, ...] = ids_setting("Users who may do so; where nothing is given, root and the daemon's own.")
     http_address: str = address_setting(
@@ -160,7 +160,6 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Key in TOML and in ``kvoffd config``."""
         for unit, ending in _ENDINGS.items():
             if self.field_name.endswith(unit):
                 return self.field_name.removesuffix(unit) + ending
@@ -168,12 +167,10 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """Option on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def variable(self) -> str:
-        """Variable of the environment."""
         return f"{VARIABLE_PREFIX}{self.name.upper()}"
 
 
@@ -212,7 +209,10 @@ def load_config(
         for setting in SETTINGS:
             if setting.name in layer:
                 given, source = layer[setting.name]
-                values[setting.field_name] = _parse(setting, given, source)
+                try:
+                    values[setting.field_name] = setting.kind.parse(given)
+                except ValueError as error:
+                    raise ConfigError(f"{setting.name} ({source}): {error}.") from error
                 sources[setting.field_name] = source
     config = dataclasses.replace(Config(), **values)  # type: ignore[arg-type]
     _check_together(config, sources)
@@ -229,10 +229,9 @@ def _from_file(path: Path) -> _Layer:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror or error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ConfigError(f"The configuration file {path} is not valid TOML: {error}.") from error
-    names = {setting.name for setting in SETTINGS}
+    names = [setting.name for setting in SETTINGS]
     for key, value in table.items():
-        if key not in names:
-            raise ConfigError(_unknown(f"The key {quoted(key)} (value {quoted(value)}) in {path}", key, names))
+        _check_known(key, names, f"The key {quoted(key)} (value {quoted(value)}) in {path}")
     return {key: (value, f"file {path}") for key, value in table.items()}
 
 
@@ -240,40 +239,28 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
     by_variable = {setting.variable: setting.name for setting in SETTINGS}
     layer: _Layer = {}
     for variable in sorted(environ):
-        if not variable.startswith(VARIABLE_PREFIX) or variable == CONFIG_VARIABLE:
-            continue
-        if variable in by_variable:
-            layer[by_variable[variable]] = (environ[variable], f"variable {variable}")
-        elif not _SERVICE_LINK.fullmatch(variable):
+        ours = variable.startswith(VARIABLE_PREFIX) and variable != CONFIG_VARIABLE
+        if ours and not _SERVICE_LINK.fullmatch(variable):
             where = f"The environment variable {variable} (value {quoted(environ[variable])})"
-            raise ConfigError(_unknown(where, variable, set(by_variable)))
+            _check_known(variable, by_variable, where)
+            layer[by_variable[variable]] = (environ[variable], f"variable {variable}")
     return layer
 
 
 def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
-    by_name = {setting.name: setting for setting in SETTINGS}
-    layer: _Layer = {}
+    flag_of = {setting.name: setting.flag for setting in SETTINGS}
     for name, text in flags.items():
-        if name not in by_name:
-            raise ConfigError(_unknown(f"The flag {quoted(name)} (value {quoted(text)})", name, set(by_name)))
-        if text is not None:
-            layer[name] = (text, f"flag {by_name[name].flag}")
-    return layer
+        _check_known(name, flag_of, f"The flag {quoted(name)} (value {quoted(text)})")
+    return {name: (text, f"flag {flag_of[name]}") for name, text in flags.items() if text is not None}
 
 
-def _unknown(where: str, key: str, names: set[str]) -> str:
-    import difflib  # only errors need it
+def _check_known(key: str, names: Collection[str], where: str) -> None:
+    if key not in names:
+        import difflib  # only errors need it
 
-    close = difflib.get_close_matches(key, sorted(names), n=1)
-    advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(names))}."
-    return f"{where} is unknown; {advice}"
-
-
-def _parse(setting: Setting, given: object, source: str) -> Value:
-    try:
-        return setting.kind.parse(given)
-    except (UnitError, ValueError) as error:
-        raise ConfigError(f"{setting.name} ({source}): {error}.") from error
+        close = difflib.get_close_matches(key, sorted(names), n=1)
+        advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(names))}."
+        raise ConfigError(f"{where} is unknown; {advice}")
 
 
 def _check_together(config: Config, sources: Mapping[str, str]) -> None:

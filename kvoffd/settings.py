@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvoffd_proto.sockets import SocketPaths
 from kvoffd_proto.units import UnitError, exact_duration, exact_size, parse_duration, parse_size, quoted
@@ -24,6 +24,7 @@ class DiskSize(NamedTuple):
         return f"{self.directory}={exact_size(self.size_bytes)}"
 
 
+T = TypeVar("T")
 Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[DiskSize, ...]
 
 
@@ -37,13 +38,12 @@ class Kind:
 
     metavar: str
     parse: Callable[[object], Value]
-    show: Callable[[Value], str]
+    show: Callable[[Any], str]
     repeated: bool = False
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where the HTTP server listens."""
+class Address(NamedTuple):
+    """Where a TCP server listens."""
 
     host: str
     port: int
@@ -63,6 +63,10 @@ def parse_address(text: str) -> Address:
     return Address(host, int(port))
 
 
+def _setting(default: T, description: str, kind: Kind) -> T:
+    return field(default=default, metadata={"kind": kind, "description": description})
+
+
 def size_setting(default: int, minimum: int, description: str) -> int:
     def parse(value: object) -> int:
         # parse_size refuses what is neither text nor a whole number.
@@ -71,8 +75,7 @@ def size_setting(default: int, minimum: int, description: str) -> int:
             raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
         return size
 
-    kind = Kind("SIZE", parse, lambda value: exact_size(_whole(value)))
-    return field(default=default, metadata={"kind": kind, "description": description})
+    return _setting(default, description, Kind("SIZE", parse, exact_size))
 
 
 def duration_setting(default: float, minimum: float, description: str) -> float:
@@ -82,8 +85,7 @@ def duration_setting(default: float, minimum: float, description: str) -> float:
             raise ValueError(f"{quoted(value)} is too short; at least {exact_duration(minimum)} is needed")
         return seconds
 
-    kind = Kind("DURATION", parse, lambda value: exact_duration(float(str(value))))
-    return field(default=default, metadata={"kind": kind, "description": description})
+    return _setting(default, description, Kind("DURATION", parse, exact_duration))
 
 
 def number_setting(default: int, minimum: int, maximum: int, description: str) -> int:
@@ -98,7 +100,7 @@ def number_setting(default: int, minimum: int, maximum: int, description: str) -
             raise ValueError(f"{quoted(value)} is out of range; {minimum} to {maximum} are allowed")
         return number
 
-    return field(default=default, metadata={"kind": Kind("N", parse, str), "description": description})
+    return _setting(default, description, Kind("N", parse, str))
 
 
 def share_setting(default: float, description: str) -> float:
@@ -111,8 +113,7 @@ def share_setting(default: float, description: str) -> float:
             raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
         return share
 
-    kind = Kind("SHARE", parse, lambda value: f"{float(str(value)):.12g}")
-    return field(default=default, metadata={"kind": kind, "description": description})
+    return _setting(default, description, Kind("SHARE", parse, "{:.12g}".format))
 
 
 def choice_setting(default: str, choices: tuple[str, ...], description: str) -> str:
@@ -121,7 +122,7 @@ def choice_setting(default: str, choices: tuple[str, ...], description: str) -> 
             raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
         return value.strip().lower()
 
-    return field(default=default, metadata={"kind": Kind("|".join(choices), parse, str), "description": description})
+    return _setting(default, description, Kind("|".join(choices), parse, str))
 
 
 def ids_setting(description: str) -> tuple[int, ...]:
@@ -139,14 +140,14 @@ def ids_setting(description: str) -> tuple[int, ...]:
             ids.append(int(text))
         return tuple(sorted(set(ids)))
 
-    def show(value: Value) -> str:
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-    return field(default=(), metadata={"kind": Kind("IDS", parse, show), "description": description})
+    return _setting((), description, Kind("IDS", parse, _show_list))
 
 
-def parse_disk(text: object) -> DiskSize:
-    """Read ``DIRECTORY=SIZE``. Raises ValueError with half a sentence."""
+def _show_list(values: tuple[object, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _parse_disk(text: object) -> DiskSize:
     name, equals, size = text.strip().rpartition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not name or "\0" in name:
         raise ValueError(f"{quoted(text)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
@@ -160,12 +161,11 @@ def parse_disk(text: object) -> DiskSize:
     return DiskSize(str(path), size_bytes)
 
 
-def parse_disks(value: object) -> tuple[DiskSize, ...]:
-    """Read a list of them, or a text of them with commas between. Raises ValueError with half a sentence."""
+def _parse_disks(value: object) -> tuple[DiskSize, ...]:
     parts = [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError(f"{quoted(value)} is not a list of directories and sizes, such as /mnt/nvme0/kvoffd=500GiB")
-    disks = tuple(map(parse_disk, parts))
+    disks = tuple(map(_parse_disk, parts))
     names = [disk.directory for disk in disks]
     for name in names:
         if names.count(name) > 1:
@@ -175,15 +175,8 @@ def parse_disks(value: object) -> tuple[DiskSize, ...]:
     return disks
 
 
-def show_disks(value: object) -> str:
-    """The text that ``parse_disks`` reads back."""
-    assert isinstance(value, tuple)
-    return ",".join(map(str, value))
-
-
 def disks_setting(description: str) -> tuple[DiskSize, ...]:
-    kind = Kind("DIRECTORY=SIZE", parse_disks, show_disks, repeated=True)
-    return field(default=(), metadata={"kind": kind, "description": description})
+    return _setting((), description, Kind("DIRECTORY=SIZE", _parse_disks, _show_list, repeated=True))
 
 
 def directory_setting(description: str) -> dict[str, object]:
@@ -215,7 +208,7 @@ def file_setting(description: str) -> str:
             raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
         return str(path)
 
-    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
+    return _setting("", description, Kind("PATH", parse, str))
 
 
 def address_setting(default: str, description: str) -> str:
@@ -227,7 +220,7 @@ def address_setting(default: str, description: str) -> str:
             parse_address(text)
         return text
 
-    return field(default=default, metadata={"kind": Kind("HOST:PORT", parse, str), "description": description})
+    return _setting(default, description, Kind("HOST:PORT", parse, str))
 
 
 def path_setting(description: str, example: str) -> str:
@@ -236,9 +229,4 @@ def path_setting(description: str, example: str) -> str:
             raise ValueError(f"{quoted(value)} is not a path; name {example}")
         return value.strip()
 
-    return field(default="", metadata={"kind": Kind("PATH", parse, str), "description": description})
-
-
-def _whole(value: Value) -> int:
-    assert isinstance(value, int)
-    return value
+    return _setting("", description, Kind("PATH", parse, str))
