@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,9 +93,7 @@ class AdminServer:
             session.role = Role.ADMIN
             self._sessions[key] = session
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(
-            ZAP_DOMAIN, credentials_provider=_KnownKeys(self._keys.clients, self._post)
-        )
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, credentials_provider=self)
         settings: dict[int, int | bytes] = {
             zmq.CURVE_SERVER: 1,
             zmq.CURVE_SECRETKEY: self._keys.secret,
@@ -114,13 +111,12 @@ class AdminServer:
         }
         for option, value in settings.items():
             self._socket.setsockopt(option, value)
-        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        host, port = self._address
+        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self._socket.bind(f"tcp://{host}:{self._address.port}")
+            self._socket.bind(f"tcp://{where}")
         except zmq.ZMQError as error:
-            raise AdminServerError(
-                f"admin_address {host}:{self._address.port} cannot be listened on: {error}."
-            ) from error
+            raise AdminServerError(f"admin_address {where} cannot be listened on: {error}.") from error
         self._loop.add_reader(self._socket.FD, self._read_messages)
         logger.info(
             "Administration over %s for %d keys; the daemon's own public key is %s",
@@ -169,9 +165,13 @@ class AdminServer:
                 logger.debug("An administrator did not take the answer: %s.", error)
         return True
 
-    def _post(self, key: str) -> None:
-        """From the authenticator's thread: somebody with an unknown key was refused."""
-        self._loop.call_soon_threadsafe(self._refused, key)
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this key, in Z85, may come in. Called in the authenticator's thread."""
+        name = key.decode()
+        if name in self._keys.clients:
+            return True
+        self._loop.call_soon_threadsafe(self._refused, name)
+        return False
 
     def _refused(self, key: str) -> None:
         self._service.context.count_error(ErrorCode.FORBIDDEN)
@@ -186,19 +186,3 @@ def _key_of(frame: zmq.Frame) -> str:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
         return ""
-
-
-class _KnownKeys:
-    """Says which keys may connect, in the authenticator's thread."""
-
-    def __init__(self, known: frozenset[str], on_refusal: Callable[[str], None]) -> None:
-        self._known = known
-        self._on_refusal = on_refusal
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """Whether this key, in Z85, may come in."""
-        name = key.decode()
-        if name in self._known:
-            return True
-        self._on_refusal(name)
-        return False

@@ -28,7 +28,6 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
-from kvoffd.server.scrubber import take_checksums
 from kvoffd.server.service import Service
 from kvoffd.server.transport import SelfProbe, Transport
 from kvoffd.system.directory import DaemonDirectory
@@ -43,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
 TICK_FAILURES_LOGGED_S = 60.0
+TOUCH_LOGGED_S = 2.0
 # Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
 # be put to sleep with the GIL in its hands.
 SCRUB_REST = 3.0
@@ -156,24 +156,27 @@ class Daemon:
     async def _take_pool(self) -> Pool:
         """Take the memory and touch every page of it, telling how far it is; but for a pool that is there already."""
         config = self._config
-        pool = await asyncio.get_running_loop().run_in_executor(
-            None, open_pool, config, self._notifier, self._stored_fds
-        )
+        pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
         logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
         if pool.resident:
             return pool
-        reporter = _TouchProgress(config.pool_bytes, self._notifier)
-        started = time.monotonic()
+        started = self._touch_logged_at = time.monotonic()
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                None, lambda: pool.touch(config.touch_threads, reporter.update, self._stop.is_set)
-            )
+            await asyncio.to_thread(pool.touch, config.touch_threads, self._tell_touched, self._stop.is_set)
         except BaseException:
             pool.close()
             raise
-        seconds = time.monotonic() - started
-        logger.info("The pool is in memory after %.1f s.", seconds)
+        logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
         return pool
+
+    def _tell_touched(self, touched_bytes: int) -> None:
+        """Tell the log and systemd every few seconds how much of the pool is touched. In the touching threads."""
+        now = time.monotonic()
+        if now - self._touch_logged_at >= TOUCH_LOGGED_S:
+            self._touch_logged_at = now
+            text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._config.pool_bytes)}."
+            logger.info("%s", text)
+            self._notifier.starting(text)
 
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
@@ -233,7 +236,13 @@ class Daemon:
         except (OSError, zmq.ZMQError) as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         if self._http is not None:
-            await self._start_http(self._http)
+            try:
+                await self._http.start()
+            except KvoffdError as error:
+                # A second daemon on the node must not fail for a page that nobody asked it for.
+                if config.http_address != Config().http_address:
+                    raise
+                logger.warning("No /metrics and no probes are served: %s", error.message)
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
         disks = self._service.context.disks
@@ -243,15 +252,6 @@ class Daemon:
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)
-
-    async def _start_http(self, http: HttpServer) -> None:
-        try:
-            await http.start()
-        except KvoffdError as error:
-            # A second daemon on the node must not fail for a page that nobody asked it for.
-            if self._config.http_address != Config().http_address:
-                raise
-            logger.warning("No /metrics and no probes are served: %s", error.message)
 
     async def _main_loop(self) -> None:
         """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
@@ -288,10 +288,11 @@ class Daemon:
 
     async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
-        loop, scrubber = asyncio.get_running_loop(), self._service.context.scrubber
+        scrubber = self._service.context.scrubber
         while not self._stop.is_set() and (checks := scrubber.next_step()):
             started = time.monotonic()
-            checksums = await loop.run_in_executor(None, take_checksums, self._pool.digests, checks)
+            slots = [(check.offset, check.length) for check in checks]
+            checksums = await asyncio.to_thread(self._pool.digests, slots)
             scrubber.finish_step(checks, checksums)
             self._transport.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
@@ -340,26 +341,6 @@ class Daemon:
             await self._page_mapper
         if not self._copy_stuck:
             self._pool.close()
-
-
-class _TouchProgress:
-    """Tells the log and systemd how much of the pool is touched, every few seconds."""
-
-    def __init__(self, pool_bytes: int, notifier: Notifier, every_s: float = 2.0) -> None:
-        self._pool_bytes = pool_bytes
-        self._notifier = notifier
-        self._every_s = every_s
-        self._logged_at = time.monotonic()
-
-    def update(self, touched_bytes: int) -> None:
-        """Called from the touching threads."""
-        now = time.monotonic()
-        if now - self._logged_at < self._every_s:
-            return
-        self._logged_at = now
-        text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(self._pool_bytes)}."
-        logger.info("%s", text)
-        self._notifier.starting(text)
 
 
 async def _until(condition: Callable[[], bool], deadline: float) -> None:

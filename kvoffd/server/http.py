@@ -7,14 +7,13 @@ that an answer proves that the loop turns.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from kvoffd.errors import KvoffdError
-from kvoffd.settings import Address, parse_address
+from kvoffd.settings import parse_address
 from kvoffd_proto.messages import HealthReply
 
 logger = logging.getLogger(__name__)
@@ -51,11 +50,11 @@ class HttpServer:
     def __init__(
         self,
         address: str,
-        metrics: Callable[[], Awaitable[bytes] | bytes],
+        metrics: Callable[[], Awaitable[bytes]],
         health: Callable[[], Awaitable[HealthReply]],
         deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
-        self._wanted: Address = parse_address(address)
+        self._wanted = parse_address(address)
         self._metrics = metrics
         self._health = health
         self._deadline_s = deadline_s
@@ -65,10 +64,7 @@ class HttpServer:
     @property
     def port(self) -> int:
         """The port that is listened on; 0 before ``start``."""
-        if self._server is None or not self._server.sockets:
-            return 0
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+        return int(self._server.sockets[0].getsockname()[1]) if self._server and self._server.sockets else 0
 
     async def start(self) -> None:
         """Listen. Raises KvoffdError when the address cannot be had."""
@@ -109,11 +105,9 @@ class HttpServer:
             if answer is not None:
                 writer.write(_encode(answer))
                 await self._finish(reader, writer)
-        except (OSError, TimeoutError):
-            # The peer went away or does not read: there is nobody to tell.
-            writer.transport.abort()
-        except asyncio.CancelledError:
-            # Only close() cancels. Ending normally keeps asyncio from reporting the task as failed.
+        except (OSError, asyncio.CancelledError):
+            # The peer went away or does not read (TimeoutError): there is nobody to tell. Or close() cancels, as nobody
+            # else does; ending normally keeps asyncio from reporting the task as failed.
             writer.transport.abort()
         finally:
             self._connections.discard(task)
@@ -157,9 +151,7 @@ class HttpServer:
 
     async def _answer(self, path: bytes) -> _Answer:
         if path == b"/metrics":
-            page = self._metrics()
-            body = await page if inspect.isawaitable(page) else page
-            return _Answer(HTTPStatus.OK, body, METRICS_CONTENT_TYPE)
+            return _Answer(HTTPStatus.OK, await self._metrics(), METRICS_CONTENT_TYPE)
         if path not in (b"/healthz", b"/readyz"):
             return _sentence(HTTPStatus.NOT_FOUND, "Only /metrics, /healthz and /readyz are served.")
         health = await self._health()
@@ -175,7 +167,6 @@ def _encode(answer: _Answer) -> bytes:
         f"Content-Length: {len(answer.body)}",
         "Cache-Control: no-store",
         "Connection: close",
+        *(["Allow: GET"] if answer.status == HTTPStatus.METHOD_NOT_ALLOWED else []),
     ]
-    if answer.status == HTTPStatus.METHOD_NOT_ALLOWED:
-        head.append("Allow: GET")
     return "\r\n".join((*head, "", "")).encode() + answer.body

@@ -30,12 +30,6 @@ _BACKLOG = 128
 HELLO_DEADLINE_S = 10.0
 
 
-def peer_of(connection: socket.socket) -> Peer:
-    """Credentials of the process that connected, from the kernel."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return Peer(*_UCRED.unpack(raw))
-
-
 class _Connection:
     """One accepted stream. Is the session's Lifeline."""
 
@@ -44,7 +38,8 @@ class _Connection:
         self._server = server
         self._buffer = lifeline.FrameBuffer()
         self._fds: list[int] = []
-        self.session: Session | None = None
+        self.session: Session
+        """Set once the peer is admitted, before anything is read from it."""
 
     def fileno(self) -> int:
         return self._stream.fileno()
@@ -99,7 +94,6 @@ class _Connection:
             raise lifeline.LifelineError("Descriptors came without Attach frames.")
 
     def _attach(self, frame: lifeline.Attach) -> None:
-        assert self.session is not None
         if not self._fds:
             raise lifeline.LifelineError("An Attach frame came without its descriptor.")
         fd = self._fds.pop(0)
@@ -114,12 +108,12 @@ class _Connection:
 
     def _open_pool(self) -> None:
         """Hand out a descriptor of the pool to who may read blocks."""
-        assert self.session is not None
+        context = self._server.context
         try:
-            self._server.context.block_access.admit(self.session, write=False)
+            context.block_access.admit(self.session, write=False)
             share = self._server.open_pool()
         except KvoffdError as error:
-            self._server.context.count_error(error.code)
+            context.count_error(error.code)
             self.send(lifeline.PoolRefused(error.code, error.message))
             return
         try:
@@ -171,7 +165,7 @@ class LifelineServer:
         overdue = self.context.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections):
             session = connection.session
-            if session is not None and session.role is None and session.opened_at < overdue:
+            if session.role is None and session.opened_at < overdue:
                 logger.warning("Session %d said no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
                 self._end(connection)
 
@@ -209,7 +203,7 @@ class LifelineServer:
         connection = _Connection(stream, self)
         context = self.context
         try:
-            peer = peer_of(stream)
+            peer = Peer(*_UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
             if not may_connect(peer, context.config):
                 raise KvoffdError(
                     f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
@@ -240,19 +234,16 @@ class LifelineServer:
         except lifeline.LifelineError as error:
             self.context.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)
-            self._end(connection)
         except (EOFError, OSError):
-            self._end(connection)
+            pass
         except Exception:
             logger.exception("A lifeline failed inside the daemon.")
-            self._end(connection)
+        else:
+            return
+        self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
         """End the session; close the stream when its last copy has ended, since the peer takes EOF for just that."""
-        session = connection.session
-        if session is None:
-            connection.close()
-            return
         self.forget(connection)
-        self.context.sessions.end(session, on_drained=connection.close)
+        self.context.sessions.end(connection.session, on_drained=connection.close)
         self._on_change()

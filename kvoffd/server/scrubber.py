@@ -119,10 +119,3 @@ class Scrubber:
             format_duration(run.seconds),
             run.mismatches,
         )
-
-
-def take_checksums(
-    digests: Callable[[Sequence[tuple[int, int]]], list[int]], checks: Sequence[ChecksumCheck]
-) -> list[int]:
-    """Checksums of the slots. For any thread."""
-    return digests([(check.offset, check.length) for check in checks])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import logging
 import os
 from typing import TypeVar
@@ -29,8 +30,6 @@ MESSAGES_AT_ONCE = 256
 """Messages that are read before the loop does other work, so that completions and lifelines are not starved."""
 READ_S = 0.02
 """Or for how long they are read, in seconds: a message can be large."""
-
-
 PROBE_DEADLINE_S = 2.0
 
 AnswerT = TypeVar("AnswerT", bound=m.AnyReply)
@@ -66,10 +65,9 @@ class Transport:
         # Twice our own limit, so that frames a little too long get a reply and only absurd ones cost the connection.
         self._jobs.setsockopt(zmq.MAXMSGSIZE, 2 * self._config.max_frame_bytes)
         paths = self._directory.sockets
-        self._jobs.bind(f"ipc://{paths.jobs}")
-        self._directory.open_to_group(paths.jobs)
-        self._events.bind(f"ipc://{paths.events}")
-        self._directory.open_to_group(paths.events)
+        for socket, path in ((self._jobs, paths.jobs), (self._events, paths.events)):
+            socket.bind(f"ipc://{path}")
+            self._directory.open_to_group(path)
         self._loop.add_reader(self._jobs.FD, self._read_and_send)
 
     def close(self, linger_ms: int) -> None:
@@ -163,7 +161,7 @@ class SelfProbe:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._waiting: dict[int, asyncio.Future[m.AnyReply]] = {}
-        self._last_id = 0
+        self._ids = itertools.count(1)
         self._token = b""
 
     def open(self) -> None:
@@ -173,7 +171,7 @@ class SelfProbe:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{self._directory.sockets.jobs}")
         self._loop.add_reader(self._socket.FD, self._read)
-        hello = m.Hello(self._next_id(), self._token, m.PROTOCOL_VERSION, m.Role.ADMIN, "kvoffd's own probe", "")
+        hello = m.Hello(next(self._ids), self._token, m.PROTOCOL_VERSION, m.Role.ADMIN, "kvoffd's own probe", "")
         self._socket.send(codec.encode(hello), zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -187,7 +185,7 @@ class SelfProbe:
 
     async def health(self) -> m.HealthReply:
         """Ask for health. Raises ProbeFailed when no answer comes within the deadline."""
-        return await self._ask(m.Health(self._next_id(), self._token))
+        return await self._ask(m.Health(next(self._ids), self._token))
 
     async def works(self) -> bool:
         """Whether the message loop answers at all. Raises ProbeFailed when it does not."""
@@ -196,7 +194,7 @@ class SelfProbe:
 
     async def metrics(self) -> bytes:
         """Ask for statistics and render them as Prometheus text. Raises ProbeFailed."""
-        return render_metrics(await self._ask(m.Stats(self._next_id(), self._token)))
+        return render_metrics(await self._ask(m.Stats(next(self._ids), self._token)))
 
     async def _ask(self, request: m.Request[AnswerT]) -> AnswerT:
         future: asyncio.Future[m.AnyReply] = self._loop.create_future()
@@ -222,10 +220,6 @@ class SelfProbe:
             future = self._waiting.get(reply.request_id)
             if future is not None and not future.done():
                 future.set_result(reply)
-
-    def _next_id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
 
 def _seed_routing_ids() -> None:

@@ -21,10 +21,18 @@ async def good() -> HealthReply:
     return HealthReply(1, 1, healthy=True, ready=True, problems=[])
 
 
+async def empty() -> bytes:
+    return b""
+
+
+async def three_sessions() -> bytes:
+    return b"kvoffd_sessions 3\n"
+
+
 def on_server(
     scenario: Callable[[HttpServer], Coroutine[None, None, None]],
     *,
-    metrics: Callable[[], Awaitable[bytes] | bytes] = lambda: b"kvoffd_sessions 3\n",
+    metrics: Callable[[], Awaitable[bytes]] = three_sessions,
     health: Callable[[], Awaitable[HealthReply]] = good,
     deadline_s: float = 5.0,
 ) -> None:
@@ -218,7 +226,7 @@ async def ended(reader: asyncio.StreamReader) -> bool:
 
 def test_closing_drops_idle_connections_and_frees_the_port() -> None:
     async def run() -> None:
-        server = HttpServer("127.0.0.1:0", lambda: b"", good)
+        server = HttpServer("127.0.0.1:0", empty, good)
         await server.start()
         port = server.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -241,6 +249,6 @@ def test_an_address_in_use_is_refused_with_what_to_do() -> None:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(KvoffdError, match=rf"127\.0\.0\.1:{port} .*--http-address"):
-                await HttpServer(f"127.0.0.1:{port}", lambda: b"", good).start()
+                await HttpServer(f"127.0.0.1:{port}", empty, good).start()
 
     asyncio.run(run())
