@@ -7,7 +7,7 @@ import os
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
-from kvoffd.server.context import Context, answers
+from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_requests import find_or_open
 from kvoffd.server.session import Session
@@ -92,15 +92,13 @@ def _disks(context: Context, session: Session) -> Disks:
 def describe_namespace(context: Context, session: Session, message: b.DescribeNamespace) -> b.NamespaceDescribed:
     namespace = context.cache.namespace(message.namespace)
     ranks = [namespace.shards(rank) for rank in range(namespace.world_size)]
-    return b.NamespaceDescribed(
-        message.request_id,
-        context.epoch,
-        namespace.label,
-        namespace.world_size,
-        namespace.key_bytes,
-        list(namespace.groups),
-        namespace.description,
-        [None if shards is None else list(shards) for shards in ranks],
+    return filled(
+        b.NamespaceDescribed,
+        context,
+        namespace,
+        request_id=message.request_id,
+        groups=list(namespace.groups),
+        shards=[None if shards is None else list(shards) for shards in ranks],
     )
 
 

@@ -19,7 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.service import Service
-from kvoffd.server.session import Peer, Session, StandingLifeline
+from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.server.transport import drop_reason
 from kvoffd.settings import parse_address
 from kvoffd_proto.errors import ErrorCode
@@ -89,7 +89,7 @@ class AdminServer:
     def open(self) -> None:
         """Listen. Raises AdminServerError."""
         for key in self._keys.clients:
-            session = self._service.sessions.open(StandingLifeline(), Peer(0, NOBODY, NOBODY, key), internal=True)
+            session = self._service.sessions.open(Lifeline(), Peer(0, NOBODY, NOBODY, key), internal=True)
             session.role = Role.ADMIN
             self._sessions[key] = session
         self._authenticator.start()

@@ -99,10 +99,10 @@ class Sessions:
     def open(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
         self.check_not_stopping()
-        if not internal and self._taken() >= self._config.max_sessions:
-            raise KvoffdError(
-                f"All {self._config.max_sessions} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY
-            )
+        limit, taken = self._config.max_sessions, [session for session in self if not session.internal]
+        # Where all are taken, some may be dead already, their EOF just not read yet.
+        if not internal and len(taken) >= limit and sum(one.lifeline.alive() for one in taken) >= limit:
+            raise KvoffdError(f"All {limit} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY)
         self._last_id += 1
         token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id)
         session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log, internal=internal)
@@ -155,10 +155,3 @@ class Sessions:
             if any(registration.memory.engine.lost for registration in session.registrations.values()):
                 logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
                 self.end(session, session.lifeline.close)
-
-    def _taken(self) -> int:
-        taken = sum(not session.internal for session in self)
-        if taken < self._config.max_sessions:
-            return taken
-        # The last ones may be dead already, their EOF just not read yet.
-        return sum(not session.internal and session.lifeline.alive() for session in self)

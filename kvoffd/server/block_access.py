@@ -164,7 +164,6 @@ class BlockWriter:
         return lengths
 
     def _staging(self, session: Session, message: PutBlocks) -> ClientMemory:
-        """The mapped segment that a request names."""
         known = session.staging.get(message.segment_id)
         if known is not None:
             if known.mapped_bytes != message.segment_bytes:
@@ -186,7 +185,6 @@ class BlockWriter:
         return staging
 
     def _plan(self, job: BlockWrite, namespace: Namespace, message: PutBlocks, lengths: list[int]) -> Plan:
-        """Take slots, and say what goes where."""
         sources: list[int] = []
         slots: list[tuple[int, int]] = []
         ((address, _),) = job.client_memory.memory.spans
@@ -223,7 +221,6 @@ class BlockWrite(Job):
     """Checksums, in the order of the tickets' keys to copy."""
 
     def end(self, outcome: Outcome) -> None:
-        """Make the blocks readable, or give their slots back, and tell whoever still waits."""
         cache = self.owner.cache
         done = outcome is Outcome.DONE
         if not done:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar, cast
 
+from msgspec import Struct
+
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
@@ -28,6 +30,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
+
+StructT = TypeVar("StructT", bound=Struct)
 
 
 @dataclass
@@ -75,7 +79,6 @@ class Context:
 
     @property
     def tiering(self) -> TieringManager | None:
-        """The manager of the tiers below the pool; None while there is no tier."""
         return self.disks.tiering if self.disks is not None else None
 
     def reply(self, sender: bytes, reply: m.AnyReply) -> None:
@@ -102,7 +105,6 @@ class Context:
         return m.Error(request_id, self.epoch, code, sentence)
 
     def count_error(self, code: ErrorCode) -> None:
-        """Count an error reply or a refusal at the lifeline."""
         self.errors[code.name.lower()] += 1
 
     def flush_completions(self, session: Session) -> None:
@@ -123,6 +125,25 @@ class Context:
         limit = self.config.max_leases
         if self.cache.leases.count_of(session.id) >= limit:
             raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
+
+
+def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
+    """Return a struct: a field is ``given``, or else the attribute of the same name of the first source that has it.
+
+    A counter with the name of its field needs no line here.
+
+    Raises:
+        AttributeError: a field is nowhere to be found.
+    """
+    for name in kind.__struct_fields__:
+        if name not in given:
+            for source in sources:
+                if hasattr(source, name):
+                    given[name] = getattr(source, name)
+                    break
+            else:
+                raise AttributeError(f"Nothing that counts has {kind.__name__}.{name}.")
+    return kind(**given)
 
 
 RequestT = TypeVar("RequestT", bound=m.AnyRequest)

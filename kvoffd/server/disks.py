@@ -16,6 +16,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
+from kvoffd.server.engine_memory import Post
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
@@ -61,42 +62,29 @@ class Disk:
     """Namespaces that were cleared while it was being opened; None is all."""
 
 
+@dataclass(eq=False)
 class Disks:
-    """All directories. For the service's thread, but for what ``open_disk`` does.
+    """All directories. For the service's thread, but for what ``_open_disk`` does."""
 
-    Args:
-        open_disk: opens a directory.
-        post: has something called in the service's thread; for any thread.
-        engines_busy: whether engines' copies are under way.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        cache: BlockCache,
-        events: TierEvents,
-        clock: Callable[[], float],
-        open_disk: OpenDisk,
-        post: Callable[[Callable[[], None]], None],
-        engines_busy: Callable[[], bool],
-    ) -> None:
-        self._config = config
-        self._engines_busy = engines_busy
-        self._cache = cache
-        self._events = events
-        self._clock = clock
-        self._open_disk = open_disk
-        self._post = post
-        self._disks: dict[str, Disk] = {}
-        self._tiers = CompositeTier()
-        self._reset_count = 0
-        self._resets: dict[bytes, int] = {}
-        """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
-        self._away_since: dict[str, int] = {}
-        """By directory that was given up, the resets that it has seen."""
-        self._stopping = False
-        self.tiering: TieringManager | None = None
-        """None until the first directory is there: until then nothing knows of tiers."""
+    _config: Config
+    _cache: BlockCache
+    _events: TierEvents
+    _clock: Callable[[], float]
+    _open_disk: OpenDisk
+    _post: Post
+    _engines_busy: Callable[[], bool]
+    """Whether engines' copies are under way."""
+    _disks: dict[str, Disk] = field(default_factory=dict, init=False)
+    """By directory."""
+    _tiers: CompositeTier = field(default_factory=CompositeTier, init=False)
+    _reset_count: int = field(default=0, init=False)
+    _resets: dict[bytes, int] = field(default_factory=dict, init=False)
+    """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
+    _away_since: dict[str, int] = field(default_factory=dict, init=False)
+    """By directory that was given up, the resets that it has seen."""
+    _stopping: bool = field(default=False, init=False)
+    tiering: TieringManager | None = field(default=None, init=False)
+    """None until the first directory is there: until then nothing knows of tiers."""
 
     def attach(self, size: DiskSize) -> None:
         """Begin to open a directory. Raises KvoffdError where it is there already."""
@@ -161,7 +149,6 @@ class Disks:
                 disk.cleared.add(fingerprint)
 
     def tick(self) -> None:
-        """A few times a second."""
         if self.tiering is not None:
             self.tiering.tick()
         for disk in [one for one in self._disks.values() if one.state is State.CLOSING]:
@@ -184,7 +171,6 @@ class Disks:
         ]
 
     def __iter__(self) -> Iterator[Disk]:
-        """Every directory."""
         return iter(self._disks.values())
 
     def close(self, deadline_s: float) -> bool:
@@ -233,7 +219,7 @@ class Disks:
         try:
             tier = self._open_disk(disk.size, tiering, lambda: self._stopping or disk.unwanted)
         except OpeningStopped:
-            self._post(lambda: self._opening_stopped(disk))
+            self._post(lambda: self._forget(disk))
         except Exception as error:
             problem = error.message if isinstance(error, KvoffdError) else f"It failed inside the daemon: {error!r}."
             if not isinstance(error, KvoffdError):
@@ -242,14 +228,14 @@ class Disks:
         else:
             self._post(lambda: self._opened(disk, tier))
 
-    def _opening_stopped(self, disk: Disk) -> None:
+    def _forget(self, disk: Disk) -> None:
         self._disks.pop(disk.size.directory, None)
 
     def _failed(self, disk: Disk, problem: str) -> None:
         disk.state, disk.problem = State.FAILED, problem
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
         if disk.unwanted:
-            self._disks.pop(disk.size.directory, None)
+            self._forget(disk)
 
     def _opened(self, disk: Disk, tier: DiskTier) -> None:
         disk.tier = tier
@@ -280,19 +266,15 @@ class Disks:
             self.detach(disk.size.directory)
 
 
-def opener(pool: Pool, post: Callable[[Callable[[], None]], None]) -> OpenDisk:
+def opener(pool: Pool, post: Post) -> OpenDisk:
     """Opens directories for this pool."""
-
-    def open_disk(size: DiskSize, listener: TierListener, should_stop: Callable[[], bool]) -> DiskTier:
-        return open_disk_tier(
-            Path(size.directory),
-            size.size_bytes,
-            pool=pool.buffer,
-            digest=digest,
-            clock=time.monotonic,
-            post=post,
-            listener=listener,
-            should_stop=should_stop,
-        )
-
-    return open_disk
+    return lambda size, listener, should_stop: open_disk_tier(
+        Path(size.directory),
+        size.size_bytes,
+        pool=pool.buffer,
+        digest=digest,
+        clock=time.monotonic,
+        post=post,
+        listener=listener,
+        should_stop=should_stop,
+    )

@@ -178,7 +178,6 @@ class StoreJob(_EngineJob):
         return plan
 
     def end(self, outcome: Outcome) -> None:
-        """Make its blocks readable or give their slots back, and complete it."""
         done = outcome is Outcome.DONE
         checksums = iter(self.checksums.sums if self.checksums is not None else ())
         for ticket in self.store_tickets:
@@ -250,7 +249,6 @@ class LoadJob(_EngineJob):
         return concatenate(plans)
 
     def end(self, outcome: Outcome) -> None:
-        """Let its blocks go, and complete it."""
         if not self._apply_checksums():
             outcome = Outcome.CORRUPT
         done = outcome is Outcome.DONE

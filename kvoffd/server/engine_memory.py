@@ -37,27 +37,17 @@ class EngineMemory:
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
+@dataclass(frozen=True)
 class MemoryMapper:
-    """Maps what clients register, and knows the engine that copies each kind of memory.
+    """Maps what clients register, and knows the engine that copies each kind of memory."""
 
-    Args:
-        host: copies between memfds and the pool.
-        map_segment: maps a memfd.
-        post: brings the answers of GPUs' threads to the service's.
-        gpus: None where there is no driver.
-    """
-
-    def __init__(
-        self,
-        host: TransferEngine,
-        map_segment: Callable[[int, int], MappedSegment],
-        post: Post,
-        gpus: Gpus | None,
-    ) -> None:
-        self._host = host
-        self._map_segment = map_segment
-        self._post = post
-        self._gpus = gpus
+    _host: TransferEngine
+    """Copies between memfds and the pool."""
+    _map_segment: Callable[[int, int], MappedSegment]
+    """Maps a memfd."""
+    _post: Post
+    _gpus: Gpus | None
+    """None where there is no driver."""
 
     @property
     def kinds(self) -> list[str]:
@@ -74,7 +64,6 @@ class MemoryMapper:
 
     @property
     def problems(self) -> list[str]:
-        """Sentences for the operator."""
         return [] if self._gpus is None else self._gpus.problems
 
     def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
@@ -96,19 +85,16 @@ class MemoryMapper:
             self._gpus.map(uuid, owner, exports, lambda result: self._post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
-        """See TransferEngine."""
         self._host.expire()
         if self._gpus is not None:
             self._gpus.expire()
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        """Counters of one direction over all engines."""
         load = self._host.load_of(direction)
         return load if self._gpus is None else load.plus(self._gpus.load_of(direction))
 
     @property
     def pinning(self) -> PinProgress:
-        """How much of the pool is pinned for GPUs."""
         return PinProgress(0, 0, 0) if self._gpus is None else self._gpus.pinning
 
     def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> EngineMemory:
@@ -133,12 +119,8 @@ class MemoryMapper:
         if isinstance(memory, KvoffdError):
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
-        return EngineMemory(
-            memory.engine,
-            spans,
-            memory.node,
-            lambda on_closed: memory.close(lambda: self._post(on_closed)),
-        )
+        post = self._post
+        return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)))
 
 
 def segment_ids(handles: Sequence[Handle]) -> list[int]:

@@ -10,7 +10,7 @@ from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.admission import may_administer
-from kvoffd.server.context import Context, answers
+from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.engine_jobs import LoadJob, StoreJob
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.session import Registration, Session
@@ -47,30 +47,16 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
             f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
         )
     if session.role is None and not session.internal:
-        logger.info(
-            "Session %d: %s %s (%s), pid %d.",
-            session.id,
-            message.role,
-            message.name,
-            message.software,
-            session.peer.pid,
-        )
+        said = session.id, message.role, message.name, message.software, session.peer.pid
+        logger.info("Session %d: %s %s (%s), pid %d.", *said)
     session.role, session.name, session.software = message.role, message.name, message.software
-    limits = m.Limits(
-        config.max_frame_bytes,
-        config.max_keys_per_request,
-        config.max_jobs_in_flight,
-        config.max_leases,
-        config.max_registrations,
-        config.max_segments,
-    )
     return m.Welcome(
         message.request_id,
         context.epoch,
         session.id,
         __version__,
         [*context.memory.kinds, "kv_events"],
-        limits,
+        filled(m.Limits, config),
         context.sessions.credit_of(session),
         round(config.lease_ttl_s * 1000),
         round(config.heartbeat_interval_s * 1000),
@@ -114,12 +100,7 @@ def find_or_open(context: Context, message: m.OpenNamespace | RestoreNamespace) 
     if message.namespace not in known and len(known) >= limit:
         raise KvoffdError(f"{limit} namespaces are open, the limit; raise max_namespaces.", ErrorCode.TOO_MANY)
     namespace, created = context.cache.open_namespace(
-        message.namespace,
-        message.label,
-        message.world_size,
-        message.key_bytes,
-        message.groups,
-        message.description,
+        message.namespace, message.label, message.world_size, message.key_bytes, message.groups, message.description
     )
     if created:
         # A subscriber that knew an earlier life of the daemon must forget what it believed.

@@ -15,7 +15,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import PoolShare
 from kvoffd.server.admission import may_connect
 from kvoffd.server.context import Context
-from kvoffd.server.session import Peer, Session
+from kvoffd.server.session import Lifeline, Peer, Session
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
@@ -30,7 +30,7 @@ _BACKLOG = 128
 HELLO_DEADLINE_S = 10.0
 
 
-class _Connection:
+class _Connection(Lifeline):
     """One accepted stream. Is the session's Lifeline."""
 
     def __init__(self, stream: socket.socket, server: LifelineServer) -> None:
@@ -45,7 +45,6 @@ class _Connection:
         return self._stream.fileno()
 
     def alive(self) -> bool:
-        """Ask the kernel whether the peer still holds its end."""
         if self._stream.fileno() < 0:
             return False
         # Not by peeking: what a peer wrote before it died would hide that it died.
@@ -152,7 +151,6 @@ class LifelineServer:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Stop listening and end every session."""
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()

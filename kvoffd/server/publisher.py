@@ -39,12 +39,10 @@ class EventPublisher:
         """Number of the next message."""
 
     def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        """Blocks became readable."""
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_CPU, None, group))
 
     def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        """Blocks left the index."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
 
     def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
@@ -53,16 +51,13 @@ class EventPublisher:
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
 
     def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
-        """Blocks are in no tier below the pool any more."""
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
 
     def cleared(self, namespace: Namespace) -> None:
-        """The namespace holds no block any more."""
         self._add(namespace, AllBlocksCleared())
 
     @property
     def has_news(self) -> bool:
-        """Whether something happened since the last flush."""
         return bool(self._pending)
 
     def flush(self) -> list[Frames]:

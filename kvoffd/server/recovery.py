@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
@@ -63,16 +64,13 @@ def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
 def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
     if stored:
         _discard_stored(notifier, stored)
-    backing = FileBacking(Path(config.pool_file))
-    try:
+    with closing(FileBacking(Path(config.pool_file))) as backing:
         pool = _make_pool(config, backing)
         try:
             backing.publish()
         except BaseException:
             pool.close()
             raise
-    finally:
-        backing.close()
     return pool
 
 
@@ -82,11 +80,8 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     if stored_pair is None and stored:
         logger.warning("The pool starts empty. systemd did not keep one pool and one table: %s.", _count_names(stored))
         _discard_stored(notifier, stored)
-    backing = MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))
-    try:
+    with closing(MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))) as backing:
         pool = _make_pool(config, backing)
-    finally:
-        backing.close()
     if not pool.adopted:
         pool_fd, table_fd = pool.memory_fds
         notifier.store_fds(POOL_NAME, [pool_fd])

@@ -4,39 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
-from typing import TypeVar
-
-from msgspec import Struct
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
-from kvoffd.server.context import Context, answers
+from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disk
 from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
-
-StructT = TypeVar("StructT", bound=Struct)
-
-
-def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
-    """Return a struct: a field is ``given``, or else the attribute of the same name of the first source that has it.
-
-    A counter with the name of its field needs no line here.
-
-    Raises:
-        AttributeError: a field is nowhere to be found.
-    """
-    for name in kind.__struct_fields__:
-        if name not in given:
-            for source in sources:
-                if hasattr(source, name):
-                    given[name] = getattr(source, name)
-                    break
-            else:
-                raise AttributeError(f"Nothing that counts has {kind.__name__}.{name}.")
-    return kind(**given)
 
 
 @answers(m.Stats)
@@ -101,7 +77,6 @@ def health(context: Context, session: Session, message: m.Health) -> m.HealthRep
 
 @answers(m.Sessions)
 def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
-    """The open sessions, oldest first."""
     return m.SessionsReply(
         message.request_id, context.epoch, [_session_info(context, one) for one in _shown_sessions(context)]
     )
@@ -109,7 +84,6 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
 
 @answers(m.Namespaces)
 def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
-    """The open namespaces, in the order in which they were opened."""
     infos = [
         _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in _shown_sessions(context)))
         for namespace in context.cache.namespaces

@@ -38,15 +38,7 @@ if HANDLERS.keys() != m.EXCHANGES.keys():
 
 
 class Service:
-    """Sessions, requests and jobs of one daemon.
-
-    Args:
-        engine: copies between memfds and the pool.
-        post: has something called soon in the thread that runs this object; for any thread.
-        gpus: None where there is no CUDA driver.
-        open_disk: opens a directory of the disk tier; None where there can be none.
-        max_attached: descriptors that all sessions together may have attached and not registered.
-    """
+    """Sessions, requests and jobs of one daemon. Its arguments are explained where the parts that take them are."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
@@ -35,26 +35,15 @@ class Peer:
         return f"key {self.key}" if self.key else f"uid {self.uid}"
 
 
-class Lifeline(Protocol):
-    """The session's stream, as much of it as the service needs."""
+class Lifeline:
+    """The session's stream, as much of it as the service needs. As it is here it lasts as long as the daemon."""
 
     def alive(self) -> bool:
         """Whether the peer still holds its end, asked of the kernel now, not of an event that may be queued."""
-        ...
-
-    def close(self) -> None:
-        """Close the stream. The peer takes this for the end of the session."""
-        ...
-
-
-class StandingLifeline:
-    """The lifeline of a session that lasts as long as the daemon."""
-
-    def alive(self) -> bool:
         return True
 
     def close(self) -> None:
-        pass
+        """Close the stream. The peer takes this for the end of the session."""
 
 
 class CompletionLog:
@@ -128,7 +117,6 @@ class ClientMemory:
         self._close_if_idle()
 
     def job_started(self) -> None:
-        """A job took addresses inside the memory."""
         assert self._on_closed is None, "memory that is being closed takes no jobs"
         self.jobs += 1
 

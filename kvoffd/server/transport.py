@@ -17,7 +17,7 @@ import zmq
 from kvoffd.observe.metrics import render_metrics
 from kvoffd.server.admission import filter_peers
 from kvoffd.server.service import Service
-from kvoffd.server.session import Peer, StandingLifeline
+from kvoffd.server.session import Lifeline, Peer
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -166,7 +166,7 @@ class SelfProbe:
 
     def open(self) -> None:
         """Connect and say Hello. Raises zmq.ZMQError."""
-        session = self._service.sessions.open(StandingLifeline(), Peer(0, 0, 0), internal=True)
+        session = self._service.sessions.open(Lifeline(), Peer(0, 0, 0), internal=True)
         self._token = session.token
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(f"ipc://{self._directory.sockets.jobs}")
@@ -188,7 +188,6 @@ class SelfProbe:
         return await self._ask(m.Health(next(self._ids), self._token))
 
     async def works(self) -> bool:
-        """Whether the message loop answers at all. Raises ProbeFailed when it does not."""
         await self.health()
         return True
 

@@ -13,7 +13,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.block_access import BlockWriter
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
-from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
+from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.system.mappings import map_memfd
 from kvoffd.transfer.engine import Outcome, Transfer
 from kvoffd.transfer.host_engine import HostEngine
@@ -37,7 +37,7 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
 
     runner = JobRunner(rig.cache, rig.clock, 10.0, call)
     writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, call, None), 0, runner)
-    session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)
         shards = [[PutShard(0, b"\x01" * 8)] * 2]
@@ -69,7 +69,7 @@ def test_a_write_whose_copy_hangs_is_refused_and_keeps_its_slots_until_the_copy_
     runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
     memory_mapper = MemoryMapper(engine, map_memfd, lambda what: what(), None)
     writer = BlockWriter(Config(), rig.cache, memory_mapper, 0, runner)
-    session = Session(1, b"t" * 16, Peer(0, 0, 0), StandingLifeline(), 0.0, CompletionLog(1, 1))
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
     free_bytes = rig.slots.free_bytes
     with SharedMemory(SLOT_UNIT, "put") as memory:
         session.segments[1] = os.dup(memory.fd)

@@ -22,7 +22,7 @@ from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.block_access import BlockAccess
-from kvoffd.server.session import CompletionLog, Peer, Session, StandingLifeline
+from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd_client import SharedMemory
 from kvoffd_proto import blocks as b
 from kvoffd_proto import codec, lifeline
@@ -200,7 +200,7 @@ def test_an_administrator_over_tcp_opens_no_blocks() -> None:
     cache = CacheHarness(regions=1, region_bytes=65536).cache
     near, far = Peer(1, 0, 0), Peer(0, 0, 0, "a public key")
     for peer in (near, far):
-        session = Session(1, bytes(16), peer, StandingLifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)
+        session = Session(1, bytes(16), peer, Lifeline(), 0.0, CompletionLog(1, 1), role=m.Role.ADMIN)
         if peer is near:
             BlockAccess(config, cache).admit(session, write=True)
             continue

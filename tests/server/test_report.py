@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffd.server.report import filled
+from kvoffd.server.context import filled
 from kvoffd_proto.messages import LatencyStats
 
 
