@@ -143,7 +143,7 @@ def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
     other = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told(agreed), (0, 1): told(other)})
     assert any("disagree on" in line and "weights_dtype" in line for line in said)
-    assert not scheduler._manager._client.ready
+    assert not scheduler._manager.client.ready
 
 
 def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(

@@ -216,14 +216,14 @@ def test_a_reset_drops_the_namespace_after_running_jobs_ended_and_believes_nothi
     lease_id = harness.client.asked[0][0].lease_id
     harness.manager.prepare_store(KEYS[1:], context)
     harness.client.reset_works = False
-    harness.manager.begin_reset(reports_due=2)
+    harness.manager.reset.begin(reports_due=2)
     harness.manager.reset_cache()
     assert harness.client.released == [lease_id]
     assert harness.results(context) == [LookupResult.MISS] * 3
     assert harness.manager.has_pending_work()
-    harness.manager.reset_report(1)
+    harness.manager.reset.report(1)
     assert harness.client.resets == 0
-    harness.manager.reset_report(1)
+    harness.manager.reset.report(1)
     assert not harness.manager.has_pending_work()
     wait_until(lambda: harness.client.resets > 0)
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == []

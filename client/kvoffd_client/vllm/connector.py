@@ -68,14 +68,13 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         for result in self._kvoffd_worker.get_finished():
             assert isinstance(result, KvoffdTransferResult)
             meta = self._connector_worker_meta
-            is_load = result.job_id in self._load_jobs
+            request_id = self._load_jobs.pop(result.job_id, None)
             if result.transfer_time is not None and result.transfer_size is not None:
-                direction = meta.transfer_stats.load if is_load else meta.transfer_stats.store
+                direction = meta.transfer_stats.store if request_id is None else meta.transfer_stats.load
                 direction.record(result.transfer_size, result.transfer_time)
             meta.mark_completed(result.job_id)
             if result.failed is not None:
                 meta.failed_jobs[result.job_id] = result.failed
-            request_id = self._load_jobs.pop(result.job_id, None)
             if request_id is not None:
                 received.add(request_id)
                 if not result.success:
@@ -93,7 +92,6 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         return meta
 
     def shutdown(self) -> None:
-        """End the connection to the daemon."""
         super().shutdown()
         self._connector_worker_meta = KvoffdWorkerMetadata()
 
@@ -182,7 +180,7 @@ class KvoffdConnector(OffloadingConnector):
         except NamespacesDiffer as reason:
             logger.error("kvoffd: the engine runs without the daemon. %s Please report this.", reason)
             return
-        self._manager.join(namespace)
+        self._manager.client.join(namespace)
         logger.info(
             "kvoffd: namespace %s (%s), daemon in %s.",
             namespace.fingerprint.hex()[:16],
@@ -198,8 +196,7 @@ class KvoffdConnector(OffloadingConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
         self._begin_lookup(request)
-        matched: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return matched
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
@@ -226,9 +223,8 @@ class KvoffdConnector(OffloadingConnector):
         """
         due = {job_id: job.pending_count for job_id, job in self.connector_scheduler._jobs.items()}
         self._reset_jobs.update(due)
-        self._manager.begin_reset(sum(due.values()))
-        done: bool | None = super().reset_cache()
-        return done
+        self._manager.reset.begin(sum(due.values()))
+        return super().reset_cache()
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -259,7 +255,7 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.load_failed(job.req_id, job.keys, failed)
 
     def _reset_report(self, job_id: int, count: int) -> None:
-        self._manager.reset_report(count)
+        self._manager.reset.report(count)
         self._reset_jobs[job_id] -= count
         if self._reset_jobs[job_id] <= 0:
             del self._reset_jobs[job_id]
@@ -286,15 +282,11 @@ def _name_spec(kv_transfer_config: Any) -> None:
 def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions, role: KVConnectorRole) -> EngineSetup:
     offloading = build_offloading_config(vllm_config, kv_cache_config)
     group_ids = tuple(group.group_id for group in offloading.groups)
+    shard_bytes = shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk)
     namespace = None
     if role == KVConnectorRole.WORKER:
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
-    return EngineSetup(
-        options=options,
-        namespace=namespace,
-        group_ids=group_ids,
-        shard_bytes=shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk),
-    )
+    return EngineSetup(options, namespace, group_ids, shard_bytes)
 
 
 def _choose_load_failure_policy(kv_transfer_config: Any, options: ConnectorOptions) -> None:

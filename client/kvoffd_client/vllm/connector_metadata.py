@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,12 +115,11 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
         merged = super().aggregate(other)
         if not isinstance(other, KvoffdWorkerMetadata):
             other = KvoffdWorkerMetadata()
-        credits: Sequence[int] = [item for item in (self.credit_bytes, other.credit_bytes) if item is not None]
         return KvoffdWorkerMetadata(
             completed_jobs=merged.completed_jobs,
             transfer_stats=merged.transfer_stats,
             failed_jobs={**other.failed_jobs, **self.failed_jobs},
-            credit_bytes=min(credits) if credits else None,
+            credit_bytes=min((c for c in (self.credit_bytes, other.credit_bytes) if c is not None), default=None),
             usable=self.usable and other.usable,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
 
@@ -36,12 +38,12 @@ class Counters:
     """The manager's counters since the last call of take()."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._connected: bool | None = None
 
     def count(self, name: str) -> None:
         """Add one to a counter of DEFINITIONS."""
-        self._counts[name] = self._counts.get(name, 0) + 1
+        self._counts[name] += 1
 
     def take(self, connected: bool) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None when nothing was."""
@@ -51,5 +53,5 @@ class Counters:
         for name, count in self._counts.items():
             stats.increase_counter(name, count)
         stats.set_gauge(CONNECTED, int(connected))
-        self._counts, self._connected = {}, connected
+        self._counts, self._connected = Counter(), connected
         return stats

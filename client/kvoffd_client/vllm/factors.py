@@ -18,11 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import hash_block_tokens, resolve_none_hash_seed
-from vllm.v1.kv_cache_interface import (
-    UniformTypeKVCacheSpecs,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-)
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvoffd_client.vllm import release_of
 from kvoffd_client.vllm.connector_options import ConnectorOptions
@@ -255,12 +251,16 @@ def _digest_of(files: list[Path]) -> str:
                 total.update(content)
                 offsets = _tensor_offsets(content, 8 + header, size)
             else:
-                step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
-                offsets = list(range(0, size, step))
+                offsets = _spread(0, size)
             for offset in offsets:
                 file.seek(offset)
                 total.update(file.read(SAMPLE_BYTES))
     return total.hexdigest()
+
+
+def _spread(begin: int, end: int) -> list[int]:
+    """Return where to sample what has no known parts."""
+    return list(range(begin, end, max(SAMPLE_BYTES, (end - begin) // SAMPLES_PER_FILE)))
 
 
 def _safetensors_header(prefix: bytes, size: int) -> int:
@@ -277,6 +277,6 @@ def _tensor_offsets(header: bytes, base: int, size: int) -> list[int]:
     except (ValueError, KeyError, TypeError, AttributeError):
         spans = []
     if not spans:
-        return list(range(base, size, max(SAMPLE_BYTES, (size - base) // SAMPLES_PER_FILE)))
+        return _spread(base, size)
     step = max(1, -(-len(spans) // SAMPLES_PER_FILE))
     return [base + (int(begin) + int(end)) // 2 for begin, end in spans[::step]]

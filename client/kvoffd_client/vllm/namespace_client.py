@@ -17,7 +17,7 @@ PAUSE_S = 0.2
 
 
 class NamespaceClient:
-    """A SchedulerClient that is made when the workers have told their namespace. Before that it is not connected.
+    """A SchedulerClient that is made once the workers have reported their namespace; before that it is not connected.
 
     Args:
         make: returns the client of a namespace.

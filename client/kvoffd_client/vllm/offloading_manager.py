@@ -18,9 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm import connector_stats as stats
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, NO_LEASE, FailedJob, KeyedSpec
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceReset
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
@@ -102,7 +101,8 @@ class KvEventTranslator:
                 continue
             medium = Medium.STORAGE if event.medium == MEDIUM_STORAGE else Medium.CPU
             announced = self._announced[medium]
-            named = [self._key(block_hash, event.group_idx) for block_hash in event.block_hashes]
+            group_id = self._group_ids[event.group_idx or 0]
+            named = [make_offload_key(block_hash, group_id) for block_hash in event.block_hashes]
             removed = not isinstance(event, BlockStored)
             keys = [key for key in named if (key in announced) == removed]
             if removed:
@@ -113,9 +113,6 @@ class KvEventTranslator:
                 announced.update(dict.fromkeys(keys))
                 translated.append(OffloadingEvent(keys=keys, medium=medium, removed=False))
         return translated
-
-    def _key(self, block_hash: bytes, index: int | None) -> OffloadKey:
-        return make_offload_key(block_hash, self._group_ids[index or 0])
 
 
 def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
@@ -129,12 +126,16 @@ class KvoffdManager(OffloadingManager):
         lookup_settings: what the lookups of all requests share, the connection to the daemon among it.
         store_window: stores under way.
         event_translator: translates KV events; None when the engine publishes none.
+
+    Attributes:
+        client: the connection to the daemon.
+        reset: drops the namespace in the daemon; begun before reset_cache() is called.
     """
 
     def __init__(
         self, lookup_settings: LookupSettings, store_window: StoreWindow, event_translator: KvEventTranslator | None
     ) -> None:
-        self._client = lookup_settings.client
+        self.client = lookup_settings.client
         self._lookup_settings = lookup_settings
         self._positions = lookup_settings.positions
         self._store_window = store_window
@@ -143,15 +144,11 @@ class KvoffdManager(OffloadingManager):
         self._loading: dict[str, PendingLookup] = {}
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
-        self._reset = NamespaceReset(self._client.reset)
+        self.reset = NamespaceReset(self.client.reset)
         self._usable = True
         self._credit_reported = False
 
     # --- what the connector calls beyond vLLM's interface ---
-
-    def join(self, namespace: NamespaceSpec) -> None:
-        """Connect to the namespace that the workers told."""
-        self._client.join(namespace)
 
     def begin_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
         """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""
@@ -177,7 +174,7 @@ class KvoffdManager(OffloadingManager):
             lookups.mark_load_failed()
         if failed.error in BLOCKS_UNUSABLE:
             failed_keys = failed.keys or enumerate(KeyedSpec.of(keys, self._positions).groups)
-            self._client.invalidate([GroupKeys(group, hashes) for group, hashes in failed_keys if hashes])
+            self.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed_keys if hashes])
         logger.warning(
             "kvoffd: a load of %d blocks failed; request %s is recomputed. %s", len(keys), request_id, _reason(failed)
         )
@@ -197,14 +194,6 @@ class KvoffdManager(OffloadingManager):
             logger.warning(
                 "kvoffd: the workers' KV memory cannot be shared with the daemon; the engine runs without it."
             )
-
-    def begin_reset(self, reports_due: int) -> None:
-        """Prepare for reset_cache(): ``reports_due`` worker reports of running jobs are still to come."""
-        self._reset.begin(reports_due)
-
-    def reset_report(self, count: int) -> None:
-        """Take note that ``count`` reports came of jobs that ran at the last reset."""
-        self._reset.report(count)
 
     # --- vLLM's interface ---
 
@@ -238,10 +227,10 @@ class KvoffdManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         lookups = self._lookups.get(req_context.req_id)
         answer = lookups.take() if lookups is not None else None
-        if answer is not None:
-            self._loading[req_context.req_id] = answer
-        lease_id = answer.ticket.lease_id if answer is not None else NO_LEASE
-        return KeyedSpec.of(keys, self._positions, lease_id)
+        if answer is None:
+            return KeyedSpec.of(keys, self._positions)
+        self._loading[req_context.req_id] = answer
+        return KeyedSpec.of(keys, self._positions, answer.ticket.lease_id)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._lookup_settings.release(self._loading.pop(req_context.req_id, None))
@@ -249,12 +238,12 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         lookups = self._lookups.get(req_context.req_id)
         wanted: list[OffloadKey] = []
-        if self._may_use_daemon and self._client.ready:
+        if self._may_use_daemon and self.client.ready:
             window = self._store_window
             wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
         if wanted:
             if not self._credit_reported:
-                self._store_window.credit_bytes = self._client.credit_bytes
+                self._store_window.credit_bytes = self.client.credit_bytes
             if not self._store_window.open:
                 self._counters.count(stats.DEFERRED_STORES)
                 return None
@@ -272,11 +261,11 @@ class KvoffdManager(OffloadingManager):
             lookups.release()
 
     def has_pending_work(self) -> bool:
-        return bool(self._deferred) or self._reset.flushing
+        return bool(self._deferred) or self.reset.flushing
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         translator = self._event_translator
-        return translator.translate(self._client.take_events()) if translator is not None else ()
+        return translator.translate(self.client.take_events()) if translator is not None else ()
 
     def reset_cache(self) -> None:
         for lookups in self._lookups.values():
@@ -288,16 +277,16 @@ class KvoffdManager(OffloadingManager):
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._counters.take(self._client.ready)
+        return self._counters.take(self.client.ready)
 
     def shutdown(self) -> None:
-        self._reset.close()
-        self._client.close()
+        self.reset.close()
+        self.client.close()
 
     @property
     def _may_use_daemon(self) -> bool:
         """Whether the workers can share their memory, and no reset makes the daemon's blocks stale."""
-        return self._usable and not self._reset.due
+        return self._usable and not self.reset.due
 
 
 def _reason(failed: FailedJob) -> str:

@@ -268,11 +268,8 @@ class RequestLookups:
             group = wanted[self.settings.positions[key[-GROUP_ID_BYTES:]]]
             if key not in group:  # the daemon refuses a key that is there twice
                 group.append(key)
-        message = [
-            GroupKeys(index, b"".join([key[:-GROUP_ID_BYTES] for key in keys]))
-            for index, keys in enumerate(wanted)
-            if keys
-        ]
+        hashes = [b"".join([key[:-GROUP_ID_BYTES] for key in keys]) for keys in wanted]
+        message = [GroupKeys(index, joined) for index, joined in enumerate(hashes) if joined]
         self.timeout_counted = False
         ticket = self.settings.client.lookup(message, again=self.answer is not None and self.answer.ticket.pending)
         # Keys beyond the limit get places behind the last state, which reads as absent.
