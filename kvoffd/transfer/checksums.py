@@ -79,10 +79,7 @@ class SlotChecksums:
         return [(self._pool_address + offset, length) for offset, length in self._slots]
 
     def complete(self, sums: Sequence[int], must_end: Callable[[], Outcome | None]) -> Outcome | None:
-        """Take the checksums from a copier that read the slots anyway; read those slots for which it has 0.
-
-        Where ``sums`` is empty, read every slot. Returns as ``run`` does.
-        """
+        """As ``run``, but take the checksums that a copier has already; it has 0, or no ``sums`` at all, for others."""
         if not sums:
             return self.run(must_end)
         self.sums[:] = sums
@@ -94,8 +91,7 @@ class SlotChecksums:
     def run(self, must_end: Callable[[], Outcome | None], first: int = 0, stop: int | None = None) -> Outcome | None:
         """Read the slots from ``first`` on, before ``stop``, unless ``must_end`` says that the transfer must end now.
 
-        Returns how the transfer must end: CORRUPT where a slot has another checksum than expected; None when it may go
-        on.
+        Returns how it must end, CORRUPT where a slot has another checksum than expected; None when it may go on.
         """
         begin, stop = first, len(self) if stop is None else stop
         while begin < stop:
@@ -112,11 +108,9 @@ class SlotChecksums:
 
 
 class ChecksumThreadPool:
-    """Threads that run tasks, first in first out. Daemon threads, unlike an executor's: a GPU may hang them for ever.
+    """Threads that run tasks, first in first out, after ``on_start``.
 
-    Args:
-        name: of the threads.
-        on_start: called by each thread first.
+    They are daemon threads, unlike an executor's: a GPU may hang them for ever.
     """
 
     def __init__(self, name: str, count: int, on_start: Callable[[], None]) -> None:
@@ -133,10 +127,7 @@ class ChecksumThreadPool:
         self._tasks.put(task)
 
     def join(self, deadline: float) -> bool:
-        """End the threads when all tasks are done, and wait for that until ``deadline`` (of ``time.monotonic``).
-
-        Returns False when a thread still runs. Nothing may be submitted any more.
-        """
+        """End the threads after all tasks; False when one still runs at ``deadline`` (of ``time.monotonic``)."""
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -174,11 +165,9 @@ class StoreChecksums:
     def __post_init__(self) -> None:
         self._claim_slots = max(1, _CLAIM_BYTES * len(self._checksums) // max(1, self._checksums.nbytes()))
         self._lock = threading.Lock()
-        self._next = 0
-        """The first slot that no thread has claimed."""
+        self._next = 0  # the first slot that no thread has claimed
         self._copied = False
-        self._unfinished = 1 + self._threads
-        """How many of the copy and the threads that follow it are not done."""
+        self._unfinished = 1 + self._threads  # the copy and the threads that follow it
         self._outcome = Outcome.DONE
 
     def follow_copy(self) -> None:

@@ -83,10 +83,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def cancel(self, transfer: Transfer) -> bool:
-        """Take a transfer back that has not started and call its ``on_done`` with CANCELLED.
-
-        Returns False, and changes nothing, when it runs or has ended.
-        """
+        """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
 
     def abandon(self, transfer: Transfer) -> None:
         """End the transfer as FAILED at its next step, or before it starts. Its memory is in use until ``on_done``."""

@@ -44,13 +44,8 @@ class _Copying(ctypes.Structure):
 class HostCopy:
     """One plan, copied step by step. The addresses must be mapped: a wrong one kills the process.
 
-    Args:
-        slots: address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
-            taken along the way.
-        library: the compiled library; this installation's when None.
-
-    Raises:
-        NotCompiled: kvoffd was installed without it.
+    ``slots`` are address and length in bytes of the slots that a store fills, in the plan's order; their checksums are
+    taken along the way. Raises NotCompiled when kvoffd was installed without the library.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
@@ -70,20 +65,15 @@ class HostCopy:
         return int(self._step(self._reference, limit_bytes))
 
     def sums(self) -> list[int]:
-        """Return the XXH3 checksum (64 bits) of each full slot; 0 of one that is not, and where others must take it.
+        """Return the XXH3 checksum (64 bits) of each full slot; 0 where others must take it.
 
-        Others must take it of a slot of less than 241 bytes, of one that is not filled from its first byte on, and of
-        one that hashes to 0.
+        That is of a slot of less than 241 bytes, of one that is not filled from its first byte on, or hashes to 0.
         """
         return self._sums.tolist()
 
 
 def try_out(library: Native) -> None:
-    """Copy a little in pieces of odd sizes: a loop that was compiled wrongly must not write engines' memory.
-
-    Raises:
-        NotCompiled: it was compiled wrongly.
-    """
+    """Copy a little in pieces of odd sizes: a loop that was compiled wrongly must not write engines' memory."""
     source = np.arange(4096, dtype=np.uint8) * np.uint8(7)
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES

@@ -90,10 +90,8 @@ class ChecksumThreads(NamedTuple):
 class Lane:
     """A queue and one thread for each copier. Everything mutable is guarded by ``_wake``.
 
-    Args:
-        name: of the threads.
-        clock: what deadlines are measured on, in seconds.
-        checksum_threads: None for a lane without stores, or whose copiers take the checksums themselves.
+    Deadlines are measured on ``clock``, in seconds. A lane without stores, or whose copiers take the checksums
+    themselves, has no ``checksum_threads``.
     """
 
     def __init__(
@@ -113,10 +111,9 @@ class Lane:
         self._wake = threading.Condition()
         self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
         self._running: dict[Transfer, CopyProgress] = {}
+        # Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
-        """Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU."""
-        self._awaiting_checksums = 0
-        """How many transfers still run although their copy is done."""
+        self._awaiting_checksums = 0  # transfers that still run although their copy is done
         self._stopped = False
         self._busy_seconds = 0.0
         self._bytes = 0
@@ -177,11 +174,8 @@ class Lane:
             waiting = [transfer for transfer in self._queue if now >= transfer.deadline]
             for transfer in waiting:
                 del self._queue[transfer]
-            late = [
-                transfer
-                for transfer in self._running
-                if transfer not in self._overdue and now >= transfer.deadline + OVERDUE_GRACE_S
-            ]
+            over = [transfer for transfer in self._running if now >= transfer.deadline + OVERDUE_GRACE_S]
+            late = [transfer for transfer in over if transfer not in self._overdue]
             starved = [transfer for transfer in self._overdue if _wants_cpu(self._running[transfer].thread_id)]
             self._overdue.update(dict.fromkeys(late + starved, now))
         for transfer in waiting:

@@ -38,21 +38,18 @@ MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 
 
-class MemLocation(ctypes.Structure):
-    """CUmemLocation."""
+# The structs are those of cuda.h: CUmemLocation, CUmemAccessDesc and so on.
 
+
+class MemLocation(ctypes.Structure):
     _fields_ = (("type", ctypes.c_uint), ("id", ctypes.c_int))
 
 
 class MemAccessDesc(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", MemLocation), ("flags", ctypes.c_uint))
 
 
 class MemAllocationProp(ctypes.Structure):
-    """CUmemAllocationProp."""
-
     _fields_ = (
         ("type", ctypes.c_uint),
         ("requested_handle_types", ctypes.c_uint),
@@ -62,9 +59,7 @@ class MemAllocationProp(ctypes.Structure):
     )
 
 
-class MemcpyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes (since 12.8)."""
-
+class MemcpyAttributes(ctypes.Structure):  # since 12.8
     _fields_ = (
         ("src_access_order", ctypes.c_uint),
         ("src_loc_hint", MemLocation),
@@ -74,8 +69,6 @@ class MemcpyAttributes(ctypes.Structure):
 
 
 class IpcMemHandle(ctypes.Structure):
-    """CUipcMemHandle."""
-
     _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
 
 
@@ -158,9 +151,6 @@ class CudaLibrary:
     devices and contexts need ``cuInit``; all calls about memory, streams and events need a context that is current in
     the calling thread.
 
-    Args:
-        path: of libcuda.
-
     Attributes:
         call_failed: the exception for a call that failed.
         library_missing: the exception for a driver that is not there, or is too old.
@@ -224,11 +214,9 @@ class CudaLibrary:
         return self._number(_INT, "cuDeviceGetCount")
 
     def device(self, ordinal: int) -> int:
-        """Return the driver's handle of a device."""
         return self._number(_INT, "cuDeviceGet", ordinal)
 
     def device_name(self, device: int) -> str:
-        """Return the product's name."""
         return self._text("cuDeviceGetName", device)
 
     def device_uuid(self, device: int) -> bytes:

@@ -15,17 +15,13 @@ LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
 
 class CudaError(cuda.CudaCallFailed, KvoffdClientError):
-    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``."""
+    """A call of the driver failed."""
 
 
 class ExportDriver(cuda.CudaLibrary):
-    """The driver library as an exporter uses it. See CudaLibrary.
+    """The driver library at a path, KVOFFD_CUDA_LIBRARY or the system's when None, as an exporter uses it.
 
-    Args:
-        library: path of libcuda; KVOFFD_CUDA_LIBRARY or the system's when None.
-
-    Raises:
-        KvoffdClientError: it is not there, or is too old.
+    See CudaLibrary. Raises KvoffdClientError when it is not there, or is too old.
     """
 
     call_failed = CudaError
@@ -89,7 +85,6 @@ class GpuSegment:
     """Exported GPU memory of this process, contiguous in its addresses.
 
     Attributes:
-        address: where it begins in this process.
         gpu_uuid: 16 bytes; a MIG instance has its own.
         chunk_bytes: sizes of its allocations, in the order of their addresses; just one for ordinary memory.
         handle: the 64-byte IPC handle of ordinary memory; None for memory of the virtual memory API.
@@ -118,11 +113,7 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
 
     All lie on one GPU. A span of the virtual memory API may lie in many chunks; chunks that follow each other are one
     segment. The segments are in the order of their addresses; they export whole allocations, so that they may hold more
-    than the spans.
-
-    Raises:
-        NotExportable: this memory cannot be exported.
-        KvoffdClientError: there is no driver.
+    than the spans. Raises NotExportable, and KvoffdClientError when there is no driver.
     """
     if not spans:
         return []

@@ -44,8 +44,7 @@ STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.schedule
 class KvoffdConnectorWorker(OffloadingConnectorWorker):
     """vLLM's worker half, where a failed transfer is reported and is no assertion error.
 
-    Attributes:
-        failed_recving: requests whose load failed since the last report.
+    ``failed_recving`` are the requests whose load failed since the last report.
     """
 
     def __init__(self, spec: KvoffdSpec, vllm_config: Any, kv_cache_config: Any) -> None:
@@ -104,11 +103,8 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
 class KvoffdConnector(OffloadingConnector):
     """Offloads KV blocks to the kvoffd daemon of this machine. A daemon that is away, slow or dying is a cache miss.
 
-    Args:
-        vllm_config, role, kv_cache_config: as vLLM's KVConnectorFactory passes them.
-
-    Raises:
-        ValueError: an option in kv_connector_extra_config is wrong, or the engine uses what kvoffd cannot follow.
+    vLLM's KVConnectorFactory makes it. Raises ValueError when an option in kv_connector_extra_config is wrong, or the
+    engine uses what kvoffd cannot follow.
     """
 
     connector_scheduler: Any

@@ -54,10 +54,8 @@ def group_transfers(
     """Return vLLM's block list and our keys as the groups of a job.
 
     vLLM gives per group the number of blocks and the index, in the request, of the first of them; blocks of a key
-    before that one are left out.
-
-    Raises:
-        TransferMismatch: a group's blocks do not end where its keys end (a store), or not inside the last key (a load).
+    before that one are left out. Raises TransferMismatch when a group's blocks do not end where its keys end (a store),
+    or not inside the last key (a load).
     """
     if len(blocks.group_sizes) != len(keyed.groups):
         raise TransferMismatch(f"{len(blocks.group_sizes)} groups of blocks for {len(keyed.groups)} groups of keys.")

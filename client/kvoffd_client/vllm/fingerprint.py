@@ -48,7 +48,6 @@ class EngineFactors:
         revision: the revision asked for.
         weights: digest of a local model's files, or the hub's commit (see ``factors.weights_identity``).
         model_config: digest of the model's configuration after overrides (rope scaling among it).
-        weights_dtype: dtype the weights are held in.
         quantization: weight quantization method, empty for none.
         kv_cache_dtype: dtype of the KV cache, resolved.
         dummy_weights: the engine runs with made-up weights (load_format dummy).
@@ -58,16 +57,11 @@ class EngineFactors:
         hash_probe: hash of a fixed token list, in hex: algorithm, seed and scheme in one value.
         hash_lookahead_tokens: tokens after a block that its hash covers too (0.33, speculative decoding).
         private: empty; or the engine's id, when nobody else can share its blocks (random hash seed, scales of its own).
-        tensor_parallel, pipeline_parallel, prefill_context_parallel, decode_context_parallel: sizes.
         world_size: workers, hence shards of a block.
-        kv_layout: vLLM's KV cache layout.
-        canonical_layout: vLLM's option of that name.
-        device_type: cpu, cuda, ...
         device_name: the device model, since kernels of another one may lay out pages differently.
         attention_backend: the backends in use.
         model_runner: v1 or v2.
         speculative: digest of what speculative decoding adds (draft layers have KV), empty for none.
-        salt: the option of that name.
         groups: KV cache groups, by index on the wire.
     """
 

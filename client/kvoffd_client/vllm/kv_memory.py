@@ -43,7 +43,6 @@ class SharedKvMemory(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace that one call."""
         kwargs = kwargs or {}
         if func is torch.zeros and _is_kv_backing(args, kwargs):
             memory = SharedMemory(args[0], name="kvoffd-kv")
@@ -53,14 +52,11 @@ class SharedKvMemory(TorchFunctionMode):
 
 
 def _is_kv_backing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    size = args[0] if len(args) == 1 else None
+    if kwargs.get("dtype") is not torch.int8 or not isinstance(size, int) or size <= 0:
+        return False
     device = kwargs.get("device")
-    return (
-        len(args) == 1
-        and isinstance(args[0], int)
-        and args[0] > 0
-        and kwargs.get("dtype") is torch.int8
-        and (device is None or torch.device(device).type == "cpu")
-    )
+    return device is None or torch.device(device).type == "cpu"
 
 
 def registration_of(
@@ -73,10 +69,7 @@ def registration_of(
     """Return what the daemon must know of a worker's KV tensors: where in shared memory they lie.
 
     ``layers`` describes the pages of each group (see ``describe_layers``); it is left out where it does not fit the
-    tensors.
-
-    Raises:
-        NotShareable: a tensor lies in no memory that can be shared.
+    tensors. Raises NotShareable when a tensor lies in no memory that can be shared.
     """
     kinds = {cache.tensor.device.type for cache in kv_caches.tensors}
     found: tuple[Sequence[SharedMemory | GpuSegment], list[TensorLayout]]
@@ -128,8 +121,7 @@ def export_tensors(
 ) -> tuple[list[GpuSegment], list[TensorLayout]]:
     """Export the GPU memory that a worker's KV tensors lie in; return it and where in it each tensor lies.
 
-    Raises:
-        NotShareable: the driver cannot export it.
+    Raises NotShareable when the driver cannot export it.
     """
     try:
         segments = export([_span(cache.tensor) for cache in kv_caches.tensors])
@@ -171,12 +163,8 @@ def describe_layers(
 ) -> tuple[tuple[LayerSpec, ...], ...]:
     """Return for each layer of each group what a page of it holds, for whoever opens a block outside an engine.
 
-    Nothing is decided by it.
-
-    Args:
-        kv_caches: vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in whatever order of memory.
-        groups: layer names of the offloaded groups.
-        num_blocks: blocks of vLLM's manager.
+    Nothing is decided by it. ``kv_caches`` are vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in
+    whatever order of memory; ``num_blocks`` counts the blocks of vLLM's manager.
     """
     return tuple(tuple(_describe(name, kv_caches.get(name), num_blocks) for name in names) for names in groups)
 

@@ -17,11 +17,7 @@ PAUSE_S = 0.2
 
 
 class NamespaceClient:
-    """A SchedulerClient that is made once the workers have reported their namespace; before that it is not connected.
-
-    Args:
-        make: returns the client of a namespace.
-    """
+    """A SchedulerClient that is made when the workers have reported their namespace, and not connected before that."""
 
     def __init__(self, make: Callable[[NamespaceSpec], SchedulerClient]) -> None:
         self._make = make
@@ -47,8 +43,7 @@ class NamespaceClient:
         return self._client.credit_bytes if self._client is not None else 0
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
-        """Only after ``ready`` was True."""
-        assert self._client is not None
+        assert self._client is not None, "ready before"
         return self._client.lookup(groups, again)
 
     def release(self, lease_id: int) -> None:
@@ -61,7 +56,7 @@ class NamespaceClient:
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         # Without a namespace there is nothing to drop.
-        return self._client.reset(timeout_s) if self._client is not None else True
+        return self._client is None or self._client.reset(timeout_s)
 
     def take_events(self) -> list[KvEvent]:
         return self._client.take_events() if self._client is not None else []
@@ -76,9 +71,7 @@ class NamespaceReset:
     """Drops the namespace's blocks after a change of weights: asks the daemon, in a thread, until it confirms.
 
     The engine never waits for it. While ``due``, nothing that the daemon holds may be used: it is of other weights.
-
-    Args:
-        drop: drops the namespace, waits at most the given seconds, returns whether the daemon confirmed.
+    ``drop`` drops the namespace, waits at most the given seconds, and returns whether the daemon confirmed.
     """
 
     def __init__(self, drop: Callable[[float], bool]) -> None:

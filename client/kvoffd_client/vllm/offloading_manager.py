@@ -36,10 +36,8 @@ class StoreWindow:
 
     The credit is soft: one offer may pass it. An offer is all the new blocks of a request's step, and a part of it
     would be worth little (vLLM does not offer the rest again, and a prefix without its sliding windows is no hit); an
-    offer larger than the whole credit would otherwise never be made.
-
-    Args:
-        shard_bytes: bytes of one worker's shard of a block, by a key's last four bytes.
+    offer larger than the whole credit would otherwise never be made. ``shard_bytes`` are those of one worker's shard of
+    a block, by a key's last four bytes.
     """
 
     def __init__(self, shard_bytes: Mapping[bytes, int]) -> None:
@@ -80,10 +78,8 @@ class KvEventTranslator:
     """Translates the daemon's KV events to vLLM's, and remembers which blocks were announced.
 
     vLLM's stream also speaks of the engine's own cache, and its ``AllBlocksCleared`` means both. So when the daemon's
-    blocks are gone at once, each block that was announced is removed by name instead.
-
-    Args:
-        group_ids: vLLM's group id by index on the wire.
+    blocks are gone at once, each block that was announced is removed by name instead. ``group_ids`` are vLLM's, by
+    index on the wire.
     """
 
     def __init__(self, group_ids: Sequence[int]) -> None:
@@ -122,10 +118,7 @@ def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
 class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss.
 
-    Args:
-        lookup_settings: what the lookups of all requests share, the connection to the daemon among it.
-        store_window: stores under way.
-        event_translator: translates KV events; None when the engine publishes none.
+    ``event_translator`` is None when the engine publishes no KV events.
 
     Attributes:
         client: the connection to the daemon.

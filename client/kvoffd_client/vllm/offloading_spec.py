@@ -39,7 +39,6 @@ class EngineSetup:
     """What the connector knows and vLLM's spec interface has no place for.
 
     Attributes:
-        options: from kv_connector_extra_config.
         namespace: what a worker derived; None in the scheduler, which is told by the workers.
         group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
@@ -60,15 +59,10 @@ SETUP: ContextVar[EngineSetup] = ContextVar("kvoffd_engine_setup")
 
 
 class KvoffdSpec(OffloadingSpec):
-    """vLLM's OffloadingSpec for the daemon. Only KvoffdConnector can build it.
-
-    Raises:
-        RuntimeError: built by another connector.
-    """
+    """vLLM's OffloadingSpec for the daemon. Only KvoffdConnector can build it; elsewhere it raises RuntimeError."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        """Return every metric that the manager may emit."""
         return dict(DEFINITIONS)
 
     def __init__(self, config: OffloadingConfig) -> None:

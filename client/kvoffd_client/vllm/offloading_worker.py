@@ -88,7 +88,6 @@ class KvoffdWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call."""
         finished: list[TransferResult] = [self._local_results.popleft() for _ in range(len(self._local_results))]
         if self._client is not None:
             finished.extend(_transfer_result(result) for result in self._client.take_results())
@@ -125,7 +124,6 @@ class KvoffdWorker(OffloadingWorker):
             self._client = self._connect()
 
     def shutdown(self) -> None:
-        """End the connection. Repeatable."""
         if self._sender is not None:
             self._sender.close()
         if self._client is not None:

@@ -26,12 +26,9 @@ class KeyStatus(Enum):
 
     HIT = auto()
     MISS = auto()
-    PENDING = auto()
-    """The daemon reads the block from disk, and the request waits for it."""
-    RETRY = auto()
-    """The answer has not come yet."""
-    TIMED_OUT = auto()
-    """A miss only because the answer did not come before the deadline."""
+    PENDING = auto()  # the daemon reads the block from disk, and the request waits for it
+    RETRY = auto()  # the answer has not come yet
+    TIMED_OUT = auto()  # a miss only because the answer did not come before the deadline
 
 
 class PendingLookup:
@@ -80,7 +77,6 @@ class LookupSettings:
     """What the lookups of all requests of an engine have in common.
 
     Attributes:
-        client: the connection to the daemon.
         positions: from a key's last four bytes to its group's index on the wire.
         deadline_s: an unanswered lookup counts as a miss after this many seconds.
         refresh_s: age at which an answer with misses is asked for again, and pause after a failed lookup, in seconds.
@@ -110,7 +106,6 @@ class RequestLookups:
     """The lookups of one request.
 
     Attributes:
-        settings: shared by all requests.
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force is kept until it is replaced.
         last_answer: also after its lease was released; tells what need not be stored.
@@ -119,8 +114,6 @@ class RequestLookups:
         from_disk: keys that the daemon read, or was to read, from disk for this request.
         disk_wait_since: when the first answer came in which something was pending; None before.
         disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
-        disk_wait_counted: that it does not was counted.
-        timeout_counted: that the pending lookup timed out was counted.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 

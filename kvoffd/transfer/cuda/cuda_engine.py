@@ -61,7 +61,6 @@ class CudaEngine(LaneEngine):
 
     Args:
         context: the device's primary context, retained by the caller until after ``close``.
-        is_pinned: tells which pool addresses are pinned.
         name: of the GPU, for logs.
         locality: where its copy threads should run.
         clock: what deadlines are measured on, in seconds.

@@ -17,10 +17,9 @@ class NoSuchGpu(KvoffdError):
 
 
 class Device(NamedTuple):
-    """One GPU, or one MIG instance."""
+    """One GPU, or one MIG instance; ``ordinal`` is the driver's number for it in this process."""
 
     ordinal: int
-    """The driver's number for it in this process."""
     uuid: bytes
     whole_uuid: bytes
     """The GPU's UUID; another one than ``uuid`` where the device is a MIG instance of that GPU."""

@@ -13,26 +13,19 @@ _BATCH_SYMBOL = b"cuMemcpyBatchAsync"
 
 
 class CudaError(cuda.CudaCallFailed, KvoffdError):
-    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``."""
+    """A call of the driver failed."""
 
     code = ErrorCode.COPY_FAILED
 
 
 class CudaMissing(KvoffdError):
-    """There is no CUDA driver here."""
+    """There is no CUDA driver here, or it is too old."""
 
     code = ErrorCode.UNSUPPORTED
 
 
 class CudaDriver(cuda.CudaLibrary):
-    """The driver library as the daemon uses it. See CudaLibrary.
-
-    Args:
-        library: path of libcuda; the system's when it is empty.
-
-    Raises:
-        CudaMissing: it is not there, or is too old.
-    """
+    """The driver library at a path, the system's when it is empty, as the daemon uses it. See CudaLibrary."""
 
     call_failed = CudaError
     library_missing = CudaMissing

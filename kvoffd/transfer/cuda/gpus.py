@@ -30,15 +30,11 @@ _LANES_CLOSE_S = 10.0
 
 @dataclass(frozen=True, eq=False)
 class GpuMemory:
-    """A registration's memory on one GPU. Its methods may be called from any thread and never wait.
-
-    Attributes:
-        segments: mapped memory, in the order of the handles.
-        engine: copies to and from it.
-    """
+    """A registration's memory on one GPU. Its methods may be called from any thread and never wait."""
 
     _gpu: Gpu
     segments: list[GpuSegment]
+    """In the order of the handles."""
     engine: TransferEngine
 
     @property
@@ -111,7 +107,6 @@ class Gpu:
         self._control.submit_always(task)
 
     def close(self, timeout_s: float) -> bool:
-        """See ``ControlThread.close``."""
         return self._control.close(timeout_s)
 
     # --- in the control thread --------------------------------------------------------------------
@@ -177,11 +172,7 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none at all before the first ``map``.
 
-    Args:
-        pool_address: of the pool, touched already.
-        pool_bytes: of the pool.
-        clock: what deadlines are measured on, in seconds.
-        library: path of libcuda; see CudaDriver.
+    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda.
     """
 
     def __init__(
@@ -217,7 +208,6 @@ class Gpus:
 
     @property
     def pinning(self) -> PinProgress:
-        """How much of the pool is pinned."""
         return self._pool.progress if self._driver is not None else PinProgress(0, 0, 0)
 
     def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:

@@ -58,8 +58,7 @@ class GpuSegment:
     def close(self) -> None:
         """Unmap the memory, so that it is free once the engine is gone too. Repeatable. No copy of it may run.
 
-        Raises:
-            CudaError: a part could not be unmapped; the other parts are.
+        Raises CudaError when a part could not be unmapped; the other parts are.
         """
         self._undo.close()
 
@@ -87,10 +86,8 @@ class GpuMappings:
     def open(self, owner: bytes, exports: Sequence[IpcExport | VmmExport]) -> list[GpuSegment]:
         """Map all segments of registration ``owner``, or none.
 
-        Raises:
-            UnmappableHandle: the driver refuses one.
-            OutOfBounds: an allocation is smaller than it was said to be.
-            KvoffdError: a handle is still open for another registration.
+        Raises UnmappableHandle, OutOfBounds when an allocation is smaller than it was said to be, and KvoffdError when
+        a handle is still open for another registration.
         """
         with ExitStack() as undo:
             segments = []

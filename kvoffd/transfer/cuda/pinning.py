@@ -40,10 +40,8 @@ class PinnedPool:
     Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as ``iterate_steps``
     cuts, lies in two of them.
 
-    Args:
-        address: of the pool, on a page boundary; its pages have been touched.
-        size_bytes: of the pool.
-        chunk_bytes: bytes pinned at a time; a multiple of STEP_BYTES.
+    The pool's address is on a page boundary, and its pages have been touched. ``chunk_bytes`` are pinned at a time: a
+    multiple of STEP_BYTES.
     """
 
     def __init__(self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -123,10 +121,8 @@ class _PinRun(threading.Thread):
         before: _PinRun | None,
     ) -> None:
         super().__init__(name="kvoffd-pin", daemon=True)
-        self._driver = driver
-        self._device = device
-        self._chunks = chunks
-        self._pinned = pinned
+        self._driver, self._device = driver, device
+        self._chunks, self._pinned = chunks, pinned
         self._before = before
         self._registered: list[int] = []
         self._stopping = threading.Event()
