@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
-
 from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.wire import (
     ADMIN,
@@ -26,18 +24,19 @@ from kvoffd_proto.wire import (
     Request,
     Section,
     Wire,
+    doc,
     exchange,
 )
 
 CHECKSUM_BYTES = 8
 
-Keys = Annotated[bytes, Meta(description="Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
 Checksum = Annotated[
     bytes,
-    Meta(
+    doc(
+        "XXH3 of the shard's bytes: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none.",
         min_length=CHECKSUM_BYTES,
         max_length=CHECKSUM_BYTES,
-        description="XXH3 of the shard's bytes: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none.",
     ),
 ]
 
@@ -52,15 +51,15 @@ PUT_PRESENT = 2
 class PageSpec(Wire, frozen=True):
     """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
 
-    page_bytes: Annotated[int, Meta(ge=1, lt=2**31, description="Bytes of an engine block that belong to the layer.")]
-    layer: Annotated[LayerSpec | None, Meta(description="What they are; nil where the engine did not tell.")] = None
+    page_bytes: Annotated[int, doc("Bytes of an engine block that belong to the layer.", ge=1, lt=2**31)]
+    layer: Annotated[LayerSpec | None, doc("What they are; nil where the engine did not tell.")] = None
 
 
 class ShardSpec(Wire, frozen=True):
     """One rank's shard of a group's block: its layers' pages, layer after layer."""
 
-    blocks_per_key: Annotated[int, Meta(ge=1, lt=65536, description="Engine blocks that one key covers.")]
-    pages: Annotated[list[PageSpec], Meta(max_length=65536, description="Layers, in the order of the slot.")]
+    blocks_per_key: Annotated[int, doc("Engine blocks that one key covers.", ge=1, lt=65536)]
+    pages: Annotated[list[PageSpec], doc("Layers, in the order of the slot.", max_length=65536)]
 
 
 def shard_bytes_of(shard: ShardSpec) -> int:
@@ -68,20 +67,18 @@ def shard_bytes_of(shard: ShardSpec) -> int:
     return shard.blocks_per_key * sum(page.page_bytes for page in shard.pages)
 
 
-RankSpec = Annotated[list[ShardSpec], Meta(max_length=1024)]
+RankSpec = Annotated[list[ShardSpec], doc(max_length=1024)]
 
 
 class NamespaceDescribed(Reply, frozen=True):
     """Answer to DescribeNamespace."""
 
-    label: Annotated[str, Meta(description="Name for operators.")]
-    world_size: Annotated[int, Meta(ge=1, description="Shards that make a block.")]
-    key_bytes: Annotated[int, Meta(ge=1, description="Length of a block hash in bytes.")]
-    groups: Annotated[list[GroupSpec], Meta(description="KV cache groups.")]
-    description: Annotated[str, Meta(description="What the fingerprint was made of, as JSON.")]
-    shards: Annotated[
-        list[RankSpec | None], Meta(description="By rank and group; nil for a rank of which no worker registered.")
-    ]
+    label: Annotated[str, doc("Name for operators.")]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
+    shards: Annotated[list[RankSpec | None], doc("By rank and group; nil for a rank of which no worker registered.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -99,14 +96,12 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     """
 
     namespace: Fingerprint
-    label: Annotated[str, Meta(max_length=256, description="Name for operators, such as the model's.")]
-    world_size: Annotated[int, Meta(ge=1, le=4096, description="Shards that make a block.")]
-    key_bytes: Annotated[int, Meta(ge=8, le=64, description="Length of a block hash in bytes.")]
-    groups: Annotated[list[GroupSpec], Meta(min_length=1, max_length=1024, description="KV cache groups, by index.")]
-    description: Annotated[
-        str, Meta(max_length=65536, description="What the fingerprint was made of, as JSON, for display.")
-    ]
-    shards: Annotated[list[RankSpec], Meta(min_length=1, max_length=4096, description="By rank and group.")]
+    label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
+    world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
+    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=1024)]
+    description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
+    shards: Annotated[list[RankSpec], doc("By rank and group.", min_length=1, max_length=4096)]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -115,19 +110,19 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
 class BlockInfo(Wire, frozen=True):
     """One block."""
 
-    key: Annotated[bytes, Meta(description="Its hash.")]
-    state: Annotated[int, Meta(ge=0, le=2, description="1 while a shard is lacking, 2 ready.")]
-    slot_bytes: Annotated[ByteCount, Meta(description="Pool bytes of its slots.")]
-    pins: Annotated[Count, Meta(description="Leases, loads and operators that hold it.")]
-    pinned: Annotated[bool, Meta(description="An operator has pinned it.")]
+    key: Annotated[bytes, doc("Its hash.")]
+    state: Annotated[int, doc("1 while a shard is lacking, 2 ready.", ge=0, le=2)]
+    slot_bytes: Annotated[ByteCount, doc("Pool bytes of its slots.")]
+    pins: Annotated[Count, doc("Leases, loads and operators that hold it.")]
+    pinned: Annotated[bool, doc("An operator has pinned it.")]
 
 
 class BlocksListed(Reply, frozen=True):
     """Answer to ListBlocks."""
 
-    blocks: Annotated[list[BlockInfo], Meta(description="Blocks that are still there.")]
-    next_position: Annotated[Count, Meta(description="Where the next page begins; 0 when there is none.")]
-    total: Annotated[Count, Meta(description="Keys noted for the first page.")]
+    blocks: Annotated[list[BlockInfo], doc("Blocks that are still there.")]
+    next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
+    total: Annotated[Count, doc("Keys noted for the first page.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -139,32 +134,26 @@ class ListBlocks(Request[BlocksListed], frozen=True):
 
     namespace: Fingerprint
     group: GroupIndex
-    position: Annotated[Count, Meta(description="0, or ``next_position`` of the page before.")] = 0
-    limit: Annotated[int, Meta(ge=1, le=4096, description="Blocks of the page.")] = 1024
-    prefix: Annotated[str, Meta(max_length=128, description="First hex digits of the keys wanted.")] = ""
-    pinned: Annotated[bool, Meta(description="Only those that an operator has pinned.")] = False
+    position: Annotated[Count, doc("0, or ``next_position`` of the page before.")] = 0
+    limit: Annotated[int, doc("Blocks of the page.", ge=1, le=4096)] = 1024
+    prefix: Annotated[str, doc("First hex digits of the keys wanted.", max_length=128)] = ""
+    pinned: Annotated[bool, doc("Only those that an operator has pinned.")] = False
 
 
 class HeldShard(Wire, frozen=True):
     """Where one rank's shard of a block lies."""
 
-    offset_bytes: Annotated[ByteCount, Meta(description="In the pool.")]
-    length: Annotated[ByteCount, Meta(description="Bytes of the shard.")]
+    offset_bytes: Annotated[ByteCount, doc("In the pool.")]
+    length: Annotated[ByteCount, doc("Bytes of the shard.")]
     checksum: Checksum
-    first_block: Annotated[
-        Count, Meta(description="Engine blocks at the start of each layer that hold nothing that was stored.")
-    ]
+    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
 
 
 class BlocksGot(Reply, frozen=True):
     """Answer to GetBlocks."""
 
-    blocks: Annotated[
-        list[list[HeldShard] | None], Meta(description="Per key its shards, by rank; nil where it is not ready.")
-    ]
-    ttl_ms: Annotated[
-        int, Meta(ge=0, description="Life of the lease without renewal, in milliseconds; 0 without blocks.")
-    ]
+    blocks: Annotated[list[list[HeldShard] | None], doc("Per key its shards, by rank; nil where it is not ready.")]
+    ttl_ms: Annotated[int, doc("Life of the lease without renewal, in milliseconds; 0 without blocks.", ge=0)]
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -186,16 +175,14 @@ class GetBlocks(Request[BlocksGot], frozen=True):
 class PutShard(Wire, frozen=True):
     """Where one rank's shard of a block lies in the attached segment."""
 
-    offset_bytes: Annotated[ByteCount, Meta(description="In the segment.")]
+    offset_bytes: Annotated[ByteCount, doc("In the segment.")]
     checksum: Checksum
 
 
 class BlocksPut(Reply, frozen=True):
     """Answer to PutBlocks."""
 
-    states: Annotated[
-        bytes, Meta(description="One byte a key: 0 no room, 1 stored, 2 it was there or is being written already.")
-    ]
+    states: Annotated[bytes, doc("One byte a key: 0 no room, 1 stored, 2 it was there or is being written already.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -207,17 +194,15 @@ class PutBlocks(Request[BlocksPut], frozen=True):
     """
 
     namespace: Fingerprint
-    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Id under which the memfd was attached.")]
-    segment_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Bytes of it to map.")]
+    segment_id: Annotated[Count, doc("Id under which the memfd was attached.")]
+    segment_bytes: Annotated[int, doc("Bytes of it to map.", ge=1, le=2**63 - 1)]
     group: GroupIndex
     keys: Keys
     shards: Annotated[
-        list[Annotated[list[PutShard], Meta(max_length=4096)]],
-        Meta(max_length=65536, description="Per key its shards, by rank; each as long as the namespace's are."),
+        list[Annotated[list[PutShard], doc(max_length=4096)]],
+        doc("Per key its shards, by rank; each as long as the namespace's are.", max_length=65536),
     ]
-    first_block: Annotated[
-        int, Meta(ge=0, lt=65536, description="Engine blocks of key 0 that hold nothing, at its start.")
-    ] = 0
+    first_block: Annotated[int, doc("Engine blocks of key 0 that hold nothing, at its start.", ge=0, lt=65536)] = 0
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -230,4 +215,4 @@ class PinBlocks(Request[Done], frozen=True):
     namespace: Fingerprint
     group: GroupIndex
     keys: Keys
-    pin: Annotated[bool, Meta(description="False unpins. Blocks that are in that state already are not counted.")]
+    pin: Annotated[bool, doc("False unpins. Blocks that are in that state already are not counted.")]

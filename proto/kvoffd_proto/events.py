@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
+
+from kvoffd_proto.wire import doc
 
 KV_TOPIC_PREFIX = b"kv@"
 SESSION_TOPIC_PREFIX = b"session@"
@@ -34,22 +36,22 @@ def session_topic(epoch: int, session_id: int) -> bytes:
 class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
     """Blocks of one group are in a tier from now on. What is in the pool can be read, what is on disk brought up."""
 
-    block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks, oldest first.")]
-    parent_block_hash: Annotated[bytes | None, Meta(description="Always nil: the daemon knows no chains.")]
-    token_ids: Annotated[list[int], Meta(description="Always empty: the daemon sees no tokens.")]
-    block_size: Annotated[int, Meta(ge=0, description="Tokens of one block of the group.")]
-    lora_id: Annotated[int | None, Meta(description="Always nil: it is part of the hash.")]
-    medium: Annotated[str | None, Meta(description="The tier: CPU for the pool, STORAGE for disks.")]
-    lora_name: Annotated[str | None, Meta(description="Always nil: it is part of the hash.")]
-    group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
+    block_hashes: Annotated[list[bytes], doc("Hashes of the blocks, oldest first.")]
+    parent_block_hash: Annotated[bytes | None, doc("Always nil: the daemon knows no chains.")]
+    token_ids: Annotated[list[int], doc("Always empty: the daemon sees no tokens.")]
+    block_size: Annotated[int, doc("Tokens of one block of the group.", ge=0)]
+    lora_id: Annotated[int | None, doc("Always nil: it is part of the hash.")]
+    medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
+    lora_name: Annotated[str | None, doc("Always nil: it is part of the hash.")]
+    group_idx: Annotated[int | None, doc("KV cache group of the blocks.")] = None
 
 
 class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
     """Blocks of one group are not in that tier any more."""
 
-    block_hashes: Annotated[list[bytes], Meta(description="Hashes of the blocks.")]
-    medium: Annotated[str | None, Meta(description="The tier: CPU for the pool, STORAGE for disks.")]
-    group_idx: Annotated[int | None, Meta(description="KV cache group of the blocks.")] = None
+    block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
+    medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
+    group_idx: Annotated[int | None, doc("KV cache group of the blocks.")] = None
 
 
 class AllBlocksCleared(Struct, frozen=True, omit_defaults=True, tag=True):
@@ -62,9 +64,9 @@ KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 class EventBatch(Struct, frozen=True, array_like=True):
     """The payload of one KV event message."""
 
-    ts: Annotated[float, Meta(description="Unix time in seconds.")]
-    events: Annotated[list[KvEvent], Meta(description="In the order in which they happened.")]
-    data_parallel_rank: Annotated[int | None, Meta(description="Always nil: the pool is the node's.")] = None
+    ts: Annotated[float, doc("Unix time in seconds.")]
+    events: Annotated[list[KvEvent], doc("In the order in which they happened.")]
+    data_parallel_rank: Annotated[int | None, doc("Always nil: the pool is the node's.")] = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,83 +4,67 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import field
 
-SegmentId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, unique in its session.")]
-Bytes = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+from kvoffd_proto.wire import ByteCount, Count, Wire, doc
+
+SegmentId = Annotated[Count, doc("Chosen by the client, unique in its session.")]
+GpuUuid = Annotated[bytes, doc("UUID of the GPU (or MIG instance), never an ordinal.", min_length=16, max_length=16)]
 
 
-class MemfdHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="memfd"):
+class MemfdHandle(Wire, frozen=True, tag="memfd"):
     """Host memory: a memfd that came over the lifeline, sealed against shrinking."""
 
-    segment_id: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="The id the descriptor was attached under on the lifeline.")
-    ]
-    size_bytes: Annotated[
-        int, Meta(ge=1, le=2**63 - 1, description="Bytes to map; the file must be at least as large.")
-    ]
+    segment_id: Annotated[Count, doc("The id the descriptor was attached under on the lifeline.")]
+    size_bytes: Annotated[int, doc("Bytes to map; the file must be at least as large.", ge=1, le=2**63 - 1)]
 
 
-class CudaIpcHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="cuda_ipc"):
+class CudaIpcHandle(Wire, frozen=True, tag="cuda_ipc"):
     """Ordinary GPU memory: the driver's IPC handle of the base allocation."""
 
-    handle: Annotated[
-        bytes, Meta(min_length=64, max_length=64, description="CUipcMemHandle of the base of the allocation.")
-    ]
-    size_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Size of the allocation in bytes.")]
-    gpu_uuid: Annotated[
-        bytes, Meta(min_length=16, max_length=16, description="UUID of the GPU (or MIG instance), never an ordinal.")
-    ]
+    handle: Annotated[bytes, doc("CUipcMemHandle of the base of the allocation.", min_length=64, max_length=64)]
+    size_bytes: Annotated[int, doc("Size of the allocation in bytes.", ge=1, le=2**63 - 1)]
+    gpu_uuid: GpuUuid
 
 
-class CudaVmmHandle(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="cuda_vmm"):
+class CudaVmmHandle(Wire, frozen=True, tag="cuda_vmm"):
     """GPU memory of the virtual memory API: one descriptor per chunk, sent over the lifeline."""
 
     segment_ids: Annotated[
         list[SegmentId],
-        Meta(min_length=1, max_length=65536, description="One attached descriptor per chunk, in address order."),
+        doc("One attached descriptor per chunk, in address order.", min_length=1, max_length=65536),
     ]
-    chunk_bytes: Annotated[
-        list[Bytes], Meta(min_length=1, max_length=65536, description="Size of each chunk in bytes.")
-    ]
-    gpu_uuid: Annotated[
-        bytes, Meta(min_length=16, max_length=16, description="UUID of the GPU (or MIG instance), never an ordinal.")
-    ]
+    chunk_bytes: Annotated[list[ByteCount], doc("Size of each chunk in bytes.", min_length=1, max_length=65536)]
+    gpu_uuid: GpuUuid
 
 
 Handle = MemfdHandle | CudaIpcHandle | CudaVmmHandle
 
 
-class TensorLayout(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class TensorLayout(Wire, frozen=True):
     """One KV tensor: ``num_blocks`` pages at a constant stride inside a segment."""
 
-    segment: Annotated[int, Meta(ge=0, lt=65536, description="Index into the registration's segments.")]
-    offset_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Offset of block 0 in the segment, in bytes.")]
-    stride_bytes: Annotated[
-        int, Meta(ge=1, le=2**63 - 1, description="Distance between neighbouring blocks, in bytes.")
-    ]
-    num_blocks: Annotated[int, Meta(ge=1, lt=2**31, description="Number of engine blocks in the tensor.")]
+    segment: Annotated[int, doc("Index into the registration's segments.", ge=0, lt=65536)]
+    offset_bytes: Annotated[Count, doc("Offset of block 0 in the segment, in bytes.")]
+    stride_bytes: Annotated[int, doc("Distance between neighbouring blocks, in bytes.", ge=1, le=2**63 - 1)]
+    num_blocks: Annotated[int, doc("Number of engine blocks in the tensor.", ge=1, lt=2**31)]
 
 
-class LayerSpec(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LayerSpec(Wire, frozen=True):
     """What a page of one layer is, for whoever opens a block. Described only: nothing is checked by it."""
 
-    name: Annotated[str, Meta(max_length=256, description="The layer, as the engine names it; empty if unknown.")] = ""
-    dtype: Annotated[str, Meta(max_length=32, description="As torch names it, ``bfloat16``; empty for bytes.")] = ""
+    name: Annotated[str, doc("The layer, as the engine names it; empty if unknown.", max_length=256)] = ""
+    dtype: Annotated[str, doc("As torch names it, ``bfloat16``; empty for bytes.", max_length=32)] = ""
     shape: Annotated[
-        list[Annotated[int, Meta(ge=1, lt=2**31)]],
-        Meta(max_length=16, description="Of one page, in the order of memory; empty if unknown."),
+        list[Annotated[int, doc(ge=1, lt=2**31)]],
+        doc("Of one page, in the order of memory; empty if unknown.", max_length=16),
     ] = field(default_factory=list)
-    layout: Annotated[
-        str, Meta(max_length=256, description="What the dimensions are, with blanks between; empty if unknown.")
-    ] = ""
+    layout: Annotated[str, doc("What the dimensions are, with blanks between; empty if unknown.", max_length=256)] = ""
 
 
-class PageRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class PageRef(Wire, frozen=True):
     """One layer's part of a group's block: the first ``page_bytes`` of a page of a tensor."""
 
-    tensor: Annotated[int, Meta(ge=0, lt=65536, description="Index into the registration's tensors.")]
-    page_bytes: Annotated[int, Meta(ge=1, lt=2**31, description="Bytes of the page that belong to the layer.")]
-    layer: Annotated[
-        LayerSpec | None, Meta(description="What they are, for whoever opens a block; nil if unknown.")
-    ] = None
+    tensor: Annotated[int, doc("Index into the registration's tensors.", ge=0, lt=65536)]
+    page_bytes: Annotated[int, doc("Bytes of the page that belong to the layer.", ge=1, lt=2**31)]
+    layer: Annotated[LayerSpec | None, doc("What they are, for whoever opens a block; nil if unknown.")] = None

@@ -9,68 +9,72 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
 
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.wire import TOKEN_BYTES, Count, Wire, doc
 
 LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096
 
+SegmentName = Annotated[Count, doc("The name given in Attach.")]
+Reason = Annotated[ErrorCode, doc("Why.")]
+Advice = Annotated[str, doc("A sentence that says what to do.", max_length=2048)]
 
-class Greeting(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="greeting"):
+
+class Greeting(Wire, frozen=True, tag="greeting"):
     """Daemon to client, first frame: the connection was accepted and this is its session."""
 
-    protocol_version: Annotated[int, Meta(ge=0, description="The daemon's protocol version.")]
-    epoch: Annotated[
-        int, Meta(ge=0, le=2**63 - 1, description="This life of the daemon; a random number, new at each start.")
+    protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
+    epoch: Annotated[Count, doc("This life of the daemon; a random number, new at each start.")]
+    session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
+    token: Annotated[
+        bytes, doc("Secret that every request must carry.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
     ]
-    session_id: Annotated[int, Meta(ge=1, lt=2**31, description="The session this lifeline belongs to.")]
-    token: Annotated[bytes, Meta(min_length=16, max_length=16, description="Secret that every request must carry.")]
 
 
-class Refused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="refused"):
+class Refused(Wire, frozen=True, tag="refused"):
     """Daemon to client: the connection is refused and will be closed."""
 
-    code: Annotated[ErrorCode, Meta(description="Why.")]
-    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+    code: Reason
+    message: Advice
 
 
-class Attach(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attach"):
+class Attach(Wire, frozen=True, tag="attach"):
     """Client to daemon, with exactly one descriptor: keep it for a Register to come."""
 
-    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Name of the descriptor, new in the session.")]
+    segment_id: Annotated[Count, doc("Name of the descriptor, new in the session.")]
 
 
-class Attached(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attached"):
+class Attached(Wire, frozen=True, tag="attached"):
     """Daemon to client: the descriptor is held; Register may name it now."""
 
-    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="The name given in Attach.")]
+    segment_id: SegmentName
 
 
-class AttachRefused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="attach_refused"):
+class AttachRefused(Wire, frozen=True, tag="attach_refused"):
     """Daemon to client: the descriptor was closed again; the session goes on."""
 
-    segment_id: Annotated[int, Meta(ge=0, le=2**63 - 1, description="The name given in Attach.")]
-    code: Annotated[ErrorCode, Meta(description="Why.")]
-    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+    segment_id: SegmentName
+    code: Reason
+    message: Advice
 
 
-class OpenPool(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="open_pool"):
+class OpenPool(Wire, frozen=True, tag="open_pool"):
     """Client to daemon: wants to read the pool. For administrators, where the daemon's ``block_access`` allows it."""
 
 
-class PoolOpened(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="pool_opened"):
+class PoolOpened(Wire, frozen=True, tag="pool_opened"):
     """Daemon to client, with exactly one descriptor: the pool, to be mapped for reading only."""
 
-    offset_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1, description="Where the pool begins in the file.")]
-    pool_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1, description="Size of the pool.")]
+    offset_bytes: Annotated[Count, doc("Where the pool begins in the file.")]
+    pool_bytes: Annotated[int, doc("Size of the pool.", ge=1, le=2**63 - 1)]
 
 
-class PoolRefused(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="pool_refused"):
+class PoolRefused(Wire, frozen=True, tag="pool_refused"):
     """Daemon to client: the pool may not be read; the session goes on."""
 
-    code: Annotated[ErrorCode, Meta(description="Why.")]
-    message: Annotated[str, Meta(max_length=2048, description="A sentence that says what to do.")]
+    code: Reason
+    message: Advice
 
 
 FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import field
 
 from kvoffd_proto.wire import (
     ANY_ROLE,
@@ -22,6 +22,7 @@ from kvoffd_proto.wire import (
     Section,
     Wire,
     counter,
+    doc,
     exchange,
     gauge,
     metric_label,
@@ -190,7 +191,7 @@ class DiskStats(Wire, frozen=True):
             true_for=("serving", "draining"),
         ),
     ]
-    problem: Annotated[str, Meta(description="Why it failed, a sentence; empty otherwise.")]
+    problem: Annotated[str, doc("Why it failed, a sentence; empty otherwise.")]
     size_bytes: Annotated[ByteCount, gauge("The most it may take of its device.")]
     physical_bytes: Annotated[ByteCount, gauge("What its file takes of the device.", help="What its file takes.")]
     used_bytes: Annotated[ByteCount, gauge("Bytes of the slots that hold blocks.")]
@@ -214,7 +215,7 @@ class DiskStats(Wire, frozen=True):
     running_reads: Annotated[Count, gauge("Reads that run now.", help="Reads that run.")]
     running_writes: Annotated[Count, gauge("Writes that run now.", help="Writes that run.")]
     busy_seconds: Annotated[Seconds, counter("Time that threads spent reading and writing, in seconds.")]
-    direct: Annotated[bool, Meta(description="Whether it goes past the page cache (O_DIRECT).")]
+    direct: Annotated[bool, doc("Whether it goes past the page cache (O_DIRECT).")]
     errors: Annotated[
         dict[str, Count],
         counter(
@@ -247,7 +248,7 @@ class BelowStats(Wire, frozen=True):
     over_budget: Annotated[
         Count, counter("Times that a write had to wait, or to be left, for the budget.", "disk_writes_over_budget")
     ]
-    write_mode: Annotated[str, Meta(description="What is written: the setting ``disk_write``.")]
+    write_mode: Annotated[str, doc("What is written: the setting ``disk_write``.")]
     budget_left_bytes: Annotated[
         ByteCount | None,
         gauge(
@@ -317,16 +318,16 @@ class BlockAccessStats(Wire, frozen=True):
 class StatsReply(Reply, frozen=True):
     """Answer to Stats."""
 
-    daemon_version: Annotated[str, Meta(description="Release of the daemon.")]
-    pid: Annotated[int, Meta(ge=0, description="Process id, in the daemon's own pid namespace.")]
+    daemon_version: Annotated[str, doc("Release of the daemon.")]
+    pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)]
     uptime_seconds: Annotated[
         Seconds, gauge("Since the daemon's start, in seconds.", help="Seconds since the daemon's start.")
     ]
-    policy: Annotated[str, Meta(description="Eviction policy.")]
+    policy: Annotated[str, doc("Eviction policy.")]
     pool: Annotated[PoolStats, metrics_of_part("The pool.", "pool_")]
     store: Annotated[DirectionStats, metrics_of_part("Engine to pool.", label=("direction", "store"))]
     load: Annotated[DirectionStats, metrics_of_part("Pool to engine.", label=("direction", "load"))]
-    lookup_latency: Annotated[LatencyStats, Meta(description="Time spent on a Lookup inside the daemon.")]
+    lookup_latency: Annotated[LatencyStats, doc("Time spent on a Lookup inside the daemon.")]
     leases: Annotated[Count, gauge("Live leases.")]
     pinned_blocks: Annotated[Count, gauge("Blocks under a lease, a copy or an operator's pin.")]
     sessions: Annotated[Count, gauge("Open sessions.")]
@@ -346,9 +347,9 @@ class StatsReply(Reply, frozen=True):
     cpu_seconds: Annotated[Seconds, counter("CPU time of the daemon, in seconds.")]
     resident_bytes: Annotated[ByteCount, gauge("Resident memory without the pool and its table.")]
     namespaces: Annotated[list[NamespaceStats], metrics_of_part("Open namespaces.", "namespace_")]
-    integrity: Annotated[IntegrityStats, Meta(description="Checksums of the slots.")]
-    blocks: Annotated[BlockAccessStats, Meta(description="What operators did with single blocks.")]
-    below: Annotated[BelowStats | None, Meta(description="Traffic with the disks; nil while there is none.")] = None
+    integrity: Annotated[IntegrityStats, doc("Checksums of the slots.")]
+    blocks: Annotated[BlockAccessStats, doc("What operators did with single blocks.")]
+    below: Annotated[BelowStats | None, doc("Traffic with the disks; nil while there is none.")] = None
     disks: Annotated[list[DiskStats], metrics_of_part("Directories of the disk tier.", "disk_")] = field(
         default_factory=list
     )

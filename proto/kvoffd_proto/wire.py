@@ -18,41 +18,48 @@ FINGERPRINT_BYTES = 32
 TOKEN_BYTES = 16
 BLOCK_ID_BYTES = 4
 
-RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Chosen by the client, echoed in the reply.")]
+
+def doc(
+    description: str | None = None,
+    *,
+    ge: int | None = None,
+    le: int | None = None,
+    lt: int | None = None,
+    min_length: int | None = None,
+    max_length: int | None = None,
+) -> Meta:
+    """Describe a field or a type of fields for the reference page, with the bounds that msgspec checks."""
+    # msgspec's overloads know which bounds go together; it checks that itself.
+    return Meta(  # type: ignore[call-overload, misc, no-any-return]
+        description=description, ge=ge, le=le, lt=lt, min_length=min_length, max_length=max_length
+    )
+
+
+Count = Annotated[int, doc(ge=0, le=2**63 - 1)]
+ByteCount = Annotated[int, doc(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, doc(ge=0)]
+PerSecond = Annotated[float, doc(ge=0)]
+RequestId = Annotated[Count, doc("Chosen by the client, echoed in the reply.")]
 Token = Annotated[
     bytes,
-    Meta(
-        min_length=TOKEN_BYTES,
-        max_length=TOKEN_BYTES,
-        description="The session's secret, from the lifeline's Greeting.",
-    ),
+    doc("The session's secret, from the lifeline's Greeting.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES),
 ]
-Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1, description="The daemon's life that answers.")]
-SessionId = Annotated[int, Meta(ge=1, lt=2**31, description="The session.")]
+Epoch = Annotated[Count, doc("The daemon's life that answers.")]
+SessionId = Annotated[int, doc("The session.", ge=1, lt=2**31)]
 Fingerprint = Annotated[
     bytes,
-    Meta(
-        min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES, description="The namespace's fingerprint, 32 bytes."
-    ),
+    doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES),
 ]
 LeaseId = Annotated[
     int,
-    Meta(
-        ge=2**32,
-        le=2**63 - 1,
-        description="``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice.",
-    ),
+    doc("``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice.", ge=2**32, le=2**63 - 1),
 ]
-JobId = Annotated[int, Meta(ge=0, le=2**63 - 1, description="Unique among the session's unfinished jobs.")]
+JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 RegistrationId = Annotated[
-    bytes, Meta(min_length=16, max_length=16, description="Random id made by the worker for this registration.")
+    bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
 ]
-Rank = Annotated[int, Meta(ge=0, lt=4096, description="Rank of the worker in its engine, below ``world_size``.")]
-GroupIndex = Annotated[int, Meta(ge=0, lt=65536, description="KV cache group.")]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-ByteCount = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Seconds = Annotated[float, Meta(ge=0)]
-PerSecond = Annotated[float, Meta(ge=0)]
+Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=4096)]
+GroupIndex = Annotated[int, doc("KV cache group.", ge=0, lt=65536)]
 
 
 class Role(StrEnum):
@@ -265,9 +272,9 @@ def struct_in(hint: object) -> type[Struct] | None:
 class GroupSpec(Wire, frozen=True):
     """One KV cache group of a namespace."""
 
-    kind: Annotated[str, Meta(max_length=64, description="Attention kind as the engine names it, for display.")]
-    tokens_per_block: Annotated[int, Meta(ge=0, lt=2**31, description="Tokens that one key covers; 0 if unknown.")]
-    window_tokens: Annotated[int, Meta(ge=0, lt=2**31, description="Sliding window in tokens; 0 for none.")] = 0
+    kind: Annotated[str, doc("Attention kind as the engine names it, for display.", max_length=64)]
+    tokens_per_block: Annotated[int, doc("Tokens that one key covers; 0 if unknown.", ge=0, lt=2**31)]
+    window_tokens: Annotated[int, doc("Sliding window in tokens; 0 for none.", ge=0, lt=2**31)] = 0
 
 
 # --- replies of several requests ----------------------------------------------------------------------
@@ -276,17 +283,17 @@ class GroupSpec(Wire, frozen=True):
 class Done(Reply, frozen=True):
     """Answer of requests that have nothing to tell but a count."""
 
-    count: Annotated[Count, Meta(description="What the request did this many times.")] = 0
+    count: Annotated[Count, doc("What the request did this many times.")] = 0
 
 
 class Error(Reply, frozen=True):
     """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
 
-    code: Annotated[ErrorCode, Meta(description="Why.")]
-    message: Annotated[str, Meta(description="A sentence that says what to do.")]
+    code: Annotated[ErrorCode, doc("Why.")]
+    message: Annotated[str, doc("A sentence that says what to do.")]
 
 
 class NamespaceOpened(Reply, frozen=True):
     """Answer to OpenNamespace."""
 
-    created: Annotated[bool, Meta(description="False when it was open already.")]
+    created: Annotated[bool, doc("False when it was open already.")]

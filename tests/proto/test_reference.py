@@ -35,9 +35,7 @@ def test_every_message_and_every_field_is_described(struct: type[Struct]) -> Non
     assert struct.__doc__
     assert struct.__doc__.strip().endswith("."), "a sentence"
     for field, _, description in fields_of(struct):
-        assert description.endswith("."), (
-            f"{struct.__name__}.{field.name} needs a Meta(description=...) with a sentence"
-        )
+        assert description.endswith("."), f"{struct.__name__}.{field.name} needs a doc(...) with a sentence"
 
 
 def test_every_message_of_the_wire_is_on_the_page() -> None:
