@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,10 +31,7 @@ from kvoffd_proto.messages import (
 )
 from kvoffd_proto.wire import struct_in
 
-Sample = tuple[tuple[str, ...], float]
-"""Label values and number."""
-_Selector = Callable[[StatsReply], Iterable[tuple[tuple[str, ...], Struct]]]
-"""The Structs of one kind in a reply, each with the label values that tell it apart."""
+Labels = tuple[str, ...]
 
 _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
     StatsReply: (
@@ -52,42 +49,54 @@ _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric: what it is called, what it means, and how its samples are read from a reply."""
+    """One metric: what it is called, what it means, and its samples (label values and number) of one reply, if any."""
 
     name: str
     kind: Literal["counter", "gauge"]
     description: str
-    labels: tuple[str, ...]
-    read: Callable[[StatsReply], Iterable[Sample]]
+    labels: Labels
+    samples: list[tuple[Labels, float]] = field(default_factory=list)
 
 
-def _metrics_of(struct: type[Struct], select: _Selector, prefix: str, labels: tuple[str, ...]) -> Iterator[MetricSpec]:
-    """The metrics of one Struct of the reply and of those inside it, in the order of the page."""
-    for field, hint, description in _in_page_order(struct):
-        annotation, inner = metric_annotation(hint), struct_in(hint)
+def _metrics_of(
+    struct: type[Struct], held: list[tuple[Labels, Struct]], prefix: str, labels: Labels
+) -> Iterator[MetricSpec]:
+    """The metrics of one Struct of the reply and of those inside it, in the order of the page.
+
+    ``held`` has all Structs of this type that the reply holds here, each with the values of ``labels``; none of them
+    for the reference page.
+    """
+    for name, annotation, inner, description in _fields(struct):
         if isinstance(annotation, Metric):
             ending = "_total" if annotation.kind == "counter" else ""
             label = annotation.label[:1] or ((annotation.key_label,) if annotation.key_label else ())
             yield MetricSpec(
-                f"{prefix}{annotation.name or field}{ending}",
+                f"{prefix}{annotation.name or name}{ending}",
                 annotation.kind,
                 annotation.help or description,
                 (*labels, *label),
-                _reader(select, field, annotation),
+                [sample for values, owner in held for sample in _samples(getattr(owner, name), annotation, values)],
             )
         elif inner is not None:
             part = annotation if isinstance(annotation, MetricPart) else MetricPart()
-            own_labels = {name: found.name for name, found in _annotations(inner) if isinstance(found, MetricLabel)}
-            yield from _metrics_of(
-                inner,
-                _select_in(select, field, part, tuple(own_labels)),
-                prefix + part.prefix,
-                (*labels, *part.label[:1], *own_labels.values()),
-            )
+            own = {field: label.name for field, label, *_ in _fields(inner) if isinstance(label, MetricLabel)}
+            found = [
+                ((*values, *part.label[1:], *(_label_value(getattr(item, field)) for field in own)), item)
+                for values, owner in held
+                for item in _structs_in(getattr(owner, name))
+            ]
+            yield from _metrics_of(inner, found, prefix + part.prefix, (*labels, *part.label[:1], *own.values()))
 
 
-def _in_page_order(struct: type[Struct]) -> list[tuple[str, object, str]]:
-    found = {field.name: (field.name, hint, description) for field, hint, description in fields_of(struct)}
+@cache
+def _fields(
+    struct: type[Struct],
+) -> list[tuple[str, Metric | MetricPart | MetricLabel | None, type[Struct] | None, str]]:
+    """Name, annotation, Struct inside and description of the fields in the order of the page."""
+    found = {
+        field.name: (field.name, metric_annotation(hint), struct_in(hint), description)
+        for field, hint, description in fields_of(struct)
+    }
     names = list(found)
     for first, *followers in _ORDER.get(struct, ()):
         names = [name for name in names if name not in followers]
@@ -96,62 +105,36 @@ def _in_page_order(struct: type[Struct]) -> list[tuple[str, object, str]]:
     return [found[name] for name in names]
 
 
-def _annotations(struct: type[Struct]) -> Iterator[tuple[str, object]]:
-    return ((field.name, metric_annotation(hint)) for field, hint, _ in fields_of(struct))
-
-
-def _select_in(select: _Selector, field: str, part: MetricPart, label_fields: tuple[str, ...]) -> _Selector:
-    """How to get at the Structs in ``field``: none where it is nil, all where it is a list."""
-
-    def found(stats: StatsReply) -> Iterator[tuple[tuple[str, ...], Struct]]:
-        for values, owner in select(stats):
-            held = getattr(owner, field)
-            for inner in held if isinstance(held, list) else [] if held is None else [held]:
-                own = tuple(_label_value(getattr(inner, name)) for name in label_fields)
-                yield (*values, *part.label[1:], *own), inner
-
-    return found
+def _structs_in(value: Struct | list[Struct] | None) -> list[Struct]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _label_value(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _reader(select: _Selector, field: str, metric: Metric) -> Callable[[StatsReply], Iterator[Sample]]:
-
-    def samples(stats: StatsReply) -> Iterator[Sample]:
-        for values, owner in select(stats):
-            value = getattr(owner, field)
-            if metric.key_label:
-                yield from (((*values, key), count) for key, count in sorted(value.items()))
-            elif metric.true_for:
-                yield (*values, *metric.label[1:]), value in metric.true_for
-            elif (number := metric.nil if value is None else value) is not None:
-                yield (*values, *metric.label[1:]), number
-
-    return samples
+def _samples(value: Any, metric: Metric, labels: Labels) -> Iterator[tuple[Labels, float]]:
+    if metric.key_label:
+        yield from (((*labels, key), count) for key, count in sorted(value.items()))
+    elif metric.true_for:
+        yield (*labels, *metric.label[1:]), value in metric.true_for
+    elif (number := metric.nil if value is None else value) is not None:
+        yield (*labels, *metric.label[1:]), number
 
 
-def _all_metrics() -> tuple[MetricSpec, ...]:
-    found: dict[str, list[MetricSpec]] = {}
-    for spec in _metrics_of(StatsReply, lambda stats: [((), stats)], "kvoffd_", ()):
-        found.setdefault(spec.name, []).append(spec)
-    build = MetricSpec(
-        "kvoffd_build_info",
-        "gauge",
-        "Always 1; the labels say what runs.",
-        ("version", "policy"),
-        lambda stats: [((stats.daemon_version, stats.policy), 1.0)],
-    )
-    return (build, *map(_joined, found.values()))
+def _all_metrics(stats: StatsReply | None) -> tuple[MetricSpec, ...]:
+    """All metrics with their samples of ``stats``; fields that have the same name are one metric."""
+    build = MetricSpec("kvoffd_build_info", "gauge", "Always 1; the labels say what runs.", ("version", "policy"))
+    if stats is not None:
+        build.samples.append(((stats.daemon_version, stats.policy), 1.0))
+    found = {build.name: build}
+    for spec in _metrics_of(StatsReply, [] if stats is None else [((), stats)], "kvoffd_", ()):
+        if found.setdefault(spec.name, spec) is not spec:
+            found[spec.name].samples.extend(spec.samples)
+    return tuple(found.values())
 
 
-def _joined(specs: list[MetricSpec]) -> MetricSpec:
-    """One metric of all fields that have its name."""
-    return replace(specs[0], read=lambda stats: chain.from_iterable(spec.read(stats) for spec in specs))
-
-
-METRICS = _all_metrics()
+METRICS = _all_metrics(None)
 
 
 class _StatsCollector(Collector):
@@ -159,14 +142,11 @@ class _StatsCollector(Collector):
         self._stats = stats
 
     def collect(self) -> Iterable[Family]:
-        for spec in METRICS:
+        for spec in _all_metrics(self._stats):
+            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             # The library adds the ending to a counter's name itself.
-            family = (
-                CounterMetricFamily(spec.name.removesuffix("_total"), spec.description, labels=spec.labels)
-                if spec.kind == "counter"
-                else GaugeMetricFamily(spec.name, spec.description, labels=spec.labels)
-            )
-            for labels, value in spec.read(self._stats):
+            family = kind(spec.name.removesuffix("_total"), spec.description, labels=spec.labels)
+            for labels, value in spec.samples:
                 family.add_metric(labels, value)
             yield family
 

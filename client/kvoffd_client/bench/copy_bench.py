@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
@@ -49,7 +49,8 @@ def bench_copy(
     """
     with Memcpy(job_bytes, 2 * threads) as memcpy:
         device = HostDevice(memcpy, job_bytes, threads)
-        results = _measure_copies(directory, progress, device, piece_sizes, job_bytes, rounds, threads)
+        pieces = _measure_copies(directory, progress, device, piece_sizes, job_bytes, rounds, threads)
+        results = [result for _, _, measured in pieces for result in measured]
         return Report("copy", device.floor, results, _curves(device, piece_sizes, results))
 
 
@@ -69,23 +70,22 @@ def bench_copy_gpu(
     process has the GPU compute, for each size of pieces ``rounds`` times ``slice_s`` seconds while the daemon is idle
     and while it copies. Raises BenchFailed, DaemonUnavailable, KvoffdClientError.
     """
+    results: list[Result] = []
     beside_compute: list[Result] = []
     with ExitStack() as stack:
         gpu = stack.enter_context(GpuDevice(ordinal, job_bytes))
         facts = _let_daemon_use_gpu(stack, directory, progress, gpu)
-        after_piece_size: Callable[[CopyJobs, str], None] | None = None
         floor = gpu.floor
         if compute:
             load = stack.enter_context(LoadGenerators("computes", directory, ordinal, 1))
             floor = f"{gpu.floor}; of the computing: the same while the daemon is idle"
-
-            def after_piece_size(copies: CopyJobs, piece: str) -> None:
+        pieces = _measure_copies(directory, progress, gpu, piece_sizes, job_bytes, rounds)
+        # Closed before the GPU is, whatever happens.
+        for piece, copies, measured in stack.enter_context(closing(pieces)):
+            results += measured
+            if compute:
                 progress(f"a GPU that computes, pieces of {piece}")
-                beside_compute.extend(_measure_beside_compute(copies, load, gpu, piece, rounds, slice_s))
-
-        results = _measure_copies(
-            directory, progress, gpu, piece_sizes, job_bytes, rounds, after_piece_size=after_piece_size
-        )
+                beside_compute += _measure_beside_compute(copies, load, gpu, piece, rounds, slice_s)
         return Report("copy", floor, [*results, *beside_compute], _curves(gpu, piece_sizes, results), facts)
 
 
@@ -97,18 +97,16 @@ def _measure_copies(
     job_bytes: int,
     rounds: int,
     threads: int = 1,
-    after_piece_size: Callable[[CopyJobs, str], None] | None = None,
-) -> list[Result]:
+) -> Generator[tuple[str, CopyJobs, list[Result]]]:
     """Measure streams of stores, of loads, and both at once, then single jobs, in pieces, alternating with the floor.
 
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
     no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included. Jobs of
     ``job_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of STREAM_JOBS per thread, of
     which IN_FLIGHT are in flight; then as many at a time as there are threads. The pool must hold POOL_JOBS times
-    ``job_bytes``. ``after_piece_size`` is called with the engine's jobs after each size of pieces.
+    ``job_bytes``. Yields the name of each size of pieces, the engine's jobs, open until the next, and the results.
     Raises BenchFailed, DaemonUnavailable.
     """
-    results: list[Result] = []
     with CpuMeter(directory) as meter:
         for piece_bytes in piece_sizes:
             piece = format_size(piece_bytes)
@@ -119,10 +117,7 @@ def _measure_copies(
             memory = device.allocate(layers * blocks * piece_bytes)
             with SyntheticEngine(directory, f"copy {piece}", layers, blocks, piece_bytes, memory) as engine:
                 copies = CopyJobs(engine, keys, threads)
-                results += _measure_piece_size(copies, device, meter, piece, rounds)
-                if after_piece_size is not None:
-                    after_piece_size(copies, piece)
-    return results
+                yield piece, copies, _measure_piece_size(copies, device, meter, piece, rounds)
 
 
 @dataclass

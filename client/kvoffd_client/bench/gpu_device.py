@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
-from kvoffd_client.bench.host_device import BOTH, LOAD, STORE
+from kvoffd_client.bench.host_device import BOTH, LOAD, STORE, Device
 from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.synthetic_engine import EngineMemory
 from kvoffd_client.client_options import Closing
@@ -81,9 +81,7 @@ class BenchDriver(ExportDriver):
 
     def allocate(self, size: int) -> int:
         """Allocate ordinary memory of the GPU; return its address."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), size)
-        return address.value
+        return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)
 
     def free(self, address: int) -> None:
         """Free what ``allocate`` returned."""
@@ -91,9 +89,7 @@ class BenchDriver(ExportDriver):
 
     def allocate_pinned(self, size: int) -> int:
         """Allocate pinned host memory; return its address."""
-        address = ctypes.c_uint64()
-        self._call("cuMemHostAlloc", ctypes.byref(address), size, cuda.MEMHOSTALLOC_PORTABLE)
-        return address.value
+        return self._number(ctypes.c_uint64, "cuMemHostAlloc", size, cuda.MEMHOSTALLOC_PORTABLE)
 
     def free_pinned(self, address: int) -> None:
         """Free what ``allocate_pinned`` returned."""
@@ -101,9 +97,7 @@ class BenchDriver(ExportDriver):
 
     def create_stream(self) -> int:
         """Create a stream that waits for no other."""
-        stream = ctypes.c_void_p()
-        self._call("cuStreamCreate", ctypes.byref(stream), cuda.STREAM_NON_BLOCKING)
-        return stream.value or 0
+        return self._number(ctypes.c_void_p, "cuStreamCreate", cuda.STREAM_NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy a stream."""
@@ -119,10 +113,8 @@ class BenchDriver(ExportDriver):
 
     def load_kernel(self, ptx: str, name: str) -> int:
         """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
-        module, kernel = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuModuleLoadData", ctypes.byref(module), ptx.encode())
-        self._call("cuModuleGetFunction", ctypes.byref(kernel), module, name.encode())
-        return kernel.value or 0
+        module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())
+        return self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
 
     def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
         """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""
@@ -132,7 +124,7 @@ class BenchDriver(ExportDriver):
         self._call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, pointers, None)
 
 
-class GpuDevice(Closing):
+class GpuDevice(Device, Closing):
     """GPU number ``ordinal``, as CUDA counts them in this process; its context is this thread's.
 
     The floor is one copy of ``size_bytes`` at a time between pinned memory and the GPU's.
@@ -180,7 +172,7 @@ class GpuDevice(Closing):
         return self._driver.free_bytes()
 
     def allocate(self, size_bytes: int) -> EngineMemory:
-        """See Device: an ordinary allocation, exported to the daemon."""
+        """Make an ordinary allocation and export it to the daemon."""
         size_bytes = -(-size_bytes // _GRANULARITY) * _GRANULARITY
         try:
             address = self._driver.allocate(size_bytes)
@@ -192,7 +184,6 @@ class GpuDevice(Closing):
         return EngineMemory(segment, address - segment.address, partial(self._driver.free, address))
 
     def floor_speed(self, direction: str) -> float:
-        """See Device."""
         copies = list(self._copies.values()) if direction == BOTH else [self._copies[direction]]
         begin = time.perf_counter()
         for destination, source, stream in copies:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 from kvoffd_client.bench.synthetic_engine import EngineMemory, host_memory
 from kvoffd_client.client_options import Closing
@@ -21,26 +21,24 @@ _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove.restype = ctypes.c_void_p
 
 
-class Device(Protocol):
-    """What holds an engine's memory: the host, or (``gpu_device``) a GPU."""
+class Device(ABC):
+    """What holds an engine's memory: the host, or (``gpu_device``) a GPU.
 
-    @property
-    def floor(self) -> str:
-        """What ``floor_speed`` measures, in a sentence without its full stop."""
-        ...
+    Attributes:
+        floor: what ``floor_speed`` measures, in a sentence without its full stop.
+        floor_curves: floors that a plot shows: one of DIRECTIONS, and the name of its line.
+    """
 
-    @property
-    def floor_curves(self) -> Sequence[tuple[str, str]]:
-        """Floors that a plot shows: one of DIRECTIONS, and the name of its line."""
-        ...
+    floor: str
+    floor_curves: Sequence[tuple[str, str]]
 
+    @abstractmethod
     def allocate(self, size_bytes: int) -> EngineMemory:
         """Allocate memory for an engine, which closes it."""
-        ...
 
+    @abstractmethod
     def floor_speed(self, direction: str) -> float:
         """Copy in one of DIRECTIONS; return bytes per second, of both directions together."""
-        ...
 
 
 class Memcpy(Closing):
@@ -72,7 +70,7 @@ class Memcpy(Closing):
         self._target.close()
 
 
-class HostDevice:
+class HostDevice(Device):
     """The host: memcpy is the floor, by ``threads`` threads for each direction."""
 
     floor_curves = ((STORE, "memcpy, one direction"), (BOTH, "memcpy, at once"))
@@ -87,9 +85,7 @@ class HostDevice:
         )
 
     def allocate(self, size_bytes: int) -> EngineMemory:
-        """See Device."""
         return host_memory(size_bytes)
 
     def floor_speed(self, direction: str) -> float:
-        """See Device."""
         return self._memcpy.speed(self._size_bytes, self._threads * (2 if direction == BOTH else 1))

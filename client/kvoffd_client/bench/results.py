@@ -177,12 +177,8 @@ def measure_latency(
 
     Both return the seconds they took.
     """
-    measured: list[list[float]] = []
-    floors: list[list[float]] = []
-    for _ in range(rounds):
-        pairs = [(operation() * 1e6, floor() * 1e6) for _ in range(samples)]
-        measured.append([value for value, _ in pairs])
-        floors.append([value for _, value in pairs])
+    pairs_by_round = [[(operation() * 1e6, floor() * 1e6) for _ in range(samples)] for _ in range(rounds)]
+    measured, floors = zip(*(zip(*pairs, strict=True) for pairs in pairs_by_round), strict=True)
     return [
         Result(f"{case}, {name}", median_percentile(measured, share), "µs", median_percentile(floors, share))
         for name, share in (("p50", 0.5), ("p99", 0.99))
