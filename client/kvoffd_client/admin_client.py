@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
@@ -31,11 +31,24 @@ REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
+MIN_PREFIX_DIGITS = 4
+"""Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
+
 Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 T = TypeVar("T")
 MakeRequest = Callable[[int, bytes], m.AnyRequest]
 """Makes a request of its id and the session's token."""
+
+
+def matching_namespaces(namespaces: Iterable[m.NamespaceInfo], name: str) -> list[m.NamespaceInfo]:
+    """Return the namespaces whose label is ``name``, or whose fingerprint begins with it."""
+    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else None
+    return [
+        namespace
+        for namespace in namespaces
+        if namespace.label == name or (digits is not None and namespace.namespace.hex().startswith(digits))
+    ]
 
 
 class AdminRequests(Closing, ABC):

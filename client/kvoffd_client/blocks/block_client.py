@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvoffd_client.admin_client import AdminClient, AdminSession
+from kvoffd_client.admin_client import AdminClient, AdminSession, matching_namespaces
 from kvoffd_client.blocks.block import Block, Bytes, Shard, checksum_of, not_held
 from kvoffd_client.blocks.block_session import BlockSession, Lease, OpenedPool
 from kvoffd_client.client_options import ClientOptions
@@ -61,11 +61,7 @@ class BlockClient(AdminClient):
         """The fingerprint of an open namespace. Raises ValueError where none or several have the name."""
         if isinstance(namespace, bytes):
             return namespace
-        found = [
-            info
-            for info in self.namespaces().namespaces
-            if info.label == namespace or (len(namespace) >= 4 and info.namespace.hex().startswith(namespace.lower()))
-        ]
+        found = matching_namespaces(self.namespaces().namespaces, namespace)
         if len(found) != 1:
             raise ValueError(
                 f"{len(found) or 'No'} open namespaces have the label {namespace!r} or a fingerprint that begins with "

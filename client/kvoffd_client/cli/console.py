@@ -107,10 +107,11 @@ def plain_table() -> Table:
     return Table(box=None, padding=GAP, pad_edge=False, header_style="bold")
 
 
-def section(title: str, min_cells: int = 0) -> Table:
+def section(title: str, numbers: Sequence[str] = (), min_cells: int = 0) -> Table:
     """A table without lines whose first column is narrowed when the line is full; fill that one with ``fitting``."""
     table = plain_table()
     table.add_column(title, min_width=min_cells)
+    add_numbers(table, numbers)
     return table
 
 

@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import AdminRequests
-from kvoffd_client.cli.console import add_numbers, fitting, percent, print_line, printable, section
+from kvoffd_client.cli.console import percent, print_line, printable
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
-from kvoffd_proto.messages import BelowStats, DiskStats, StatsReply
+from kvoffd_proto.messages import BelowStats, DiskStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
 FAILED = 1
@@ -93,24 +92,6 @@ def _traffic_text(below: BelowStats) -> Text:
         f"down: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
         f"{printable(below.write_mode)}, now {budget}"
     )
-
-
-def disk_section(now: StatsReply, title_cells: int) -> Table:
-    """The lines of ``kvoffd-cli stats``: all directories together."""
-    table = section("Disk", title_cells)
-    add_numbers(table, ("used", "blocks", "hits", "read", "written", "pending", "errors"))
-    asked = sum(namespace.keys_asked for namespace in now.namespaces)
-    table.add_row(
-        fitting("all"),
-        percent(sum(disk.used_bytes for disk in now.disks), sum(disk.size_bytes for disk in now.disks)),
-        format_count(sum(disk.blocks for disk in now.disks)),
-        percent(sum(namespace.keys_pending for namespace in now.namespaces), asked),
-        format_size(sum(disk.read_bytes for disk in now.disks)),
-        format_size(sum(disk.written_bytes for disk in now.disks)),
-        format_count(now.below.pending_blocks if now.below is not None else 0),
-        format_count(sum(sum(disk.errors.values()) for disk in now.disks)),
-    )
-    return table
 
 
 @disk_app.command()

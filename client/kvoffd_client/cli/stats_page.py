@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.cli.console import GAP, add_numbers, bar_characters, fitting, percent, section, short_fingerprint
-from kvoffd_client.cli.disk_commands import disk_section
+from kvoffd_client.cli.console import (
+    GAP,
+    add_numbers,
+    bar_characters,
+    count_blocks,
+    fitting,
+    percent,
+    section,
+    short_fingerprint,
+)
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
 """Width of the first column of every section with its gap, so that the sections line up."""
-PAIR_CELLS = 23
-"""Width of one name with its value: three of them fit on 80 columns beside the title."""
+PAIR_CELLS, PAIRS_OF_LINE = 23, 3
+"""Width of one name with its value, and how many of them fit on 80 columns beside the title."""
 WIDE_CELLS = 116
 """From here on there is room for every column of the namespaces."""
 AIRY_LINES = 34
@@ -32,20 +40,16 @@ MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
 """More would push the rest of the page off the screen; those with the most bytes are shown."""
 
-Pair = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Rates:
     """Speeds between two samples or, where there is only one, as the daemon averages them itself.
 
     Attributes:
-        window_seconds: time between the samples; None where there is only one.
         cpu_share: CPU seconds per second, more than 1 where several cores work; with one sample since the start.
         activity: each of ``activity_counters`` per second; None where there is only one sample.
     """
 
-    window_seconds: float | None
     store_bytes: float
     load_bytes: float
     lookups: float
@@ -57,7 +61,6 @@ def rates_between(now: StatsReply, before: StatsReply | None) -> Rates:
     """Return the rates of ``now``. A ``before`` of another life of the daemon, or not older, counts as none."""
     if before is None or before.epoch != now.epoch or now.uptime_seconds <= before.uptime_seconds:
         return Rates(
-            window_seconds=None,
             store_bytes=now.store.bytes_per_second,
             load_bytes=now.load.bytes_per_second,
             lookups=now.lookups_per_second,
@@ -72,7 +75,6 @@ def rates_between(now: StatsReply, before: StatsReply | None) -> Rates:
 
     old_activity = activity_counters(before)
     return Rates(
-        window_seconds=seconds,
         store_bytes=rate(now.store.bytes, before.store.bytes),
         load_bytes=rate(now.load.bytes, before.load.bytes),
         lookups=rate(now.lookup_latency.count, before.lookup_latency.count),
@@ -118,7 +120,7 @@ class StatsPage:
             _pool(self.now.pool, self.now.blocks, options),
             (_copies(self.now, rates),),
             (_lookups(self.now, rates),),
-            (disk_section(self.now, TITLE_CELLS - 2),) if self.now.disks else (),
+            (_disks(self.now),) if self.now.disks else (),
             (_activity(self.now, rates),),
             _namespaces(self.now.namespaces, self._most_namespaces, wide=options.max_width >= WIDE_CELLS),
             (_errors(_failures(self.now), whole=self.lines is None),),
@@ -144,37 +146,37 @@ class StatsPage:
         return min(MAX_NAMESPACES, max(least, self.lines - rest))
 
 
-def _pairs(title: str, *rows: tuple[Pair, ...]) -> Table:
-    """Names with values below each other."""
+def _pairs(title: str, pairs: dict[str, str]) -> Table:
+    """Names with values, three beside each other."""
     grid = Table.grid()
     grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
-    for _ in rows[0]:
+    for _ in range(PAIRS_OF_LINE):
         grid.add_column(width=PAIR_CELLS, no_wrap=True, overflow="ellipsis")
-    for index, row in enumerate(rows):
-        grid.add_row("" if index else title, *(Text.assemble((f"{name} ", "dim"), value) for name, value in row))
+    cells = [Text.assemble((f"{name} ", "dim"), value) for name, value in pairs.items()]
+    for index in range(0, len(cells), PAIRS_OF_LINE):
+        grid.add_row("" if index else title, *cells[index : index + PAIRS_OF_LINE])
     return grid
+
+
+def _section(title: str, numbers: Sequence[str]) -> Table:
+    """A section that lines up with the others."""
+    return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
 
 def _daemon(now: StatsReply, rates: Rates) -> Table:
     """Who answers, for how long, and at what cost."""
-    return _pairs(
-        "Daemon",
-        (
-            ("version", str(fitting(now.daemon_version))),
-            ("up", format_duration(now.uptime_seconds)),
-            ("sessions", format_count(now.sessions)),
-        ),
-        (
-            ("cpu", percent(rates.cpu_share, 1.0, none="0 %")),
-            ("memory", format_size(now.resident_bytes)),
-            ("leases", format_count(now.leases)),
-        ),
-        (
-            ("policy", str(fitting(now.policy))),
-            ("pid", str(now.pid)),
-            ("pinned blocks", format_count(now.pinned_blocks)),
-        ),
-    )
+    pairs = {
+        "version": str(fitting(now.daemon_version)),
+        "up": format_duration(now.uptime_seconds),
+        "sessions": format_count(now.sessions),
+        "cpu": percent(rates.cpu_share, 1.0, none="0 %"),
+        "memory": format_size(now.resident_bytes),
+        "leases": format_count(now.leases),
+        "policy": str(fitting(now.policy)),
+        "pid": str(now.pid),
+        "pinned blocks": format_count(now.pinned_blocks),
+    }
+    return _pairs("Daemon", pairs)
 
 
 def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) -> RenderResult:
@@ -187,19 +189,15 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
     line.append_text(_bar(pool, cells, bar_characters(options)))
     line.append(numbers)
     yield line
-    yield _pairs(
-        "",
-        (
-            ("ready", format_size(pool.ready_bytes)),
-            ("writing", format_size(pool.writing_bytes)),
-            ("leaving", format_size(pool.leaving_bytes)),
-        ),
-        (
-            ("free", format_size(pool.free_bytes)),
-            ("pinned", format_size(pool.pinned_bytes)),
-            ("slot table", format_size(pool.table_bytes)),
-        ),
-    )
+    sizes = {
+        "ready": pool.ready_bytes,
+        "writing": pool.writing_bytes,
+        "leaving": pool.leaving_bytes,
+        "free": pool.free_bytes,
+        "pinned": pool.pinned_bytes,
+        "slot table": pool.table_bytes,
+    }
+    yield _pairs("", {name: format_size(size) for name, size in sizes.items()})
     for note, style in _pool_notes(pool, blocks):
         yield Text(" " * TITLE_CELLS + note, style=style)
 
@@ -212,9 +210,8 @@ def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str
         locked = format_size(pool.page_locked_bytes)
         yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
     if blocks.pinned_blocks:
-        pinned = f"{format_count(blocks.pinned_blocks)} block{'' if blocks.pinned_blocks == 1 else 's'}"
-        size = format_size(blocks.pinned_bytes)
-        yield f"{pinned} ({size}) pinned by operators; see kvoffd-cli block ls --pinned", "dim"
+        pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
+        yield f"{pinned} pinned by operators; see kvoffd-cli block ls --pinned", "dim"
     if pool.quarantined_bytes:
         lost = format_size(pool.quarantined_bytes)
         yield f"{lost} in quarantine: lost what was stored there; see kvoffd-cli health", "red"
@@ -233,19 +230,16 @@ def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
 
 
 def _cells_of(part: int, whole: int, cells: int) -> int:
-    if part <= 0 or whole <= 0:
-        return 0
-    return min(cells, max(1, round(cells * part / whole)))
+    return min(cells, max(1, round(cells * part / whole))) if part > 0 and whole > 0 else 0
 
 
 def _now(rates: Rates) -> str:
-    return "now" if rates.window_seconds is not None else "last 10 s"
+    return f"{'now' if rates.activity is not None else 'last 10 s':>9}"
 
 
 def _copies(now: StatsReply, rates: Rates) -> Table:
     """Both directions. ``copying at`` is the speed while a copy runs: what the memory gives."""
-    table = section("Copies", TITLE_CELLS - 2)
-    add_numbers(table, (f"{_now(rates):>9}", "total", "copying at", "jobs", "failed", "queued", "running"))
+    table = _section("Copies", (_now(rates), "total", "copying at", "jobs", "failed", "queued", "running"))
     for title, direction, speed in (("store", now.store, rates.store_bytes), ("load", now.load, rates.load_bytes)):
         table.add_row(
             fitting(title),
@@ -272,8 +266,7 @@ def _alarming(count: int) -> Text:
 
 def _lookups(now: StatsReply, rates: Rates) -> Table:
     """How often engines ask, how long the daemon takes for an answer, how many keys were there."""
-    table = section("Lookups", TITLE_CELLS - 2)
-    add_numbers(table, (f"{_now(rates):>9}", "total", "p50", "p99", "max", "keys asked", "hits"))
+    table = _section("Lookups", (_now(rates), "total", "p50", "p99", "max", "keys asked", "hits"))
     latency = now.lookup_latency
     durations = (latency.p50, latency.p99, latency.maximum)
     asked = sum(namespace.keys_asked for namespace in now.namespaces)
@@ -288,11 +281,27 @@ def _lookups(now: StatsReply, rates: Rates) -> Table:
     return table
 
 
+def _disks(now: StatsReply) -> Table:
+    """All directories of the disk tier together."""
+    disks, namespaces = now.disks, now.namespaces
+    table = _section("Disk", ("used", "blocks", "hits", "read", "written", "pending", "errors"))
+    table.add_row(
+        fitting("all"),
+        percent(sum(disk.used_bytes for disk in disks), sum(disk.size_bytes for disk in disks)),
+        format_count(sum(disk.blocks for disk in disks)),
+        percent(sum(one.keys_pending for one in namespaces), sum(one.keys_asked for one in namespaces)),
+        format_size(sum(disk.read_bytes for disk in disks)),
+        format_size(sum(disk.written_bytes for disk in disks)),
+        format_count(now.below.pending_blocks if now.below is not None else 0),
+        format_count(sum(sum(disk.errors.values()) for disk in disks)),
+    )
+    return table
+
+
 def _activity(now: StatsReply, rates: Rates) -> Table:
     """What else was counted since the start and, between two samples, how fast it grows."""
-    table = section("Activity", TITLE_CELLS - 2)
     counters = activity_counters(now)
-    add_numbers(table, list(counters))
+    table = _section("Activity", tuple(counters))
     table.add_row(fitting("total"), *(format_count(round(value)) for value in counters.values()))
     if rates.activity is not None:
         table.add_row(fitting("now"), *(_per_second(value) for value in rates.activity.values()))
@@ -311,7 +320,7 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Rend
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
         return
-    table = section("Namespace", TITLE_CELLS - 2)
+    table = _section("Namespace", ())
     table.add_column("", no_wrap=True, style="dim")
     asked = ("keys asked",) if wide else ()
     copied = ("stored", "loaded") if wide else ()

@@ -9,13 +9,16 @@ from typing import Annotated
 
 import typer
 
-from kvoffd_client.admin_client import AdminClient, AdminRequests, RemoteAdminClient
+from kvoffd_client.admin_client import (
+    MIN_PREFIX_DIGITS,
+    AdminClient,
+    AdminRequests,
+    RemoteAdminClient,
+    matching_namespaces,
+)
 from kvoffd_client.cli.console import printable, short_fingerprint
 from kvoffd_proto.messages import NamespaceInfo
 from kvoffd_proto.sockets import CurveKeyError, default_directory, is_key, read_public_keys, read_secret_key
-
-MIN_PREFIX_DIGITS = 4
-"""Fewer hex digits of a fingerprint could name a namespace by a slip of the hand."""
 
 Directory = Annotated[
     Path | None,
@@ -83,13 +86,7 @@ def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
 
 def resolve_namespace(namespaces: Sequence[NamespaceInfo], wanted: str) -> NamespaceInfo:
     """Return the one namespace whose label is ``wanted`` or whose fingerprint begins with it. Raises CliError."""
-    digits = wanted.lower()
-    found = [
-        namespace
-        for namespace in namespaces
-        if namespace.label == wanted
-        or (len(digits) >= MIN_PREFIX_DIGITS and namespace.namespace.hex().startswith(digits))
-    ]
+    found = matching_namespaces(namespaces, wanted)
     if len(found) == 1:
         return found[0]
     shown = printable(wanted)
