@@ -16,6 +16,7 @@ from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk import DiskError, DiskTier, OpeningStopped, open_disk_tier
 from kvoffd.tiers.disk.file import default_region_bytes
 from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, SlotShape
+from kvoffd.tiers.disk.index import AGE_STEP_S
 from kvoffd.tiers.disk.regions import DiskRegions
 from kvoffd.tiers.tier import TierResult
 
@@ -240,12 +241,13 @@ def test_wear_and_age_outlive_the_daemon(tmp_path: Path) -> None:
     assert 6 * 12_288 <= found.lifetime_written_bytes < 6 * 12_288 + 20 * 32_768
     assert found.found_blocks == 6
     assert abs(found.oldest_age_s - (7 * 86400 + 30 * 3600)) <= 3600
-    assert rig.tier._index.ages.total() == 6
-    assert {region.slot_bytes for region in rig.tier._index.regions if region.shape} == {12_288}
+    hours = [int((born + number * 5 * 3600) // AGE_STEP_S) for number in range(6)]
+    assert rig.tier._index.ages == dict.fromkeys(hours, 1)
+    assert [region.slot_bytes for region in rig.tier._index.regions if region.shape] == [12_288]
     rig.tier.remove([block_of(0).id])
     rig.settle()
     assert abs(rig.tier.report().oldest_age_s - (7 * 86400 + 25 * 3600)) <= 3600
-    assert rig.tier._index.ages.total() == 5
+    assert rig.tier._index.ages == dict.fromkeys(hours[1:], 1)
 
 
 def test_a_block_that_no_region_holds_is_refused_and_said_once(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ class DiskTier(Tier):
         options: DiskOptions,
         wall_clock: Callable[[], float],
         make_workers: MakeWorkers | None,
+        open_seconds: float,
     ) -> None:
         directory = file.path.parent
         self.name = f"disk:{directory}"
@@ -133,7 +134,7 @@ class DiskTier(Tier):
         self._post = post
         self._options = options
         self._wall_clock = wall_clock
-        self._open_seconds = 0.0
+        self._open_seconds = open_seconds
         self._found_blocks = index.blocks
         self._events = DeferredEvents(self, listener, self._wake)
         self._record_writer = RecordWriter(file, index, clock, self._submit, self._events.error)
@@ -154,13 +155,9 @@ class DiskTier(Tier):
         threads = partial(ThreadWorkers, threads=options.reads_in_flight, name=f"kvoffd-disk-{directory.name}")
         self.workers = (make_workers or threads)(queue, self._executor, clock, self._wake)
         """The workers that read and write. Only a simulation uses them from outside, to make them work."""
-
-    def opened(self, seconds: float) -> None:
-        """Notes how long opening took, and reports what was found meanwhile."""
-        self._open_seconds = seconds
-        for sentence in self._file.notes.sentences:
+        for sentence in file.notes.sentences:
             logger.info("%s", sentence)
-        for kind, sentence in self._file.notes.errors:
+        for kind, sentence in file.notes.errors:
             self._events.error(kind, sentence)
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
-from typing import NamedTuple
 
 from kvoffd.tiers.disk.file_format import SlotShape
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
@@ -35,15 +34,6 @@ class GroupIndex(Mapping[bytes, TierBlock]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-class Taken(NamedTuple):
-    """The result of ``DiskIndex.take``."""
-
-    entry: Entry | None
-    """A slot for the block; None where there is no room."""
-    evicted: list[TierKey]
-    """The blocks that were evicted for it."""
 
 
 class DiskIndex:
@@ -79,8 +69,11 @@ class DiskIndex:
     def is_writing(self, block_id: TierKey) -> bool:
         return block_id in self._writing
 
-    def take(self, block: TierBlock, written_at: float) -> Taken:
-        """Takes a slot for a block that is to be written; others may be evicted for it."""
+    def take(self, block: TierBlock, written_at: float) -> tuple[Entry | None, list[TierKey]]:
+        """Takes a slot for a block that is to be written; returns it and the blocks that were evicted for it.
+
+        The slot is None where there is no room.
+        """
         shape = SlotShape.of(block)
         evicted: list[TierKey] = []
         place = self.regions.take(shape)
@@ -88,11 +81,11 @@ class DiskIndex:
             evicted = [entry.block.id for entry in self._make_room(shape) if self.drop(entry)]
             place = self.regions.take(shape)
         if place is None:
-            return Taken(None, evicted)
+            return None, evicted
         entry = Entry(block, *place, self.regions.next_generation(), written_at)
         entry.region.entries[entry.slot] = entry
         self._writing[block.id] = entry
-        return Taken(entry, evicted)
+        return entry, evicted
 
     def written(self, entry: Entry) -> bool:
         """Notes that a block was written; False where it was removed meanwhile: then its slot is free again."""
@@ -128,8 +121,8 @@ class DiskIndex:
         """Notes a use of each block that is there."""
         for block_id in block_ids:
             entry = self.get(block_id)
-            if entry is not None and entry.region.shape is not None:
-                self._by_use[entry.region.shape].move_to_end(entry)
+            if entry is not None and (shape := entry.region.shape) is not None:
+                self._by_use[shape].move_to_end(entry)
                 self._use(entry)
 
     def drop(self, entry: Entry) -> bool:

@@ -11,7 +11,7 @@ from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, MakeWorkers
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
-from kvoffd.tiers.disk.file_format import RegionHead, read_record, read_region, region_seed
+from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.disk.workers import Digest
@@ -60,7 +60,7 @@ def open_disk_tier(
     )
     try:
         index = rebuild_index(file, on_progress, should_stop)
-        tier = DiskTier(
+        return DiskTier(
             file,
             index,
             pool=pool,
@@ -71,12 +71,11 @@ def open_disk_tier(
             options=options,
             wall_clock=wall_clock,
             make_workers=make_workers,
+            open_seconds=time.monotonic() - begun,
         )
     except BaseException:
         file.close()
         raise
-    tier.opened(time.monotonic() - begun)
-    return tier
 
 
 def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> DiskIndex:
@@ -116,25 +115,6 @@ def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found
     records = bytes(file.read_pages(region.base + PAGE_BYTES, page_up(head.slots * head.shape.record_bytes)))
     region.cut_at(head.shape, head.slots, head.generation)
     regions.generation = max(regions.generation, head.generation)
-    _read_records(file, regions, region, head, records, found)
-
-
-def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
-    # The region is written over: its blocks might be removed before its records can be read again.
-    regions.dirty.mark_head(region)
-    sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
-    file.notes.errors.append((kind, sentence))
-
-
-def _read_records(
-    file: DiskFile,
-    regions: DiskRegions,
-    region: DiskRegion,
-    head: RegionHead,
-    records: bytes,
-    found: dict[TierKey, Entry],
-) -> None:
-    floors = file.head.floors
     seed = region_seed(file.head.file_id, head)
     for slot in range(head.slots):
         at = slot * head.shape.record_bytes
@@ -146,7 +126,7 @@ def _read_records(
         block_id = record.block.id
         regions.generation = max(regions.generation, record.generation)
         twin = found.get(block_id)
-        forgotten = record.generation <= floors.get(block_id.fingerprint, 0)
+        forgotten = record.generation <= file.head.floors.get(block_id.fingerprint, 0)
         if forgotten or (twin is not None and twin.generation > record.generation):
             regions.dirty.mark(region, slot)
             continue
@@ -155,3 +135,10 @@ def _read_records(
             regions.dirty.mark(twin.region, twin.slot)
         found[block_id] = entry = Entry(record.block, region, slot, record.generation, record.written_at)
         region.entries[slot] = entry
+
+
+def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
+    # The region is written over: its blocks might be removed before its records can be read again.
+    regions.dirty.mark_head(region)
+    sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
+    file.notes.errors.append((kind, sentence))

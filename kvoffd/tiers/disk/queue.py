@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -35,42 +36,31 @@ class Update(NamedTuple):
         return sum(len(pages) for _, pages in self.writes)
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """The read or write of one block, or an update of the file's records. Compared by identity."""
 
-    __slots__ = ("buffers", "deadline", "entry", "kind", "nbytes", "offset", "on_done", "queued_at", "update")
+    kind: Kind
+    offset: int
+    buffers: Sequence[memoryview]
+    queued_at: float
+    deadline: float = float("inf")
+    entry: Entry | None = None
+    on_done: OnDone | None = None
+    update: Update | None = None
+    nbytes: int = field(init=False)
 
-    def __init__(
-        self,
-        kind: Kind,
-        offset: int,
-        buffers: Sequence[memoryview],
-        queued_at: float,
-        deadline: float = float("inf"),
-        entry: Entry | None = None,
-        on_done: OnDone | None = None,
-        update: Update | None = None,
-    ) -> None:
-        self.kind = kind
-        self.offset = offset
-        self.buffers = buffers
-        self.nbytes = sum(map(len, buffers))
-        self.queued_at = queued_at
-        self.deadline = deadline
-        self.entry = entry
-        self.on_done = on_done
-        self.update = update
+    def __post_init__(self) -> None:
+        self.nbytes = sum(map(len, self.buffers))
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Jobs of one kind that are done in one call, in the order of their offsets."""
 
-    __slots__ = ("begun_at", "jobs", "kind")
-
-    def __init__(self, jobs: list[Job], begun_at: float) -> None:
-        self.jobs = jobs
-        self.kind = jobs[0].kind
-        self.begun_at = begun_at
+    kind: Kind
+    jobs: list[Job]
+    begun_at: float
 
 
 class DiskQueue:
@@ -107,7 +97,7 @@ class DiskQueue:
         first = next(iter(self._waiting[kind]))
         self._take(first)
         jobs = [first] if kind is Kind.UPDATE else self._with_neighbours(first)
-        batch = Batch(jobs, now)
+        batch = Batch(kind, jobs, now)
         self.running[kind].add(batch)
         return batch
 

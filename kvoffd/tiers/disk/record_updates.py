@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import groupby
 
 from kvoffd.pool.slots import PAGE_BYTES
 from kvoffd.system.files import aligned_buffer
@@ -123,11 +124,10 @@ class RecordUpdates:
             end = region.unit_of(region.slots - 1) + 1
             head = region.head.pack(self.head.file_id)
             return [(region.base, _aligned([head, *(self._unit(region, unit) for unit in range(end))]))]
-        writes: list[tuple[int, memoryview]] = []
-        for run in _runs(sorted(units)):
-            pages = _aligned([self._unit(region, unit) for unit in run])
-            writes.append((records_at + run[0] * unit_bytes, pages))
-        return writes
+        return [
+            (records_at + run[0] * unit_bytes, _aligned([self._unit(region, unit) for unit in run]))
+            for run in _runs(sorted(units))
+        ]
 
     def _unit(self, region: DiskRegion, unit: int) -> bytes:
         assert region.shape is not None
@@ -154,13 +154,8 @@ def _aligned(parts: list[bytes]) -> memoryview:
 
 def _runs(numbers: list[int]) -> list[list[int]]:
     """Ascending numbers, cut where one is left out."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
+    groups = groupby(enumerate(numbers), lambda item: item[1] - item[0])  # equal as long as none is left out
+    return [[number for _, number in group] for _, group in groups]
 
 
 class RecordWriter:

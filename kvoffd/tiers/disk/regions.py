@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 from kvoffd.pool.slots import PAGE_BYTES, Region, RegionSlots
 from kvoffd.tiers.disk.file_format import REGIONS_AT, RegionHead, SlotShape
 from kvoffd.tiers.tier import TierBlock
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """A slot in use: its block can be read, is being written, or was removed while it is being read."""
 
-    __slots__ = ("block", "generation", "readers", "ready", "region", "slot", "suspect", "used", "written_at")
-
-    def __init__(self, block: TierBlock, region: DiskRegion, slot: int, generation: int, written_at: float) -> None:
-        self.block = block
-        self.region = region
-        self.slot = slot
-        self.generation = generation
-        self.written_at = written_at
-        self.used = 0
-        """Number of its last use, among all uses."""
-        self.ready = False
-        """Whether it has a record."""
-        self.readers = 0
-        self.suspect = False
-        """It may be torn: its file was found open, and it was not read since."""
+    block: TierBlock
+    region: DiskRegion
+    slot: int
+    generation: int
+    written_at: float
+    """Seconds since 1970."""
+    used: int = 0
+    """Number of its last use, among all uses."""
+    ready: bool = False
+    """Whether it has a record."""
+    readers: int = 0
+    suspect: bool = False
+    """It may be torn: its file was found open, and it was not read since."""
 
     @property
     def offset(self) -> int:
@@ -99,8 +100,7 @@ class Dirty:
 
     def take(self, most_regions: int) -> dict[int, set[int] | None]:
         """Takes up to so many regions out, with their changed units."""
-        numbers = [number for number, _ in zip(self._units, range(most_regions), strict=False)]
-        return {number: self._units.pop(number) for number in numbers}
+        return {number: self._units.pop(number) for number in list(islice(self._units, most_regions))}
 
     def give_back(self, taken: dict[int, set[int] | None]) -> None:
         """Puts regions back that could not be written: all of each counts as changed."""

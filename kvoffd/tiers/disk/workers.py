@@ -178,10 +178,7 @@ class Workers(ABC):
 
     def collect(self) -> list[Ended]:
         """Takes the jobs that have ended since the last call."""
-        ended: list[Ended] = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def load(self) -> Load:
         """Jobs that wait and run now. Updates count as writes."""
@@ -265,9 +262,7 @@ class ThreadWorkers(Workers):
 
     def _next(self) -> Batch | None:
         with self._changed:
-            while (batch := self._queue.next(self._clock())) is None:
-                if self._stopped:
-                    return None
+            while (batch := self._queue.next(self._clock())) is None and not self._stopped:
                 self._changed.wait()
             return batch
 
