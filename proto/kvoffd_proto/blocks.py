@@ -52,7 +52,7 @@ class PageSpec(Wire, frozen=True):
     """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
 
     page_bytes: Annotated[int, doc("Bytes of an engine block that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("What they are; nil where the engine did not tell.")] = None
+    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil where the engine did not say.")] = None
 
 
 class ShardSpec(Wire, frozen=True):
@@ -73,12 +73,14 @@ RankSpec = Annotated[list[ShardSpec], doc(max_length=1024)]
 class NamespaceDescribed(Reply, frozen=True):
     """Answer to DescribeNamespace."""
 
-    label: Annotated[str, doc("Name for operators.")]
+    label: Annotated[str, doc("Name of the namespace for operators.")]
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
-    shards: Annotated[list[RankSpec | None], doc("By rank and group; nil for a rank of which no worker registered.")]
+    shards: Annotated[
+        list[RankSpec | None], doc("Shards by rank and group; nil for a rank without a registered worker.")
+    ]
 
 
 @exchange(Section.BLOCKS, ADMIN)
@@ -92,7 +94,7 @@ class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
 class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     """Opens a namespace and fixes its shards without an engine, as before an import.
 
-    Where it is open it must have the same geometry; ranks that no worker registered for get theirs.
+    A namespace that is open already must have the same geometry; ranks without a registered worker get these shards.
     """
 
     namespace: Fingerprint
@@ -101,7 +103,7 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=1024)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
-    shards: Annotated[list[RankSpec], doc("By rank and group.", min_length=1, max_length=4096)]
+    shards: Annotated[list[RankSpec], doc("Shards by rank and group.", min_length=1, max_length=4096)]
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -110,40 +112,40 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
 class BlockInfo(Wire, frozen=True):
     """One block."""
 
-    key: Annotated[bytes, doc("Its hash.")]
-    state: Annotated[int, doc("1 while a shard is lacking, 2 ready.", ge=0, le=2)]
-    slot_bytes: Annotated[ByteCount, doc("Pool bytes of its slots.")]
-    pins: Annotated[Count, doc("Leases, loads and operators that hold it.")]
-    pinned: Annotated[bool, doc("An operator has pinned it.")]
+    key: Annotated[bytes, doc("Hash of the block.")]
+    state: Annotated[int, doc("1 while a shard is missing, 2 ready.", ge=0, le=2)]
+    slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
+    pins: Annotated[Count, doc("Leases, loads and operators' pins that hold the block.")]
+    pinned: Annotated[bool, doc("Whether an operator has pinned the block.")]
 
 
 class BlocksListed(Reply, frozen=True):
     """Answer to ListBlocks."""
 
-    blocks: Annotated[list[BlockInfo], doc("Blocks that are still there.")]
+    blocks: Annotated[list[BlockInfo], doc("Blocks of the page that are still in the pool.")]
     next_position: Annotated[Count, doc("Where the next page begins; 0 when there is none.")]
-    total: Annotated[Count, doc("Keys noted for the first page.")]
+    total: Annotated[Count, doc("Keys in the snapshot of the first page.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
 class ListBlocks(Request[BlocksListed], frozen=True):
-    """Asks for the blocks of one group, a page at a time, in the order in which they came.
+    """Lists the blocks of one group, a page at a time, in the order in which they were stored.
 
-    The first page (``position`` 0) notes the keys that are there; the following ones go through that note.
+    The first page (``position`` 0) takes a snapshot of the keys; the following pages go through it.
     """
 
     namespace: Fingerprint
     group: GroupIndex
-    position: Annotated[Count, doc("0, or ``next_position`` of the page before.")] = 0
-    limit: Annotated[int, doc("Blocks of the page.", ge=1, le=4096)] = 1024
-    prefix: Annotated[str, doc("First hex digits of the keys wanted.", max_length=128)] = ""
-    pinned: Annotated[bool, doc("Only those that an operator has pinned.")] = False
+    position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the page before.")] = 0
+    limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
+    prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=128)] = ""
+    pinned: Annotated[bool, doc("List only blocks that an operator has pinned.")] = False
 
 
 class HeldShard(Wire, frozen=True):
     """Where one rank's shard of a block lies."""
 
-    offset_bytes: Annotated[ByteCount, doc("In the pool.")]
+    offset_bytes: Annotated[ByteCount, doc("Offset of the shard in the pool, in bytes.")]
     length: Annotated[ByteCount, doc("Bytes of the shard.")]
     checksum: Checksum
     first_block: Annotated[Count, doc("Engine blocks at the start of each layer that hold nothing that was stored.")]
@@ -152,15 +154,17 @@ class HeldShard(Wire, frozen=True):
 class BlocksGot(Reply, frozen=True):
     """Answer to GetBlocks."""
 
-    blocks: Annotated[list[list[HeldShard] | None], doc("Per key its shards, by rank; nil where it is not ready.")]
-    ttl_ms: Annotated[int, doc("Life of the lease without renewal, in milliseconds; 0 without blocks.", ge=0)]
+    blocks: Annotated[
+        list[list[HeldShard] | None], doc("Per key, the block's shards by rank; nil where the block is not ready.")
+    ]
+    ttl_ms: Annotated[int, doc("Lifetime of the lease without renewal, in milliseconds; 0 without blocks.", ge=0)]
 
 
 @exchange(Section.BLOCKS, ADMIN)
 class GetBlocks(Request[BlocksGot], frozen=True):
-    """Pins ready blocks under a lease of the session and tells where in the pool they lie.
+    """Pins ready blocks under a lease of the session and returns where they are in the pool.
 
-    Asking again with the same lease tells of the blocks under it. Heartbeats renew it, Release ends it.
+    A repeated request with the same lease returns the blocks under it. Heartbeats renew the lease, Release ends it.
     """
 
     namespace: Fingerprint
@@ -175,44 +179,44 @@ class GetBlocks(Request[BlocksGot], frozen=True):
 class PutShard(Wire, frozen=True):
     """Where one rank's shard of a block lies in the attached segment."""
 
-    offset_bytes: Annotated[ByteCount, doc("In the segment.")]
+    offset_bytes: Annotated[ByteCount, doc("Offset of the shard in the segment, in bytes.")]
     checksum: Checksum
 
 
 class BlocksPut(Reply, frozen=True):
     """Answer to PutBlocks."""
 
-    states: Annotated[bytes, doc("One byte a key: 0 no room, 1 stored, 2 it was there or is being written already.")]
+    states: Annotated[bytes, doc("One byte per key: 0 no room, 1 stored, 2 present or being written already.")]
 
 
 @exchange(Section.BLOCKS, ADMIN)
 class PutBlocks(Request[BlocksPut], frozen=True):
     """Copies whole blocks from an attached segment into the pool; the reply comes when they can be read.
 
-    Bytes that do not hash to their checksum refuse the request whole. The segment stays attached, and mapped, until
-    the session ends; it must not change before the reply.
+    Where a shard's bytes do not match its checksum the whole request is refused. The segment stays attached, and
+    mapped, until the session ends; its bytes must not change before the reply.
     """
 
     namespace: Fingerprint
     segment_id: Annotated[Count, doc("Id under which the memfd was attached.")]
-    segment_bytes: Annotated[int, doc("Bytes of it to map.", ge=1, le=2**63 - 1)]
+    segment_bytes: Annotated[int, doc("Bytes of the segment to map.", ge=1, le=2**63 - 1)]
     group: GroupIndex
     keys: Keys
     shards: Annotated[
         list[Annotated[list[PutShard], doc(max_length=4096)]],
-        doc("Per key its shards, by rank; each as long as the namespace's are.", max_length=65536),
+        doc("Per key, the block's shards by rank, each as long as in ``NamespaceDescribed``.", max_length=65536),
     ]
-    first_block: Annotated[int, doc("Engine blocks of key 0 that hold nothing, at its start.", ge=0, lt=65536)] = 0
+    first_block: Annotated[int, doc("Engine blocks at the start of key 0 that hold nothing.", ge=0, lt=65536)] = 0
 
 
 @exchange(Section.BLOCKS, ADMIN)
 class PinBlocks(Request[Done], frozen=True):
     """Keeps ready blocks from eviction until they are unpinned, dropped, or the daemon ends.
 
-    At most half of the pool may be pinned so.
+    Operators may pin at most half of the pool.
     """
 
     namespace: Fingerprint
     group: GroupIndex
     keys: Keys
-    pin: Annotated[bool, doc("False unpins. Blocks that are in that state already are not counted.")]
+    pin: Annotated[bool, doc("True pins, false unpins; blocks already in that state are not counted.")]

@@ -17,11 +17,11 @@ class ErrorCode(IntEnum):
         return code
 
     MALFORMED = 1, "The frame is not a message of this protocol; it was dropped and nothing changed."
-    TOO_LARGE = 2, "The frame is larger than the limit told in Welcome; send it in parts."
+    TOO_LARGE = 2, "The frame is larger than the limit given in Welcome; send it in parts."
     BAD_VERSION = 3, "The two ends speak different protocol versions; install the same kvoffd release on both."
-    BAD_TOKEN = 4, "The session token is unknown or its lifeline has ended; open a new lifeline and say Hello again."
+    BAD_TOKEN = 4, "The session token is unknown or its lifeline has ended; open a new lifeline and send Hello again."
     FORBIDDEN = 5, "This user may not use the daemon; add the uid or gid to its allowed users or groups."
-    NO_HELLO = 6, "The session has not said Hello yet; Hello must be its first message."
+    NO_HELLO = 6, "The session has not sent Hello yet; Hello must be its first message."
     WRONG_ROLE = 7, "The session's role may not send this message."
     UNKNOWN_NAMESPACE = 8, "No namespace with this fingerprint is open; send OpenNamespace first."
     NAMESPACE_MISMATCH = 9, "A namespace with this fingerprint is open with another geometry."
@@ -30,17 +30,17 @@ class ErrorCode(IntEnum):
     UNKNOWN_SEGMENT = 12, "No memory segment with this id came over the session's lifeline."
     UNSAFE_SEGMENT = (
         13,
-        "The memory segment is not a memfd sealed against shrinking, or is smaller than it was said to be.",
+        "The memory segment is not a memfd sealed against shrinking, or is smaller than declared.",
     )
     OUT_OF_BOUNDS = 14, "A tensor reaches outside its memory segment."
-    BAD_KEYS = 15, "The keys are not a whole number of keys of the namespace's length, or a key is there twice."
+    BAD_KEYS = 15, "The keys are not a whole number of keys of the namespace's length, or a key occurs twice."
     BAD_BLOCK_IDS = (
         16,
         "A block id lies outside the registered tensors, or the number of block ids does not fit the keys.",
     )
     DUPLICATE_JOB = 17, "The session has a job with this id already."
     UNKNOWN_LEASE = 18, "The lease is unknown, has ended or belongs to another namespace; look the keys up again."
-    TOO_MANY = 19, "The session reached a limit told in Welcome; wait for completions and try again."
+    TOO_MANY = 19, "The session reached a limit given in Welcome; wait for completions and try again."
     SHUTTING_DOWN = 20, "The daemon is stopping and takes no new work."
     INTERNAL = 21, "The daemon failed while it handled the message; the log has the details and nothing changed."
     NOT_READY = 22, "A block of the job is not in the pool, or not completely; recompute it."
@@ -50,4 +50,4 @@ class ErrorCode(IntEnum):
     COPY_FAILED = 26, "The copy failed; the destination must be treated as garbage."
     SESSION_ENDED = 27, "The session ended before the job did."
     UNSUPPORTED = 28, "The daemon was built without what this message asks for."
-    CHECKSUM = 29, "A block's bytes in the pool are not those that were stored; it is dropped, recompute it."
+    CHECKSUM = 29, "A block's bytes in the pool do not match their checksum; the block is dropped, recompute it."

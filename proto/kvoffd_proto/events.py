@@ -34,20 +34,20 @@ def session_topic(epoch: int, session_id: int) -> bytes:
 
 
 class BlockStored(Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks of one group are in a tier from now on. What is in the pool can be read, what is on disk brought up."""
+    """Blocks of one group are in a tier from now on. Blocks in the pool can be loaded, those on disk be promoted."""
 
     block_hashes: Annotated[list[bytes], doc("Hashes of the blocks, oldest first.")]
     parent_block_hash: Annotated[bytes | None, doc("Always nil: the daemon knows no chains.")]
     token_ids: Annotated[list[int], doc("Always empty: the daemon sees no tokens.")]
     block_size: Annotated[int, doc("Tokens of one block of the group.", ge=0)]
-    lora_id: Annotated[int | None, doc("Always nil: it is part of the hash.")]
+    lora_id: Annotated[int | None, doc("Always nil: the adapter is part of the hash.")]
     medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
-    lora_name: Annotated[str | None, doc("Always nil: it is part of the hash.")]
+    lora_name: Annotated[str | None, doc("Always nil: the adapter is part of the hash.")]
     group_idx: Annotated[int | None, doc("KV cache group of the blocks.")] = None
 
 
 class BlockRemoved(Struct, frozen=True, omit_defaults=True, tag=True):
-    """Blocks of one group are not in that tier any more."""
+    """Blocks of one group are not in a tier any more."""
 
     block_hashes: Annotated[list[bytes], doc("Hashes of the blocks.")]
     medium: Annotated[str | None, doc("The tier: CPU for the pool, STORAGE for disks.")]
@@ -65,8 +65,8 @@ class EventBatch(Struct, frozen=True, array_like=True):
     """The payload of one KV event message."""
 
     ts: Annotated[float, doc("Unix time in seconds.")]
-    events: Annotated[list[KvEvent], doc("In the order in which they happened.")]
-    data_parallel_rank: Annotated[int | None, doc("Always nil: the pool is the node's.")] = None
+    events: Annotated[list[KvEvent], doc("Events, in the order in which they happened.")]
+    data_parallel_rank: Annotated[int | None, doc("Always nil: the pool serves the whole node.")] = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -15,7 +15,7 @@ GpuUuid = Annotated[bytes, doc("UUID of the GPU (or MIG instance), never an ordi
 class MemfdHandle(Wire, frozen=True, tag="memfd"):
     """Host memory: a memfd that came over the lifeline, sealed against shrinking."""
 
-    segment_id: Annotated[Count, doc("The id the descriptor was attached under on the lifeline.")]
+    segment_id: Annotated[Count, doc("Id under which the descriptor was attached on the lifeline.")]
     size_bytes: Annotated[int, doc("Bytes to map; the file must be at least as large.", ge=1, le=2**63 - 1)]
 
 
@@ -51,15 +51,15 @@ class TensorLayout(Wire, frozen=True):
 
 
 class LayerSpec(Wire, frozen=True):
-    """What a page of one layer is, for whoever opens a block. Described only: nothing is checked by it."""
+    """Describes a page of one layer for programs that open blocks. The daemon checks nothing by it."""
 
-    name: Annotated[str, doc("The layer, as the engine names it; empty if unknown.", max_length=256)] = ""
-    dtype: Annotated[str, doc("As torch names it, ``bfloat16``; empty for bytes.", max_length=32)] = ""
+    name: Annotated[str, doc("The engine's name of the layer; empty if unknown.", max_length=256)] = ""
+    dtype: Annotated[str, doc("torch's name of the dtype, such as ``bfloat16``; empty for bytes.", max_length=32)] = ""
     shape: Annotated[
         list[Annotated[int, doc(ge=1, lt=2**31)]],
-        doc("Of one page, in the order of memory; empty if unknown.", max_length=16),
+        doc("Shape of one page, in the order of memory; empty if unknown.", max_length=16),
     ] = field(default_factory=list)
-    layout: Annotated[str, doc("What the dimensions are, with blanks between; empty if unknown.", max_length=256)] = ""
+    layout: Annotated[str, doc("Names of the dimensions, separated by blanks; empty if unknown.", max_length=256)] = ""
 
 
 class PageRef(Wire, frozen=True):
@@ -67,4 +67,4 @@ class PageRef(Wire, frozen=True):
 
     tensor: Annotated[int, doc("Index into the registration's tensors.", ge=0, lt=65536)]
     page_bytes: Annotated[int, doc("Bytes of the page that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("What they are, for whoever opens a block; nil if unknown.")] = None
+    layer: Annotated[LayerSpec | None, doc("What these bytes are; nil if unknown.")] = None

@@ -17,15 +17,15 @@ LENGTH_BYTES = 4
 MAX_FRAME_BYTES = 4096
 
 SegmentName = Annotated[Count, doc("The name given in Attach.")]
-Reason = Annotated[ErrorCode, doc("Why.")]
+Reason = Annotated[ErrorCode, doc("Why it was refused.")]
 Advice = Annotated[str, doc("A sentence that says what to do.", max_length=2048)]
 
 
 class Greeting(Wire, frozen=True, tag="greeting"):
-    """Daemon to client, first frame: the connection was accepted and this is its session."""
+    """Daemon to client, first frame: the connection was accepted; the session of this lifeline."""
 
     protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
-    epoch: Annotated[Count, doc("This life of the daemon; a random number, new at each start.")]
+    epoch: Annotated[Count, doc("Number of this run of the daemon: random, new at each start.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
     token: Annotated[
         bytes, doc("Secret that every request must carry.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
@@ -40,13 +40,13 @@ class Refused(Wire, frozen=True, tag="refused"):
 
 
 class Attach(Wire, frozen=True, tag="attach"):
-    """Client to daemon, with exactly one descriptor: keep it for a Register to come."""
+    """Client to daemon, with exactly one descriptor: keep it for a later Register or PutBlocks."""
 
     segment_id: Annotated[Count, doc("Name of the descriptor, new in the session.")]
 
 
 class Attached(Wire, frozen=True, tag="attached"):
-    """Daemon to client: the descriptor is held; Register may name it now."""
+    """Daemon to client: the descriptor is held; Register and PutBlocks may refer to it now."""
 
     segment_id: SegmentName
 
@@ -60,7 +60,7 @@ class AttachRefused(Wire, frozen=True, tag="attach_refused"):
 
 
 class OpenPool(Wire, frozen=True, tag="open_pool"):
-    """Client to daemon: wants to read the pool. For administrators, where the daemon's ``block_access`` allows it."""
+    """Client to daemon: asks to read the pool. For administrators, where the daemon's ``block_access`` allows it."""
 
 
 class PoolOpened(Wire, frozen=True, tag="pool_opened"):

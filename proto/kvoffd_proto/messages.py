@@ -22,7 +22,7 @@ from kvoffd_proto.wire import *
 
 
 class Limits(Wire, frozen=True):
-    """Bounds of one session, told in Welcome. What is beyond them is refused."""
+    """Limits of one session, given in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
     max_keys_per_request: Annotated[int, doc("Keys in one Lookup, Store, Load or Invalidate.", ge=1)]
@@ -60,7 +60,7 @@ class JobResult(Wire, frozen=True):
     ok: Annotated[bool, doc("Load: all bytes are in place. Store: every key was stored or was there already.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[Seconds, doc("From the daemon's acceptance of the job to its end, in seconds.")]
-    error: Annotated[ErrorCode | None, doc("Why not ok.")] = None
+    error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = field(
         default_factory=list
     )
@@ -75,11 +75,11 @@ class Welcome(Reply, frozen=True):
     session_id: SessionId
     daemon_version: Annotated[str, doc("Release of the daemon.")]
     capabilities: Annotated[list[str], doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
-    limits: Annotated[Limits, doc("Bounds of this session.")]
+    limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
-    lease_ttl_ms: Annotated[int, doc("Life of a lease without renewal, in milliseconds.", ge=1)]
+    lease_ttl_ms: Annotated[int, doc("Lifetime of a lease without renewal, in milliseconds.", ge=1)]
     heartbeat_interval_ms: Annotated[int, doc("How often the client should send Heartbeat, in milliseconds.", ge=1)]
-    job_deadline_ms: Annotated[int, doc("A job that has not ended by then is failed, in milliseconds.", ge=1)]
+    job_deadline_ms: Annotated[int, doc("Time after which an unfinished job is failed, in milliseconds.", ge=1)]
 
 
 @exchange(Section.SESSION, ANY_ROLE, over_tcp=True)
@@ -87,7 +87,7 @@ class Hello(Request[Welcome], frozen=True):
     """First message of a session, with the token from the lifeline."""
 
     protocol_version: Annotated[int, doc("The client's protocol version.", ge=0)]
-    role: Annotated[Role, doc("What the session will do.")]
+    role: Annotated[Role, doc("Role of the session.")]
     name: Annotated[str, doc("Shown to operators, e.g. ``vllm:tiny-llama worker 0``.", max_length=128)]
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
 
@@ -97,7 +97,7 @@ class HeartbeatReply(Reply, frozen=True):
 
     sequence: Annotated[int, doc("Sequence number of the session's last completions; 0 before the first.", ge=0)]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
-    ended: Annotated[list[LeaseId], doc("Leases among ``renew`` that are not alive.")]
+    ended: Annotated[list[LeaseId], doc("Leases in ``renew`` that have ended.")]
 
 
 @exchange(Section.SESSION, ANY_ROLE)
@@ -105,7 +105,7 @@ class Heartbeat(Request[HeartbeatReply], frozen=True):
     """Acknowledges completions, renews leases, asks what the last completion was."""
 
     acknowledged: Annotated[Count, doc("All completions up to this sequence number have arrived.")]
-    renew: Annotated[list[LeaseId], doc("Leases still wanted.", max_length=65536)]
+    renew: Annotated[list[LeaseId], doc("Leases to renew.", max_length=65536)]
 
 
 class Completions(Message, frozen=True):
@@ -115,7 +115,7 @@ class Completions(Message, frozen=True):
     session_id: SessionId
     sequence: Annotated[int, doc("Counts from 1 in each session, without gaps.", ge=1)]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding from now on.")]
-    results: Annotated[list[JobResult], doc("In the order in which they ended.")]
+    results: Annotated[list[JobResult], doc("Results, in the order in which the jobs ended.")]
 
 
 class ReplayReply(Reply, frozen=True):
@@ -158,7 +158,7 @@ class Registered(Reply, frozen=True):
 
 @exchange(Section.MEMORY, WORKER)
 class Register(Request[Registered], frozen=True):
-    """Makes a worker's KV tensors known. The segments' descriptors have come over the lifeline before."""
+    """Registers a worker's KV tensors. The segments' descriptors must have come over the lifeline before."""
 
     namespace: Fingerprint
     registration_id: RegistrationId
@@ -174,7 +174,7 @@ class Register(Request[Registered], frozen=True):
 
 @exchange(Section.MEMORY, WORKER)
 class Unregister(Request[Done], frozen=True):
-    """Gives a registration up. After the reply the daemon touches its memory no more."""
+    """Ends a registration. After the reply the daemon does not access its memory any more."""
 
     registration_id: RegistrationId
 
@@ -189,17 +189,17 @@ class LookupReply(Reply, frozen=True):
     states: Annotated[
         list[bytes],
         doc(
-            "Per group of the request, one byte a key: 0 absent, 1 writing, 2 ready, 3 pending. A pending "
-            "key is in a tier below and on its way up: ask again."
+            "Per group of the request, one byte per key: 0 absent, 1 writing, 2 ready, 3 pending. A "
+            "pending key is in a tier below the pool and being promoted: ask again."
         ),
     ]
-    pinned: Annotated[Count, doc("Blocks pinned; where it is 0 there is no lease.")]
-    ttl_ms: Annotated[int, doc("Life of the lease without renewal, in milliseconds.", ge=0)]
+    pinned: Annotated[Count, doc("Number of blocks pinned; with 0 there is no lease.")]
+    ttl_ms: Annotated[int, doc("Lifetime of the lease without renewal, in milliseconds.", ge=0)]
     wait_ms: Annotated[
         int,
         doc(
-            "By the speed measured so far, how long until all pending keys are up, in milliseconds; "
-            "0 where that is not known.",
+            "Time until all pending keys are ready, expected by the speed measured so far, in "
+            "milliseconds; 0 where it is not known.",
             ge=0,
         ),
     ] = 0
@@ -212,24 +212,24 @@ class Lookup(Request[LookupReply], frozen=True):
     namespace: Fingerprint
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=1024)]
-    again: Annotated[bool, doc("It was asked before and something was pending: it is not counted a second time.")] = (
+    again: Annotated[bool, doc("The lookup repeats one that had pending keys, and is not counted a second time.")] = (
         False
     )
 
 
 @exchange(Section.SCHEDULER, SCHEDULER + ADMIN)
 class Release(Request[Done], frozen=True):
-    """Ends leases before their time. Leases that are gone already are no error."""
+    """Ends leases. A lease that has ended already is no error."""
 
     lease_ids: Annotated[list[LeaseId], doc("Leases of this session.", max_length=65536)]
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)
 class Invalidate(Request[Done], frozen=True):
-    """Drops blocks that proved unusable. Those that another session leased leave the index now, the bytes later."""
+    """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later."""
 
     namespace: Fingerprint
-    groups: Annotated[list[GroupKeys], doc("Keys to forget.", max_length=1024)]
+    groups: Annotated[list[GroupKeys], doc("Keys of the blocks to drop.", max_length=1024)]
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)
@@ -248,7 +248,7 @@ class Store(Request[Completions], frozen=True):
 
     registration_id: RegistrationId
     job_id: JobId
-    groups: Annotated[list[GroupTransfer], doc("What to copy.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
 
 
 @exchange(Section.WORKER, WORKER)
@@ -258,7 +258,7 @@ class Load(Request[Completions], frozen=True):
     registration_id: RegistrationId
     job_id: JobId
     lease_id: LeaseId
-    groups: Annotated[list[GroupTransfer], doc("What to copy.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
 
 
 class CancelReply(Reply, frozen=True):
@@ -283,7 +283,7 @@ class HealthReply(Reply, frozen=True):
 
     healthy: Annotated[bool, doc("False when something in ``problems`` needs an operator.")]
     ready: Annotated[bool, doc("True when the daemon takes sessions and jobs.")]
-    problems: Annotated[list[str], doc("A sentence each.")]
+    problems: Annotated[list[str], doc("Problems, one sentence each.")]
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
@@ -300,19 +300,19 @@ class SessionInfo(Wire, frozen=True):
     software: Annotated[str, doc("Versions given in Hello.")]
     pid: Annotated[int, doc("Peer's pid as the kernel tells the daemon; 0 from another pid namespace.", ge=0)]
     uid: Annotated[int, doc("Peer's uid.", ge=0)]
-    age_seconds: Annotated[Seconds, doc("Since the lifeline was opened, in seconds.")]
-    idle_seconds: Annotated[Seconds, doc("Since the last request, in seconds.")]
+    age_seconds: Annotated[Seconds, doc("Seconds since the lifeline was opened.")]
+    idle_seconds: Annotated[Seconds, doc("Seconds since the last request.")]
     leases: Annotated[Count, doc("Live leases.")]
     jobs: Annotated[Count, doc("Unfinished jobs.")]
     registrations: Annotated[Count, doc("Registrations.")]
-    registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for it.")]
-    unacknowledged: Annotated[Count, doc("Completions kept for it.")]
+    registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
+    unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
 
 
 class SessionsReply(Reply, frozen=True):
     """Answer to Sessions."""
 
-    sessions: Annotated[list[SessionInfo], doc("Oldest first.")]
+    sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
@@ -324,7 +324,7 @@ class NamespaceInfo(Wire, frozen=True):
     """One open namespace."""
 
     namespace: Fingerprint
-    label: Annotated[str, doc("Name for operators.")]
+    label: Annotated[str, doc("Name of the namespace for operators.")]
     world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
     groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
@@ -332,16 +332,16 @@ class NamespaceInfo(Wire, frozen=True):
         list[list[ByteCount]], doc("Per group and rank, bytes of a shard; 0 where no worker registered.")
     ]
     ready_blocks: Annotated[Count, doc("Blocks that can be read.")]
-    ready_bytes: Annotated[ByteCount, doc("Pool bytes of those blocks.")]
+    ready_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks that can be read.")]
     writing_blocks: Annotated[Count, doc("Blocks that lack a shard.")]
-    sessions: Annotated[Count, doc("Sessions that opened it.")]
+    sessions: Annotated[Count, doc("Sessions that opened the namespace.")]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
 
 
 class NamespacesReply(Reply, frozen=True):
     """Answer to Namespaces."""
 
-    namespaces: Annotated[list[NamespaceInfo], doc("In the order in which they were opened.")]
+    namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
@@ -357,44 +357,44 @@ class Clear(Request[Done], frozen=True):
 
 
 class ScrubReply(Reply, frozen=True):
-    """Answer to Scrub: the scrub that runs, or the last one. All counts are 0 where there was none."""
+    """Answer to Scrub: the running scrub, or the last one. All counts are 0 where there was none."""
 
-    running: Annotated[bool, doc("False once it is done.")]
-    slots: Annotated[Count, doc("Slots in use when it began.")]
-    done_slots: Annotated[Count, doc("Of these, those that are done with.")]
-    checked_slots: Annotated[Count, doc("Of these, those that were compared; the others had been freed.")]
-    checked_bytes: Annotated[ByteCount, doc("Bytes that were compared.")]
-    mismatches: Annotated[Count, doc("Slots whose bytes were not those that were stored.")]
-    seconds: Annotated[Seconds, doc("How long it has been running, or ran, in seconds.")]
+    running: Annotated[bool, doc("Whether the scrub is still running.")]
+    slots: Annotated[Count, doc("Slots in use when the scrub began.")]
+    done_slots: Annotated[Count, doc("Slots that the scrub has dealt with.")]
+    checked_slots: Annotated[Count, doc("Slots that were compared with their checksums; the others had been freed.")]
+    checked_bytes: Annotated[ByteCount, doc("Bytes of the slots that were compared.")]
+    mismatches: Annotated[Count, doc("Slots whose bytes did not match their checksum.")]
+    seconds: Annotated[Seconds, doc("How long the scrub has been running, or took, in seconds.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
 class Scrub(Request[ScrubReply], frozen=True):
-    """Has every readable block compared with its checksum, in the background, or asks how far that is. Admin only."""
+    """Compares every readable block with its checksum in the background, or asks for the progress. Admin only."""
 
-    start: Annotated[bool, doc("Begin, unless it is being done already. False only asks.")]
+    start: Annotated[bool, doc("Start a scrub unless one is running; false only asks for the progress.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
 class AttachDisk(Request[Done], frozen=True):
-    """Begins to use a directory as a disk tier; ``Stats`` tells how that goes. Root and the daemon's own user only."""
+    """Begins to use a directory as a disk tier; ``Stats`` shows its state. Root and the daemon's own user only."""
 
-    directory: Annotated[str, doc("An absolute path.", min_length=1, max_length=4096)]
-    size_bytes: Annotated[ByteCount, doc("The most that may be taken of its device.")]
+    directory: Annotated[str, doc("Absolute path of the directory.", min_length=1, max_length=4096)]
+    size_bytes: Annotated[ByteCount, doc("Most bytes that the directory may take of its device.")]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
 class DrainDisk(Request[Done], frozen=True):
-    """Writes nothing to a directory any more; what is there is still read. Root and the daemon's own user only."""
+    """Stops writing to a directory; blocks in it are still read. Root and the daemon's own user only."""
 
-    directory: Annotated[str, doc("As it was attached.", min_length=1, max_length=4096)]
+    directory: Annotated[str, doc("The directory, as it was attached.", min_length=1, max_length=4096)]
 
 
 @exchange(Section.ADMINISTRATION, ADMIN)
 class DetachDisk(Request[Done], frozen=True):
-    """Gives a directory up; its blocks stay in its file. Root and the daemon's own user only."""
+    """Detaches a directory; its blocks stay in its file. Root and the daemon's own user only."""
 
-    directory: Annotated[str, doc("As it was attached.", min_length=1, max_length=4096)]
+    directory: Annotated[str, doc("The directory, as it was attached.", min_length=1, max_length=4096)]
 
 
 AnyRequest: TypeAlias = Request[Message]

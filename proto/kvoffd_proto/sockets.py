@@ -38,7 +38,7 @@ class SocketPaths:
 
     @property
     def lifeline(self) -> Path:
-        """Unix stream: descriptors, credentials, death."""
+        """Unix stream: descriptors and credentials; its EOF ends the session."""
         return self.directory / "lifeline.sock"
 
     def problem(self) -> str | None:

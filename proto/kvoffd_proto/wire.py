@@ -44,8 +44,8 @@ Token = Annotated[
     bytes,
     doc("The session's secret, from the lifeline's Greeting.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES),
 ]
-Epoch = Annotated[Count, doc("The daemon's life that answers.")]
-SessionId = Annotated[int, doc("The session.", ge=1, lt=2**31)]
+Epoch = Annotated[Count, doc("Number of the daemon's run that answers, as in Greeting.")]
+SessionId = Annotated[int, doc("Id of the session.", ge=1, lt=2**31)]
 Fingerprint = Annotated[
     bytes,
     doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES),
@@ -59,7 +59,7 @@ RegistrationId = Annotated[
     bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
 ]
 Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=4096)]
-GroupIndex = Annotated[int, doc("KV cache group.", ge=0, lt=65536)]
+GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
 
 
 class Role(StrEnum):
@@ -281,19 +281,19 @@ class GroupSpec(Wire, frozen=True):
 
 
 class Done(Reply, frozen=True):
-    """Answer of requests that have nothing to tell but a count."""
+    """Answer to requests that return nothing but a count."""
 
-    count: Annotated[Count, doc("What the request did this many times.")] = 0
+    count: Annotated[Count, doc("How many blocks, leases or other things the request concerned.")] = 0
 
 
 class Error(Reply, frozen=True):
     """The request was refused and changed nothing. ``request_id`` is 0 where the frame had none."""
 
-    code: Annotated[ErrorCode, doc("Why.")]
+    code: Annotated[ErrorCode, doc("Why the request was refused.")]
     message: Annotated[str, doc("A sentence that says what to do.")]
 
 
 class NamespaceOpened(Reply, frozen=True):
     """Answer to OpenNamespace."""
 
-    created: Annotated[bool, doc("False when it was open already.")]
+    created: Annotated[bool, doc("False when the namespace was open already.")]
