@@ -74,7 +74,7 @@ class AdminRequests(Closing, ABC):
         >>> client.ask(Clear, fingerprint).count                                               # doctest: +SKIP
 
         Args:
-            kind: the request's class, of ``kvoffd_proto.messages``; any whose answer is a reply.
+            kind: the request's class, of ``kvoffd_proto.messages``.
             fields: its fields after the id and the token, which are this client's.
         """
         return self._ask(
@@ -226,10 +226,9 @@ class AdminClient(AdminRequests):
         return self._wait_for(start)
 
     def _wait_for(self, start: Callable[[list[T | KvoffdClientError], float, float], None]) -> T:
-        """Start something on the session and wait for its outcome; a KvoffdClientError is raised.
+        """Start something on the session and wait until it appends its outcome; a KvoffdClientError is raised.
 
-        ``start`` is called with the connection's lock held, gets the time and the seconds left, and sees to it that
-        the outcome is appended to its list.
+        ``start`` gets the list for the outcome, the time and the seconds left. It is called with the connection's lock.
         """
         with self._one_call:
             if self._closed:
@@ -239,9 +238,9 @@ class AdminClient(AdminRequests):
             outcome: list[T | KvoffdClientError] = []
             connection.call(start, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
             connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
-        found = outcome[0] if outcome else RequestTimeout()
-        if isinstance(found, RequestTimeout):
+        if not outcome or isinstance(outcome[0], RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
+        found = outcome[0]
         if isinstance(found, KvoffdClientError):
             raise found
         return found
@@ -309,8 +308,7 @@ class RemoteAdminClient(AdminRequests):
         """The socket, after Hello: a daemon of another version says so."""
         if self._socket is not None:
             return self._socket
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket = socket
+        self._socket = socket = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -333,7 +331,6 @@ class RemoteAdminClient(AdminRequests):
         return socket
 
     def _connect(self, socket: zmq.Socket[bytes], deadline: float) -> None:
-        """Connect. Raises DaemonUnavailable, which says where it failed."""
         wanted = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         monitor = socket.get_monitor_socket(wanted)
         problem = "nothing answers there"

@@ -70,7 +70,7 @@ class LookupFuture:
         return len(states) - len(states.lstrip(_READY_BYTE))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until done. Returns False when it is not after ``timeout_s`` seconds."""
+        """Wait until done; False when it is not after ``timeout_s`` seconds."""
         return self.done or (self.waiter is not None and self.waiter(lambda: self.done, timeout_s))
 
     def answer(self, states: list[bytes], pinned: int, now: float, wait_s: float = 0.0) -> None:
@@ -259,12 +259,7 @@ class SchedulerSession(Session):
         self.request(m.Reset(self.next_request_id(), self.token, self._fingerprint), on_reply, now, timeout_s)
 
     def _on_lookup_reply(
-        self,
-        future: LookupFuture,
-        key_counts: Sequence[int],
-        sent_at: float,
-        reply: ReplyOrError,
-        now: float,
+        self, future: LookupFuture, key_counts: Sequence[int], sent_at: float, reply: ReplyOrError, now: float
     ) -> None:
         unwanted = future.lease_id in self._unwanted
         self._unanswered.discard(future.lease_id)

@@ -116,8 +116,8 @@ class SocketLink:
             return False
         self._used = True
         if self._unsent:
-            self._send_queued()
-        if not self._unsent and self._try_send(jobs, frames):
+            self._send_queued(jobs)
+        if not self._unsent and _try_send(jobs, frames):
             return True
         # Not connected yet (IMMEDIATE), or its queue is full: it goes out as soon as there is room.
         if len(self._unsent) >= self._options.send_queue_frames:
@@ -125,16 +125,8 @@ class SocketLink:
         self._unsent.append(frames)
         return True
 
-    @staticmethod
-    def _try_send(jobs: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
-        try:
-            send_frames(jobs, frames)
-        except zmq.Again:
-            return False
-        return True
-
-    def _send_queued(self) -> None:
-        while self._unsent and self._jobs is not None and self._try_send(self._jobs, self._unsent[0]):
+    def _send_queued(self, jobs: zmq.Socket[bytes]) -> None:
+        while self._unsent and _try_send(jobs, self._unsent[0]):
             self._unsent.popleft()
 
     def close(self) -> None:
@@ -183,7 +175,7 @@ class SocketLink:
                 return True
             if not (self._unsent and events & WRITABLE):
                 break
-            self._send_queued()
+            self._send_queued(jobs)
         self._used = False
         return False
 
@@ -266,6 +258,14 @@ class SocketLink:
         for stream in (self._lifeline, *self._draining.values()):
             if stream is not None:
                 stream.close()
+
+
+def _try_send(jobs: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
+    try:
+        send_frames(jobs, frames)
+    except zmq.Again:
+        return False
+    return True
 
 
 def _has_message(connected: zmq.Socket[bytes] | None) -> bool:

@@ -110,18 +110,19 @@ class FakeEngine(Closing):
             rank=rank,
             blocks_per_key=1,
             memories=(memory,),
-            tensors=tuple(
-                TensorLayout(0, layer * layer_bytes, self.page_bytes, self.blocks) for layer in range(self.layers)
-            ),
-            groups=(tuple(PageRef(layer, self.page_bytes) for layer in range(self.layers)),),
+            tensors=tuple(TensorLayout(0, at * layer_bytes, self.page_bytes, self.blocks) for at in range(self.layers)),
+            groups=(tuple(PageRef(at, self.page_bytes) for at in range(self.layers)),),
         )
         name = f"fake engine worker {rank}"
         return WorkerClient(self._directory, self.namespace, registration, name=name, options=options)
 
+    @property
+    def _clients(self) -> list[SchedulerClient | WorkerClient]:
+        return [self.scheduler, *self.workers]
+
     def _connect(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        clients: list[SchedulerClient | WorkerClient] = [self.scheduler, *self.workers]
-        for client in clients:
+        for client in self._clients:
             if not client.wait_settled(max(0.0, deadline - time.monotonic())):
                 if client.refusal is not None:
                     raise client.refusal
@@ -141,14 +142,7 @@ class FakeEngine(Closing):
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """One CRC-32 per block, over all layers and ranks."""
         self._check_blocks(block_ids)
-        sums: list[int] = []
-        for block in block_ids:
-            crc = 0
-            for pages in self._pages:
-                for layer in range(self.layers):
-                    crc = zlib.crc32(pages[layer, block], crc)
-            sums.append(crc)
-        return sums
+        return [zlib.crc32(b"".join(pages[:, block].tobytes() for pages in self._pages)) for block in block_ids]
 
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float = 10.0) -> EngineResult:
         """Copy block ``block_ids[i]`` into the pool under ``keys[i]``, on all ranks.
@@ -159,9 +153,9 @@ class FakeEngine(Closing):
             ValueError: a key is not 32 bytes, the lengths differ, or a block id is not a block of this engine.
         """
         transfer = self._transfer(keys, block_ids)
-        job_id = next(self._job_ids)
         if not keys:
             return EngineResult(True, 0, 0.0)
+        job_id = next(self._job_ids)
         for worker in self.workers:
             worker.store(job_id, [transfer])
         results = self._results(job_id, timeout_s)
@@ -220,17 +214,14 @@ class FakeEngine(Closing):
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until all clients are connected, as after a restart of the daemon."""
         deadline = time.monotonic() + timeout_s
-        ready = self.scheduler.wait_ready(timeout_s)
-        return ready and all(worker.wait_ready(max(0.0, deadline - time.monotonic())) for worker in self.workers)
+        return all(client.wait_ready(max(0.0, deadline - time.monotonic())) for client in self._clients)
 
     def close(self) -> None:
         """End all sessions and free the memory. Repeatable."""
-        self.scheduler.close()
-        for worker in self.workers:
-            worker.close()
         self._pages.clear()
-        for memory in self._memories:
-            memory.close()
+        closing: list[Closing] = [*self._clients, *self._memories]
+        for item in closing:
+            item.close()
 
     def _results(self, job_id: int, timeout_s: float) -> list[JobResult | None]:
         deadline = time.monotonic() + timeout_s
