@@ -102,6 +102,9 @@ class Session:
         self._heartbeat_at = NEVER
         self._heartbeat_pending = False
         self._last_warning = ""
+        # What roles set: topics besides the session's own, and when to call _role_tick at the latest.
+        self._topics: Sequence[bytes] = ()
+        self._role_wake_at = NEVER
 
     @property
     def usable(self) -> bool:
@@ -115,9 +118,9 @@ class Session:
         if self.phase is Phase.CLOSED:
             return NEVER
         if self.phase is Phase.WAITING:
-            return min(self._retry_at, self._role_wake_at())
+            return min(self._retry_at, self._role_wake_at)
         owed = self._pending.owed_since + self.options.unresponsive_after_s if self.responsive else NEVER
-        return min(self._pending.next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at())
+        return min(self._pending.next_expiry, self._handshake_deadline, self._heartbeat_at, owed, self._role_wake_at)
 
     def tick(self, now: float) -> None:
         """Do what is due: connect, expire requests, send a heartbeat."""
@@ -238,7 +241,7 @@ class Session:
         self._on_epoch(greeting.epoch)
         self.epoch, self.session_id, self.token = greeting.epoch, greeting.session_id, greeting.token
         self.phase = Phase.HELLO
-        self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._extra_topics()])
+        self._link.open_sockets([session_topic(self.epoch, self.session_id), *self._topics])
         identity = self.identity
         name, software = identity.name[:128], identity.software[:128]
         hello = m.Hello(self.next_request_id(), self.token, m.PROTOCOL_VERSION, identity.role, name, software)
@@ -391,9 +394,6 @@ class Session:
     def _on_attached(self, message: Attached | AttachRefused, now: float) -> None:
         self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
 
-    def _extra_topics(self) -> Sequence[bytes]:
-        return ()
-
     def _on_epoch(self, epoch: int) -> None: ...
 
     def _role_ready(self, now: float) -> None: ...
@@ -401,9 +401,6 @@ class Session:
     def _role_disconnected(self, dead: bool, now: float) -> None: ...
 
     def _role_tick(self, now: float) -> None: ...
-
-    def _role_wake_at(self) -> float:
-        return NEVER
 
     def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None: ...
 

@@ -191,7 +191,12 @@ MAX_RENEWALS = 65536
 
 
 class SchedulerSession(Session):
-    """Adds to ``Session`` what a scheduler does. One namespace."""
+    """Adds to ``Session`` what a scheduler does. One namespace.
+
+    Attributes:
+        events: the namespace's KV events; None where they are not asked for.
+        leases: by id, those renewed at each heartbeat: their lookups' futures, and when they end.
+    """
 
     def __init__(
         self, link: Link, identity: Identity, options: ClientOptions, rng: random.Random, *, events: bool = False
@@ -200,16 +205,13 @@ class SchedulerSession(Session):
         assert identity.namespace is not None
         self._fingerprint = identity.namespace.fingerprint
         self.events = EventStream(kv_topic(self._fingerprint), options.max_buffered_events) if events else None
-        self._leases: dict[int, tuple[LookupFuture, float]] = {}
+        self.leases: dict[int, tuple[LookupFuture, float]] = {}
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
         self._next_lease = 1
         self._replay_deadline = 0.0
-
-    @property
-    def live_leases(self) -> int:
-        """Leases that are renewed at each heartbeat."""
-        return len(self._leases)
+        if events:
+            self._topics = [KV_TOPIC_PREFIX]
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -233,7 +235,7 @@ class SchedulerSession(Session):
 
     def release(self, lease_id: int) -> None:
         """End a lease, also one whose lookup is still on its way: messages keep their order."""
-        found = self._leases.pop(lease_id, None)
+        found = self.leases.pop(lease_id, None)
         if found is not None:
             found[0].alive = False
         if lease_id in self._unanswered:
@@ -270,7 +272,7 @@ class SchedulerSession(Session):
                 self.release(future.lease_id)
             elif reply.pinned:
                 # The lease's life began at the daemon between sending and now: count from the earlier.
-                self._leases[future.lease_id] = (future, sent_at + reply.ttl_ms / 1000)
+                self.leases[future.lease_id] = (future, sent_at + reply.ttl_ms / 1000)
             future.answer(reply.states, 0 if unwanted else reply.pinned, now, reply.wait_ms / 1000)
             self.on_change()
             return
@@ -283,9 +285,6 @@ class SchedulerSession(Session):
 
     # --- what Session asks of a role --------------------------------------------------------------
 
-    def _extra_topics(self) -> Sequence[bytes]:
-        return () if self.events is None else (KV_TOPIC_PREFIX,)
-
     def _on_epoch(self, epoch: int) -> None:
         if self.events is not None:
             self.events.new_epoch(epoch)
@@ -296,26 +295,26 @@ class SchedulerSession(Session):
         self._replay_events(now)
 
     def _role_disconnected(self, dead: bool, now: float) -> None:
-        leases, self._leases = self._leases, {}
+        leases, self.leases = self.leases, {}
         for future, _ in leases.values():
             future.alive = False
 
     def _renewals(self, now: float) -> list[int]:
-        for lease_id, (future, ends_at) in list(self._leases.items()):
+        for lease_id, (future, ends_at) in list(self.leases.items()):
             if ends_at <= now:  # renewed too late, as after a stall: the daemon has ended it
                 future.alive = False
-                del self._leases[lease_id]
-        return list(self._leases)[:MAX_RENEWALS]
+                del self.leases[lease_id]
+        return list(self.leases)[:MAX_RENEWALS]
 
     def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None:
         ended = set(reply.ended)
         ends_at = sent_at + self.lease_ttl_s
-        for lease_id, (future, before) in list(self._leases.items()):
+        for lease_id, (future, before) in list(self.leases.items()):
             if lease_id in ended:
                 future.alive = False
-                del self._leases[lease_id]
+                del self.leases[lease_id]
             elif before < ends_at and future.answered_at <= sent_at:
-                self._leases[lease_id] = (future, ends_at)
+                self.leases[lease_id] = (future, ends_at)
         # Only a replay tells whether the last messages before a silence were dropped.
         self._replay_events(now)
 

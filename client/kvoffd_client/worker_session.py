@@ -60,7 +60,6 @@ class WorkerSession(Session):
         self._ahead: set[int] = set()
         self._unacknowledged = 0
         self._replaying = False
-        self._check_jobs_at = NEVER
 
     # --- jobs ------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class WorkerSession(Session):
         elif (refused := self.send(message)) is not None:
             self._fail(job, refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY, now)
         else:
-            self._check_jobs_at = min(self._check_jobs_at, now + self.options.job_patience_s)
+            self._role_wake_at = min(self._role_wake_at, now + self.options.job_patience_s)
 
     def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
         failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
@@ -239,7 +238,7 @@ class WorkerSession(Session):
 
     def _on_replay_reply(self, asked: int, reply: ReplyOrError, now: float) -> None:
         self._replaying = False
-        self._check_jobs_at = now + self.options.job_patience_s if self.jobs else NEVER
+        self._role_wake_at = now + self.options.job_patience_s if self.jobs else NEVER
         if isinstance(reply, m.ReplayReply):
             for batch in reply.batches:
                 self._complete(batch)
@@ -267,10 +266,10 @@ class WorkerSession(Session):
         self._ahead.clear()
         self._unacknowledged = 0
         self._replaying = False
-        self._check_jobs_at = NEVER
+        self._role_wake_at = NEVER
 
     def _role_disconnected(self, dead: bool, now: float) -> None:
-        self._check_jobs_at = NEVER
+        self._role_wake_at = NEVER
         if not dead and self._must_drain():
             self._draining.add(self.generation)
         for job in list(self.jobs.values()):
@@ -290,18 +289,15 @@ class WorkerSession(Session):
         # Stores fail here and now, but unregister() must know when the last of them has ended there too.
         return any(job.generation == self.generation for job in self.jobs.values())
 
-    def _role_wake_at(self) -> float:
-        return self._check_jobs_at if self.phase is Phase.READY else NEVER
-
     def _role_tick(self, now: float) -> None:
-        if now < self._check_jobs_at:
+        if now < self._role_wake_at:
             return
         oldest = min((job.sent_at for job in self.jobs.values() if job.generation == self.generation), default=NEVER)
         due = oldest + self.options.job_patience_s
         if due <= now:
             self._replay(now)
             due = now + self.options.job_patience_s
-        self._check_jobs_at = due
+        self._role_wake_at = due
 
     def _acknowledged(self) -> int:
         self._unacknowledged = 0

@@ -297,7 +297,7 @@ def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
     scheduler.release(future.lease_id)
     assert not future.alive
     assert link.last(m.Release) == m.Release(link.sent[-1].request_id, b"t" * 16, [future.lease_id])
-    assert scheduler.live_leases == 0
+    assert not scheduler.leases
 
 
 def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerSession, link: PaperLink) -> None:
@@ -310,7 +310,7 @@ def test_a_late_lookup_is_a_miss_and_its_pins_are_released(scheduler: SchedulerS
     assert release.lease_ids == [future.lease_id]
     answer_lookup(scheduler, link, 3.0, [b"\2\2"], 2)
     assert future.failed
-    assert scheduler.live_leases == 0
+    assert not scheduler.leases
 
 
 def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_did_not_go_out(
@@ -327,7 +327,7 @@ def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_d
     release = link.last(m.Release)
     assert isinstance(release, m.Release)
     assert release.lease_ids == [future.lease_id]
-    assert scheduler.live_leases == 0
+    assert not scheduler.leases
 
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])

@@ -205,8 +205,8 @@ class Engine:
         sessions = [session, *[rank.session for rank in self.ranks]]
         if not all(one.usable and one.epoch == service.context.epoch for one in sessions):
             return f"{self.name} is not connected: {session.problem} {[rank.session.problem for rank in self.ranks]}"
-        if session.live_leases or any(rank.session.jobs for rank in self.ranks):
-            return f"{self.name} has {session.live_leases} leases and jobs {[len(r.session.jobs) for r in self.ranks]}"
+        if session.leases or any(rank.session.jobs for rank in self.ranks):
+            return f"{self.name} has {len(session.leases)} leases and jobs {[len(r.session.jobs) for r in self.ranks]}"
         events = session.events
         assert events is not None
         if events.next_sequence < service.context.publisher.sequence:

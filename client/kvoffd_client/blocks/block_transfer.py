@@ -160,7 +160,7 @@ class _PartialFile:
         self._fd = self._log = -1
         try:
             self._fd = _open(self._path)
-            self._log = _open(self._log_path)
+            self._log = _open(self._log_path, os.O_APPEND)
             fcntl.flock(self._log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not self._resume():
                 self._begin(counts)
@@ -182,7 +182,6 @@ class _PartialFile:
         os.ftruncate(self._fd, 0)
         os.ftruncate(self._log, 0)
         self._header_bytes = room_without_blocks(self._geometry)
-        self._log_at = 0
         self._log_line(msgspec.json.encode(_Plan(self._geometry.to_json(), self._header_room)).decode())
 
     def _resume(self) -> bool:
@@ -201,13 +200,13 @@ class _PartialFile:
             raise self._cannot_resume("it is of another namespace, or an engine has described its layers since")
         self._header_room = plan.room
         self._header_bytes = room_without_blocks(geometry)
-        self._log_at = len(lines[0]) + 1
+        log_bytes = len(lines[0]) + 1
         for entry, line in zip(entries, lines[1:], strict=True):
             if not self._is_whole(entry):
                 break  # the machine lost it, or the attempt was killed within it: from here on again
             self._add_entry(entry)
-            self._log_at += len(line) + 1
-        os.ftruncate(self._log, self._log_at)
+            log_bytes += len(line) + 1
+        os.ftruncate(self._log, log_bytes)
         return True
 
     def _cannot_resume(self, why: str) -> BlockFileError:
@@ -242,9 +241,7 @@ class _PartialFile:
         return True
 
     def _log_line(self, line: str) -> None:
-        data = line.encode() + b"\n"
-        os.pwrite(self._log, data, self._log_at)
-        self._log_at += len(data)
+        os.write(self._log, line.encode() + b"\n")
 
     def finish(self, path: Path) -> None:
         """Write the header and give the file its name."""
@@ -267,9 +264,9 @@ class _PartialFile:
                 os.close(fd)
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, flags: int = 0) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         raise BlockFileError(f"{path} cannot be written ({error.strerror}).") from error
 
