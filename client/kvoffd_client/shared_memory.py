@@ -27,9 +27,7 @@ class SharedMemory(Closing):
     All of it is resident from the start: the kernel charges a page to the cgroup that touches it first, which must not
     be the daemon's; and a copy into pages that are not there yet runs at a tenth of the speed.
 
-    Args:
-        size_bytes: size, at least 1.
-        name: shown in /proc/<pid>/fd.
+    Its name is shown in /proc/<pid>/fd.
 
     Attributes:
         fd: the descriptor, close-on-exec; owned by this object.

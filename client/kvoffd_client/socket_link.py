@@ -93,13 +93,10 @@ class SocketLink:
         return connected
 
     def attach(self, message: Attach, fd: int) -> None:
-        self._send_over_lifeline(message, [fd])
+        self.send_over_lifeline(message, [fd])
 
-    def ask_for_pool(self) -> None:
-        """Ask over the lifeline for a descriptor of the pool. Raises OSError."""
-        self._send_over_lifeline(OpenPool(), [])
-
-    def _send_over_lifeline(self, message: Attach | OpenPool, fds: list[int]) -> None:
+    def send_over_lifeline(self, message: Attach | OpenPool, fds: Sequence[int] = ()) -> None:
+        """Send a message and descriptors to the daemon. Raises OSError."""
         if self._lifeline is None:
             raise OSError("the lifeline is closed")
         frame = encode_frame(message)

@@ -237,6 +237,7 @@ class FakeEngine(Closing):
     def _summary(self, keys: Sequence[bytes], results: Sequence[JobResult | None]) -> EngineResult:
         failed: set[bytes] = set()
         error: ErrorCode | None = None
+        arrived = [result for result in results if result is not None]
         for result in results:
             if result is None:
                 failed.update(keys)
@@ -245,7 +246,6 @@ class FakeEngine(Closing):
                 error = error or result.error or ErrorCode.INTERNAL
                 for item in result.failed:
                     failed.update(item.keys[at : at + KEY_BYTES] for at in range(0, len(item.keys), KEY_BYTES))
-        arrived = [result for result in results if result is not None]
         return EngineResult(
             ok=error is None,
             bytes=sum(result.bytes for result in arrived),

@@ -38,21 +38,17 @@ class BlockClient(AdminClient):
     ...     client.put_block("tiny-llama", other_key, mine)
 
     A namespace is named by its fingerprint (bytes), or by its label or the first hex digits of the fingerprint (str).
-    All calls raise what AdminClient's do, RequestRefused also where the daemon does not allow it.
-
-    Args:
-        directory: where the daemon's sockets are.
-        options: ``request_timeout_s`` bounds every call.
+    All calls raise what AdminClient's do, RequestRefused also where the daemon does not allow it. The arguments are
+    AdminClient's.
     """
 
     _SESSION: ClassVar[type[AdminSession]] = BlockSession
 
     def __init__(self, directory: str | os.PathLike[str], options: ClientOptions = OPTIONS) -> None:
         super().__init__(directory, options)
+        # Both begin with the generation of the connection; then the mapping, or the segment's id and its memory.
         self._pool: tuple[int, Bytes] | None = None
-        """The connection's generation, and the mapping."""
         self._staging: tuple[int, int, SharedMemory] | None = None
-        """The connection's generation, the segment's id, and the memory that blocks are put from."""
         self._geometries: dict[bytes, Geometry] = {}
 
     # --- namespaces ------------------------------------------------------------------------------

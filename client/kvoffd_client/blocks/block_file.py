@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -100,14 +100,13 @@ def tensors_of(geometry: Geometry, entry: Entry, start: int) -> Iterator[tuple[s
 
 def _runs(shard: ShardSpec) -> Iterator[tuple[int, int, str, list[int], int]]:
     """Runs of equal neighbouring layers: first layer, last layer, dtype, shape and bytes of the run."""
-    specs = [(page.page_bytes, tensor_spec(page, shard.blocks_per_key)) for page in shard.pages]
+    layers = ((page.page_bytes, tensor_spec(page, shard.blocks_per_key)) for page in shard.pages)
     first = 0
-    for last, spec in enumerate(specs):
-        if last + 1 == len(specs) or specs[last + 1] != spec:
-            count = last + 1 - first
-            nbytes = count * shard.blocks_per_key * spec[0]
-            yield first, last, spec[1].file_dtype, [count, *spec[1].shape], nbytes
-            first = last + 1
+    for (page_bytes, spec), run in groupby(layers):
+        count = len(list(run))
+        nbytes = count * shard.blocks_per_key * page_bytes
+        yield first, first + count - 1, spec.file_dtype, [count, *spec.shape], nbytes
+        first += count
 
 
 def header_of(geometry: Geometry, entries: Sequence[Entry]) -> bytes:
@@ -253,13 +252,10 @@ class BlockFile(Closing):
         return BlockFileError(f"{self.path} is no file of blocks: {why}. `kvoffd-cli export` writes such files.")
 
     def read(self, number: int, into: Bytes) -> None:
-        """Read the bytes of block ``number``, shard after shard, and compare them with their checksums.
-
-        Args:
-            into: uint8 array of the block's bytes.
+        """Read the bytes of block ``number``, shard after shard, into a uint8 array of their size.
 
         Raises:
-            BlockFileError: they are not those that were exported.
+            BlockFileError: they do not have the checksums of what was exported.
         """
         entry = self.entries[number]
         at, data = self._data_at + self._starts[number], memoryview(into)  # type: ignore[arg-type]
@@ -285,8 +281,7 @@ class BlockFile(Closing):
         data = np.empty(self.geometry.block_bytes(entry.group), np.uint8)
         self.read(number, data)
         sizes = [self.geometry.shard_bytes(rank, entry.group) for rank in range(self.geometry.world_size)]
-        ends = np.cumsum([0, *sizes])
-        shards = [data[start:end] for start, end in pairwise(ends.tolist())]
+        shards = np.split(data, np.cumsum(sizes[:-1], dtype=np.intp))
         return Block.of_bytes(self.geometry, entry.group, entry.key, shards, entry.first_block)
 
     def close(self) -> None:

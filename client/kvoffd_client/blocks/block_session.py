@@ -12,7 +12,7 @@ from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
 from kvoffd_client.socket_link import SocketLink
-from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, PoolOpened, PoolRefused
+from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, OpenPool, PoolOpened, PoolRefused
 from kvoffd_proto.messages import HeartbeatReply
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class BlockSession(AdminSession):
             fd = self._socket_link.take_descriptor()
             return DaemonUnavailable("The pool came without its descriptor.") if fd is None else (fd, message)
 
-        self._exchange(self._socket_link.ask_for_pool, result_of, outcome)
+        self._exchange(lambda: self._socket_link.send_over_lifeline(OpenPool()), result_of, outcome)
 
     def attach(self, fd: int, outcome: list[int | KvoffdClientError]) -> None:
         """Hand memory to the daemon; the outcome is the segment's id."""

@@ -104,13 +104,14 @@ def export_blocks(
 
 
 def _wanted(client: BlockClient, geometry: Geometry, prefixes: Sequence[str]) -> list[tuple[int, bytes]]:
-    found: dict[tuple[int, bytes], None] = {}
-    for group in range(len(geometry.groups)):
-        for prefix in prefixes or ("",):
-            for info in client.list_blocks(geometry.fingerprint, group, prefix):
-                if info.state == READY:
-                    found[group, info.key] = None
-    return list(found)
+    found = (
+        (group, info.key)
+        for group in range(len(geometry.groups))
+        for prefix in prefixes or ("",)
+        for info in client.list_blocks(geometry.fingerprint, group, prefix)
+        if info.state == READY
+    )
+    return list(dict.fromkeys(found))
 
 
 def _write(
