@@ -226,18 +226,13 @@ class AdminClient(AdminRequests):
         return self._wait_for(start)
 
     def _wait_for(self, start: Callable[[list[T | KvoffdClientError], float, float], None]) -> T:
-        """Start something on the session and wait until it appends its outcome; a KvoffdClientError is raised.
-
-        ``start`` gets the list for the outcome, the time and the seconds left. It is called with the connection's lock.
-        """
+        """Start something on the session, as ``Connection.outcome_of`` does; a KvoffdClientError is raised."""
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
             deadline = time.monotonic() + self._options.request_timeout_s
             connection = self._connected(deadline)
-            outcome: list[T | KvoffdClientError] = []
-            connection.call(start, outcome, time.monotonic(), max(0.001, deadline - time.monotonic()))
-            connection.wait(lambda: bool(outcome), self._options.request_timeout_s)
+            outcome = connection.outcome_of(start, max(0.001, deadline - time.monotonic()))
         if not outcome or isinstance(outcome[0], RequestTimeout):
             raise RequestTimeout(f"The kvoffd daemon in {self._directory} did not answer in time; try again later.")
         found = outcome[0]

@@ -77,6 +77,13 @@ class Connection(Generic[S]):
             self.flush()
         return result
 
+    def outcome_of(self, start: Callable[[list[T], float, float], None], timeout_s: float) -> list[T]:
+        """Call ``start`` with a list, the time and the timeout; wait until it appends to the list."""
+        outcome: list[T] = []
+        self.call(start, outcome, time.monotonic(), timeout_s)
+        self.wait(lambda: bool(outcome), timeout_s)
+        return outcome
+
     def flush(self) -> None:
         """Wake the I/O thread where that is needed. Called with the lock held, after the sockets were used."""
         if self._sleeping_until and (self._link.must_read() or self.session.wake_at() < self._sleeping_until):
@@ -290,13 +297,6 @@ class SessionClient(Closing, Generic[S]):
         """As wait_ready(), but return at once when the daemon refuses this client; see ``refusal``."""
         self._connection.wait(lambda: self.ready or self._session.refusal is not None, timeout_s)
         return self.ready
-
-    def _confirmed(self, start: Callable[[list[bool], float, float], None], timeout_s: float) -> bool:
-        """Start something on the session and wait until it appends to its list whether the daemon confirmed it."""
-        outcome: list[bool] = []
-        self._connection.call(start, outcome, time.monotonic(), timeout_s)
-        self._connection.wait(lambda: bool(outcome), timeout_s)
-        return outcome == [True]
 
     def close(self) -> None:
         """End the session and the thread, in less than a second; what has no answer fails. Repeatable."""

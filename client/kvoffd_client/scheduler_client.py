@@ -81,7 +81,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
 
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
-        return self._confirmed(self._session.reset, timeout_s)
+        return self._connection.outcome_of(self._session.reset, timeout_s) == [True]
 
     def take_events(self) -> list[KvEvent]:
         """KV events of the namespace since the last call, in order, from the start of the daemon's life.

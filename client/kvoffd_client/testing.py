@@ -158,10 +158,10 @@ class FakeEngine(Closing):
         job_id = next(self._job_ids)
         for worker in self.workers:
             worker.store(job_id, [transfer])
-        results = self._results(job_id, timeout_s)
+        result = self._result(job_id, keys, timeout_s)
         for worker in self.workers:
             worker.fence([job_id], 0.0)
-        return self._summary(keys, results)
+        return result
 
     def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
         """Number of leading keys that are ready. They are pinned until load(), release() or the next lookup().
@@ -201,9 +201,9 @@ class FakeEngine(Closing):
         job_id = next(self._job_ids)
         for worker in self.workers:
             worker.load(job_id, future.lease_id, [transfer])
-        results = self._results(job_id, timeout_s)
+        result = self._result(job_id, keys, timeout_s)
         self.release()
-        return self._summary(keys, results)
+        return result
 
     def release(self) -> None:
         """Release the lease of the last lookup."""
@@ -223,36 +223,28 @@ class FakeEngine(Closing):
         for item in closing:
             item.close()
 
-    def _results(self, job_id: int, timeout_s: float) -> list[JobResult | None]:
+    def _result(self, job_id: int, keys: Sequence[bytes], timeout_s: float) -> EngineResult:
+        """Wait for the results of all ranks and sum them up."""
         deadline = time.monotonic() + timeout_s
-        found: list[JobResult | None] = []
+        nbytes, seconds = 0, 0.0
+        failed: set[bytes] = set()
+        error: ErrorCode | None = None
         for worker in self.workers:
             result: JobResult | None = None
             while result is None and (left := deadline - time.monotonic()) > 0:
                 # Results of jobs that were too late for their own call are dropped here.
                 result = next((item for item in worker.wait_results(left) if item.job_id == job_id), None)
-            found.append(result)
-        return found
-
-    def _summary(self, keys: Sequence[bytes], results: Sequence[JobResult | None]) -> EngineResult:
-        failed: set[bytes] = set()
-        error: ErrorCode | None = None
-        arrived = [result for result in results if result is not None]
-        for result in results:
             if result is None:
                 failed.update(keys)
                 error = error or ErrorCode.DEADLINE
-            elif not result.ok:
+                continue
+            nbytes += result.bytes
+            seconds = max(seconds, result.seconds)
+            if not result.ok:
                 error = error or result.error or ErrorCode.INTERNAL
                 for item in result.failed:
                     failed.update(item.keys[at : at + KEY_BYTES] for at in range(0, len(item.keys), KEY_BYTES))
-        return EngineResult(
-            ok=error is None,
-            bytes=sum(result.bytes for result in arrived),
-            seconds=max((result.seconds for result in arrived), default=0.0),
-            failed_keys=[key for key in keys if key in failed],
-            error=error,
-        )
+        return EngineResult(error is None, nbytes, seconds, [key for key in keys if key in failed], error)
 
     def _transfer(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> GroupTransfer:
         self._check_keys(keys)

@@ -123,7 +123,7 @@ class WorkerClient(SessionClient[WorkerSession]):
         False when the daemon did not confirm that in time; then the session is ended, and only the daemon's
         death or its own clean-up lets go of the memory. The client takes no jobs afterwards.
         """
-        return self._confirmed(self._session.unregister, timeout_s)
+        return self._connection.outcome_of(self._session.unregister, timeout_s) == [True]
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""

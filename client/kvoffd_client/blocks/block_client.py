@@ -23,7 +23,7 @@ from kvoffd_proto.messages import Release
 OPTIONS = ClientOptions(request_timeout_s=60.0)
 """Putting many blocks takes as long as copying them."""
 STAGING_BYTES = 32 << 20
-PAGE_OF_LIST = 4096
+BLOCKS_PER_LIST = 4096
 _INTERRUPTED = "The daemon was restarted or ended the session in the middle; try again."
 
 
@@ -93,7 +93,7 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         position = 0
         while True:
-            page = self.ask(b.ListBlocks, fingerprint, group, position, PAGE_OF_LIST, prefix, pinned)
+            page = self.ask(b.ListBlocks, fingerprint, group, position, BLOCKS_PER_LIST, prefix, pinned)
             yield from page.blocks
             position = page.next_position
             if not position:

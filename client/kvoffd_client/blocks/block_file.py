@@ -198,16 +198,16 @@ class BlockFile(Closing):
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(LENGTH_BYTES), "little")
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-            raise self._not_ours("it does not begin as safetensors do")
+            raise self._not_a_block_file("it does not begin as safetensors do")
         raw = self._file.read(length)
         try:
             header = _items.decode(raw)
             metadata = _metadata.decode(header.pop("__metadata__", msgspec.Raw(b"{}")))
             tensors = {name: _tensor.decode(item) for name, item in header.items()}
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._not_ours(f"its header is damaged: {error}") from error
+            raise self._not_a_block_file(f"its header is damaged: {error}") from error
         if metadata.get("format") != FORMAT:
-            raise self._not_ours("it holds other tensors than blocks")
+            raise self._not_a_block_file("it holds other tensors than blocks")
         if metadata.get("version") != VERSION:
             raise BlockFileError(
                 f"{self.path} has version {metadata.get('version')!r} of the format, this kvoffd reads {VERSION}; "
@@ -222,7 +222,7 @@ class BlockFile(Closing):
             self.geometry = Geometry.of_json(namespace)
             self.entries = [Entry.parse(item) for item in blocks.split(";") if item]
         except ValueError as error:
-            raise self._not_ours(str(error)) from error
+            raise self._not_a_block_file(str(error)) from error
         self._data_at = LENGTH_BYTES + length
         self._check_tensors(tensors)
         if size != self._data_at + self.data_bytes:
@@ -240,15 +240,15 @@ class BlockFile(Closing):
         for entry in self.entries:
             sizes = len(entry.key), len(entry.checksums)
             if entry.group >= len(geometry.groups) or sizes != (geometry.key_bytes, geometry.world_size):
-                raise self._not_ours("its blocks do not fit its namespace")
+                raise self._not_a_block_file("its blocks do not fit its namespace")
             self._starts.append(start)
             expected.update(tensors_of(geometry, entry, start))
             start += geometry.block_bytes(entry.group)
         self.data_bytes = start
         if tensors != expected:
-            raise self._not_ours("its tensors are not those of its blocks")
+            raise self._not_a_block_file("its tensors are not those of its blocks")
 
-    def _not_ours(self, why: str) -> BlockFileError:
+    def _not_a_block_file(self, why: str) -> BlockFileError:
         return BlockFileError(f"{self.path} is no file of blocks: {why}. `kvoffd-cli export` writes such files.")
 
     def read(self, number: int, into: Bytes) -> None:

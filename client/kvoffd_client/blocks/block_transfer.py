@@ -272,7 +272,7 @@ def _open(path: Path, flags: int = 0) -> int:
         raise BlockFileError(f"{path} cannot be written ({error.strerror}).") from error
 
 
-BATCH_OF_POOL = 8
+BATCHES_PER_POOL = 8
 """Blocks are put in batches of at most this part of the pool; the daemon allows twice that."""
 
 
@@ -324,7 +324,7 @@ def import_blocks(
     }
     passed = 0
     progress(0, file.data_bytes)
-    most_bytes = min(STAGING_BYTES, client.stats().pool.pool_bytes // BATCH_OF_POOL)
+    most_bytes = min(STAGING_BYTES, client.stats().pool.pool_bytes // BATCHES_PER_POOL)
     for batch in _batches(file, present, most_bytes):
         group, first_block = file.entries[batch[0]].group, file.entries[batch[0]].first_block
         states = _put(client, file, batch, group, first_block)
