@@ -19,6 +19,7 @@ from kvoffd.system.files import (
     foreign_owner,
     held_bytes,
     is_regular,
+    on_error,
     open_directory,
     try_lock,
 )
@@ -41,11 +42,8 @@ class PoolMappings(NamedTuple):
     def map(cls, map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> PoolMappings:
         """Maps both, or neither where one of the calls raises."""
         pool = map_pool()
-        try:
+        with on_error(pool.close):
             return cls(pool, map_table())
-        except BaseException:
-            pool.close()
-            raise
 
     def close(self) -> None:
         """Unmaps both."""
@@ -146,7 +144,7 @@ class FileBacking(PoolBacking):
                 "mount a tmpfs there or name another file."
             ) from error
         self._fd = -1
-        try:
+        with on_error(self.close):
             magic = filesystem_magic(self._directory_fd)
             if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
                 raise PoolFileError(
@@ -156,9 +154,6 @@ class FileBacking(PoolBacking):
             self._huge = magic == HUGETLBFS_MAGIC
             self._page_bytes = os.fstatvfs(self._directory_fd).f_bsize
             self._fd = self._claim()
-        except BaseException:
-            self.close()
-            raise
 
     def limit(self) -> MemoryLimit:
         held = held_bytes(os.fstat(self._fd)) if self._fd >= 0 else 0

@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.slots import PoolSegment
+from kvoffd.system.files import on_error
 from kvoffd.system.mappings import MADV_POPULATE_WRITE, MappedSegment, madvise, map_memfd, map_shared, view_of
 from kvoffd.system.numa import NOWHERE, run_near
 
@@ -49,18 +51,15 @@ class PoolMemory:
                 f"The kernel makes no shared memory for the pool ({error.strerror}); see its limits on descriptors and "
                 "memory (ulimit -n, the cgroup's limits)."
             ) from error
-        try:
-            os.ftruncate(fd, size_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(fd, map_memfd(fd, size_bytes))
-        except (OSError, UnsafeSegment) as error:
-            os.close(fd)
-            raise PoolTooLarge(
-                f"The kernel refuses {size_bytes} bytes of shared memory ({error}); choose a smaller pool."
-            ) from error
-        except BaseException:
-            os.close(fd)
-            raise
+        with on_error(partial(os.close, fd)):
+            try:
+                os.ftruncate(fd, size_bytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+                return cls(fd, map_memfd(fd, size_bytes))
+            except (OSError, UnsafeSegment) as error:
+                raise PoolTooLarge(
+                    f"The kernel refuses {size_bytes} bytes of shared memory ({error}); choose a smaller pool."
+                ) from error
 
     @classmethod
     def of_memfd(cls, fd: int, size_bytes: int) -> PoolMemory:
@@ -70,11 +69,8 @@ class PoolMemory:
             UnsafeSegment: it is no such memfd, or it is smaller.
         """
         segment = map_memfd(fd, size_bytes)
-        try:
+        with on_error(segment.close):
             return cls(os.dup(fd), segment)
-        except BaseException:
-            segment.close()
-            raise
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:

@@ -10,7 +10,7 @@ last. A process killed anywhere in that leaves one half whole.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from struct import Struct
 
 import msgspec
@@ -40,23 +40,18 @@ class NamespaceLog:
         self._current = int(self._numbers[1][0] > self._numbers[0][0])
         self._packed = {record.fingerprint: _pack(record) for record in known}
         self._end = 0
-        self._rewrite()
+        self._rewrite(self._packed)
 
     def note(self, record: NamespaceRecord) -> bool:
         """Keeps a record, in the place of the namespace's last; False when there is no room for it."""
         packed = _pack(record)
-        before = self._packed.get(record.fingerprint)
-        if packed == before:
+        if packed == self._packed.get(record.fingerprint):
             return True
-        self._packed[record.fingerprint] = packed
-        if self._append(packed) or self._rewrite():
-            return True
-        # The entry before stays: a successor drops the slots that it does not describe.
-        if before is not None:
-            self._packed[record.fingerprint] = before
-        else:
-            del self._packed[record.fingerprint]
-        return False
+        wanted = {**self._packed, record.fingerprint: packed}
+        if not self._append(packed) and not self._rewrite(wanted):
+            return False  # the entry before stays: a successor drops the slots that it does not describe
+        self._packed = wanted
+        return True
 
     def close(self) -> None:
         """Releases the memory."""
@@ -69,7 +64,7 @@ class NamespaceLog:
         self._end = end or self._end
         return end != 0
 
-    def _rewrite(self) -> bool:
+    def _rewrite(self, entries: Mapping[bytes, bytes]) -> bool:
         """Writes the entries that count into the other half; False, and nothing changes, when it is too small."""
         other = 1 - self._current
         number = max(self._numbers[0][0], self._numbers[1][0]) + 1
@@ -77,7 +72,7 @@ class NamespaceLog:
             number = 1
         self._numbers[other][0] = 0
         end = _NUMBER.size
-        for packed in self._packed.values():
+        for packed in entries.values():
             end = _append(self._halves[other], end, number, packed)
             if not end:
                 return False

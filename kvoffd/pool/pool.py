@@ -13,7 +13,7 @@ from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import RecoveredSlots, SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, digests
-from kvoffd.system.files import held_bytes
+from kvoffd.system.files import held_bytes, on_error
 from kvoffd.system.limits import MemoryLimit, check_fits
 from kvoffd.system.numa import Locality
 
@@ -80,11 +80,8 @@ class Pool:
         mappings = self._adopt(backing, geometry)
         if mappings is None:
             mappings = backing.make(geometry)
-            try:
+            with on_error(mappings.close):
                 self._table = SlotTable(mappings.table, size_bytes, self._slots.region_bytes)
-            except BaseException:
-                mappings.close()
-                raise
         self._memory = mappings.pool
         self._bytes = mappings.pool.buffer
         # Stores call these for many slots at a time: no call of ours stands between.
@@ -98,14 +95,11 @@ class Pool:
             mappings = backing.find(geometry)
             if mappings is None:
                 return None
-            try:
+            with on_error(mappings.close):
                 self._table, self.recovered = SlotTable.adopt(
                     mappings.table, geometry.pool_bytes, geometry.region_bytes
                 )
                 self._slots.restore((record.offset, record.slot_bytes) for record in self.recovered.slots)
-            except BaseException:
-                mappings.close()
-                raise
         except BadTable as error:
             self.cold_reason = error.message
             return None

@@ -48,13 +48,6 @@ class Scan(NamedTuple):
     """Numbers of the records that are neither FREE nor among ``records``: being written, torn, or contradicted."""
 
 
-class _Batch(NamedTuple):
-    data: bytes
-    """Records that are not FREE, end to end."""
-    numbers: npt.NDArray[np.int64]
-    """The number of each of these records in the table."""
-
-
 def scan(fd: int, geometry: Geometry) -> Scan:
     """Reads the whole table.
 
@@ -64,13 +57,16 @@ def scan(fd: int, geometry: Geometry) -> Scan:
     regions = np.frombuffer(os.pread(fd, geometry.regions * 8, geometry.regions_at), np.uint64).astype(np.int64)
     fingerprints = _read_fingerprints(fd, geometry)
     found = Scan([], [], [])
-    for batch in _batches(fd, geometry):
-        _read_batch(batch, geometry, regions, fingerprints, found)
+    for data, numbers in _batches(fd, geometry):
+        _read_batch(data, numbers, geometry, regions, fingerprints, found)
     return found
 
 
-def _batches(fd: int, geometry: Geometry) -> Iterator[_Batch]:
-    """The records in the file's data, some MiB at a time: data may lie in many small pieces, one page to a record."""
+def _batches(fd: int, geometry: Geometry) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
+    """The records in use, end to end, and their numbers in the table; those of some MiB of the file's data at a time.
+
+    The data may lie in many small pieces, one page to a record.
+    """
     position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
     # One buffer for all: the kernel would have to find new pages for each new one.
     buffer = bytearray(_BATCH_BYTES)
@@ -99,7 +95,7 @@ def _batches(fd: int, geometry: Geometry) -> Iterator[_Batch]:
         yield _used(buffer, first, counts)
 
 
-def _used(buffer: bytearray, first: list[int], counts: list[int]) -> _Batch:
+def _used(buffer: bytearray, first: list[int], counts: list[int]) -> tuple[bytes, npt.NDArray[np.int64]]:
     """The records in use among those that lie in ``buffer``: ``counts[i]`` records from number ``first[i]`` on."""
     in_piece = np.array(counts)
     before = np.cumsum(in_piece) - in_piece
@@ -107,19 +103,18 @@ def _used(buffer: bytearray, first: list[int], counts: list[int]) -> _Batch:
     numbers = np.repeat(np.array(first, np.int64) - before, in_piece) + np.arange(total)
     rows = np.frombuffer(buffer, np.uint64, total * (RECORD_BYTES // 8)).reshape(total, -1)
     used = np.flatnonzero(rows[:, 0])
-    return _Batch(rows[used].tobytes(), numbers[used])
+    return rows[used].tobytes(), numbers[used]
 
 
 def _read_batch(
-    batch: _Batch,
+    data: bytes,
+    numbers: npt.NDArray[np.int64],
     geometry: Geometry,
     regions: npt.NDArray[np.int64],
     fingerprints: dict[Entry, bytes],
     found: Scan,
 ) -> None:
-    data = batch.data
     rows = np.frombuffer(data, RECORD)
-    numbers = batch.numbers
     offsets = numbers * MIN_SLOT_BYTES + rows["half"].astype(np.int64) * PAGE_BYTES
     slot_bytes = regions[np.minimum(offsets // geometry.region_bytes, len(regions) - 1)]
     whole = (rows["state"] == SlotState.READY) & _fit(rows, offsets, slot_bytes, geometry)

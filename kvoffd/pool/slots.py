@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -94,19 +95,19 @@ class RunIndex:
         self._buckets.setdefault(length.bit_length(), {})[start] = None
 
 
+@dataclass(slots=True, eq=False)
 class Region(Generic[ShapeT]):
     """``nbytes`` from offset ``base`` on, cut into slots of one shape; ``shape`` is None while the region is free."""
 
-    __slots__ = ("base", "nbytes", "node", "number", "shape", "slot_bytes", "slots", "slots_at", "used_slots")
-
-    def __init__(self, number: int, base: int, nbytes: int) -> None:
-        self.number = number
-        self.base = base
-        self.nbytes = nbytes
-        self.node: int | None = None
-        self.shape: ShapeT | None = None
-        self.slot_bytes = self.slots = self.used_slots = 0
-        self.slots_at = base
+    number: int
+    base: int
+    nbytes: int
+    node: int | None = None
+    shape: ShapeT | None = None
+    slot_bytes: int = 0
+    slots: int = 0
+    slots_at: int = 0
+    used_slots: int = 0
 
     def cut(self, shape: ShapeT, slot_bytes: int, slots: int, slots_at: int) -> None:
         """Cuts it into ``slots`` slots, the first of them at offset ``slots_at``."""
@@ -238,14 +239,12 @@ def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> l
     ]
 
 
+@dataclass(slots=True, eq=False)
 class _PoolRegion(Region[int]):
     """A region of the pool. Its shape is the size of its slots."""
 
-    __slots__ = ("in_use",)
-
-    def __init__(self, number: int, base: int, nbytes: int) -> None:
-        super().__init__(number, base, nbytes)
-        self.in_use: set[int] = set()  # offsets
+    in_use: set[int] = field(default_factory=set)
+    """Offsets of the slots that are handed out."""
 
 
 class SlotAllocator(RegionSlots[_PoolRegion, int]):

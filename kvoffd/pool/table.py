@@ -1,4 +1,4 @@
-"""Writes the slot table: a new one, or on from where an earlier daemon left it. See ``format`` for its layout."""
+"""Writes the slot table: a new one, or on from where an earlier daemon left it. See ``table_format`` for its layout."""
 
 from __future__ import annotations
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
+from functools import partial
 from pathlib import Path
 
 from kvoffd.errors import KvoffdError
+from kvoffd.system.files import on_error, try_lock
 from kvoffd_proto.sockets import SocketPaths
 
 logger = logging.getLogger(__name__)
@@ -46,27 +47,22 @@ class DaemonDirectory:
                 f"The directory {directory} cannot be used ({error.strerror}); "
                 "choose another with --directory, or make it writable for this user."
             ) from error
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(lock_fd)
-            raise DirectoryError(
-                f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
-            ) from error
-        try:
-            os.ftruncate(lock_fd, 0)
-            os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
-            self._remove_stale_sockets()
-        except OSError as error:
-            os.close(lock_fd)
-            raise DirectoryError(
-                f"The lock file in {directory} cannot be written ({error.strerror}); make room there, or choose "
-                "another directory with --directory."
-            ) from error
-        except BaseException:
-            os.close(lock_fd)
-            raise
+        with on_error(partial(os.close, lock_fd)):
+            if not try_lock(lock_fd):
+                holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise DirectoryError(
+                    f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
+                )
+            try:
+                os.ftruncate(lock_fd, 0)
+                os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+            except OSError as error:
+                raise DirectoryError(
+                    f"The lock file in {directory} cannot be written ({error.strerror}); make room there, or choose "
+                    "another directory with --directory."
+                ) from error
+            if stale := self._unlink_sockets():
+                logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
         self._lock_fd = lock_fd
 
     def open_to_group(self, path: Path) -> None:
@@ -87,10 +83,6 @@ class DaemonDirectory:
             if not keep_lock:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
-
-    def _remove_stale_sockets(self) -> None:
-        if stale := self._unlink_sockets():
-            logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, self.sockets.directory)
 
     def _unlink_sockets(self) -> int:
         removed = 0

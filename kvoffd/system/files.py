@@ -7,6 +7,8 @@ import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 _MOST_BUFFERS = 1024  # IOV_MAX
@@ -55,6 +57,16 @@ class FileCalls:
         os.close(fd)
 
 
+@contextmanager
+def on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls ``undo`` where the block raises, whatever it raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
+
+
 class FileInUse(Exception):
     """Another process has the file locked."""
 
@@ -81,16 +93,13 @@ def claim_file(
     """
     while True:
         fd = calls.open(name, directory_fd, create)
-        try:
+        with on_error(partial(calls.close, fd)):
             check(fd, calls.stat(fd))
             if not calls.lock(fd):
                 raise FileInUse(name)
             # Another daemon may have put a new file in its place before the lock was ours.
             if calls.stat(fd).st_nlink:
                 return fd
-        except BaseException:
-            calls.close(fd)
-            raise
         calls.close(fd)
 
 

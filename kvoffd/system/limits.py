@@ -19,9 +19,6 @@ class MemoryLimit(NamedTuple):
     source: str
 
 
-_ReadLimit = Callable[[Path], MemoryLimit | None]
-
-
 def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> MemoryLimit:
     """The least of MemAvailable and, for every memory cgroup (v1 or v2) this process is in, its limit less its use.
 
@@ -67,7 +64,7 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
                 yield controller, fields[2]
 
 
-def _walk(root: Path, path: str, read: _ReadLimit) -> Iterator[MemoryLimit]:
+def _walk(root: Path, path: str, read: Callable[[Path], MemoryLimit | None]) -> Iterator[MemoryLimit]:
     """Yields the limits of the cgroup and of all its ancestors, since all of them apply.
 
     In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.

@@ -29,21 +29,14 @@ CLOSE_S = 5.0
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap = _libc.mmap
-_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
-_mmap.restype = ctypes.c_void_p
-_munmap = _libc.munmap
-_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_munmap.restype = ctypes.c_int
-_madvise = _libc.madvise
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_madvise.restype = ctypes.c_int
-_mincore = _libc.mincore
-_mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-_mincore.restype = ctypes.c_int
-_fstatfs = _libc.fstatfs
-_fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
-_fstatfs.restype = ctypes.c_int
+_int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mincore, _fstatfs = _libc.mincore, _libc.fstatfs
+_mmap.argtypes, _mmap.restype = (_pointer, _size, _int, _int, _int, ctypes.c_int64), _pointer
+_munmap.argtypes = (_pointer, _size)
+_madvise.argtypes = (_pointer, _size, _int)
+_mincore.argtypes = (_pointer, _size, _pointer)
+_fstatfs.argtypes = (_int, _pointer)
 
 
 class MappedSegment:
@@ -184,8 +177,7 @@ class PageFaulter:
         """Stop working at a segment. Waits for the step that is running: when this returns, it may be unmapped."""
         with self._changed:
             self._waiting.pop(segment, None)
-            while self._in_step is segment:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._in_step is not segment)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -208,13 +200,11 @@ class PageFaulter:
 
     def _next(self) -> tuple[FaultedSegment, int] | None:
         with self._changed:
-            while not self._waiting and not self._stopped:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting or self._stopped)
             if self._stopped:
                 return None
-            step = next(iter(self._waiting.items()))
-            self._in_step = step[0]
-            return step
+            self._in_step, done = next(iter(self._waiting.items()))
+            return self._in_step, done
 
 
 def _fault_in(address: int, length: int) -> bool:

@@ -147,7 +147,9 @@ class DiskTier(Tier):
         self._head_noted_at = clock()
         # Held while ended jobs are processed: by the daemon's thread, or by the one that closes the tier.
         self._processing = threading.RLock()
-        self._draining = self._closed = self._hangs = False
+        self._draining = self._closed = False
+        self.hangs = False
+        """Whether a call does not return: until it does, nothing is taken."""
         self._executor = Executor(file, digest)
         queue = DiskQueue(
             options.reads_in_flight, options.writes_in_flight, options.merge_bytes, options.write_patience_s
@@ -160,11 +162,6 @@ class DiskTier(Tier):
         for kind, sentence in file.notes.errors:
             self._events.error(kind, sentence)
 
-    @property
-    def hangs(self) -> bool:
-        """Whether a call does not return: until it does, nothing is taken."""
-        return self._hangs
-
     def groups(self) -> Collection[tuple[bytes, int]]:
         return self._index.groups()
 
@@ -172,7 +169,7 @@ class DiskTier(Tier):
         return self._index.index(fingerprint, group)
 
     def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
-        return {} if self._hangs else self._index.index(fingerprint, group)
+        return {} if self.hangs else self._index.index(fingerprint, group)
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
         if self._index.get(block.id) is not None or self._index.is_writing(block.id):
@@ -193,7 +190,7 @@ class DiskTier(Tier):
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
         entry = self._index.get(block_id)
-        if entry is None or self._closed or self._hangs or self._under_way[Kind.READ] >= self._options.queued_reads:
+        if entry is None or self._closed or self.hangs or self._under_way[Kind.READ] >= self._options.queued_reads:
             return False
         buffers = buffers_of(self._pool, entry.block, offsets)
         entry.readers += 1
@@ -252,7 +249,7 @@ class DiskTier(Tier):
     def report(self) -> DiskReport:
         return DiskReport(
             direct=self._file.direct,
-            hangs=self._hangs,
+            hangs=self.hangs,
             lifetime_written_bytes=self._file.head.written_bytes,
             oldest_age_s=self._index.oldest_age_s(self._wall_clock()),
             open_seconds=self._open_seconds,
@@ -291,7 +288,7 @@ class DiskTier(Tier):
         return not (
             self._draining
             or self._closed
-            or self._hangs
+            or self.hangs
             or self._under_way[Kind.WRITE] >= self._options.queued_writes
             or self._clock() < self._write_after
         )
@@ -391,20 +388,20 @@ class DiskTier(Tier):
         return True
 
     def _write_records(self, at_once: bool = False) -> None:
-        if not self._closed and not self._hangs:
+        if not self._closed and not self.hangs:
             self._record_writer.write(at_once)
 
     def _check_hanging(self) -> None:
         longest_s = self.workers.load().longest_s
         hangs = longest_s > self._options.hang_timeout_s
-        if hangs and not self._hangs:
+        if hangs and not self.hangs:
             self._events.error(
                 "hung",
                 f"A call of {self.name} has not come back for {longest_s:.0f} s; the tier takes nothing until it does. "
                 "Look at the device (dmesg).",
             )
-        if self._hangs and not hangs:
+        if self.hangs and not hangs:
             logger.info("%s answers again.", self.name)
-        self._hangs = hangs
+        self.hangs = hangs
         if hangs:
             self.workers.end_waiting(TierResult.DEADLINE)

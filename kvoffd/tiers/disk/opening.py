@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
-from kvoffd.system.files import FileCalls
+from kvoffd.system.files import FileCalls, on_error
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, MakeWorkers
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
@@ -58,7 +58,7 @@ def open_disk_tier(
     file = DiskFile(
         directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, on_progress, should_stop
     )
-    try:
+    with on_error(file.close):
         index = rebuild_index(file, on_progress, should_stop)
         return DiskTier(
             file,
@@ -73,9 +73,6 @@ def open_disk_tier(
             make_workers=make_workers,
             open_seconds=time.monotonic() - begun,
         )
-    except BaseException:
-        file.close()
-        raise
 
 
 def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> DiskIndex:

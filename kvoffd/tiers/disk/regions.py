@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvoffd.pool.slots import PAGE_BYTES, Region, RegionSlots
@@ -35,18 +35,15 @@ class Entry:
         return self.region.offset_of(self.slot)
 
 
+@dataclass(slots=True, eq=False)
 class DiskRegion(Region[SlotShape]):
     """A region of the file: its page, the records of its slots, and the slots."""
 
-    __slots__ = ("entries", "generation", "newest_use")
-
-    def __init__(self, number: int, base: int, nbytes: int) -> None:
-        super().__init__(number, base, nbytes)
-        self.generation = 0
-        self.newest_use = 0
-        """Number of the last use of any of its blocks, among all uses."""
-        self.entries: dict[int, Entry | None] = {}
-        """Slots in use; None for those that were put aside after a failed write."""
+    generation: int = 0
+    newest_use: int = 0
+    """Number of the last use of any of its blocks, among all uses."""
+    entries: dict[int, Entry | None] = field(default_factory=dict)
+    """Slots in use; None for those that were put aside after a failed write."""
 
     @property
     def head(self) -> RegionHead:
