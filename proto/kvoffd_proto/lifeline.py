@@ -6,7 +6,7 @@ descriptor has it in the ancillary data (SCM_RIGHTS) of the message that holds i
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -79,6 +79,7 @@ class PoolRefused(Wire, frozen=True, tag="pool_refused"):
 
 FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused
 FromClient = Attach | OpenPool
+FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 
 _encoder = msgspec.msgpack.Encoder()
 _from_daemon: msgspec.msgpack.Decoder[FromDaemon] = msgspec.msgpack.Decoder(FromDaemon)
@@ -122,15 +123,16 @@ class FrameBuffer:
 
 def decode_from_daemon(body: bytes) -> FromDaemon:
     """Decode a frame body sent by the daemon. Raises LifelineError."""
-    try:
-        return _from_daemon.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LifelineError(f"Not a lifeline frame of the daemon: {error}") from error
+    return _decode(_from_daemon, body, "the daemon")
 
 
 def decode_from_client(body: bytes) -> FromClient:
     """Decode a frame body sent by a client. Raises LifelineError."""
+    return _decode(_from_client, body, "a client")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[FrameT], body: bytes, sender: str) -> FrameT:
     try:
-        return _from_client.decode(body)
+        return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise LifelineError(f"Not a lifeline frame of a client: {error}") from error
+        raise LifelineError(f"Not a lifeline frame of {sender}: {error}") from error

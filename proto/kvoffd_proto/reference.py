@@ -56,11 +56,6 @@ LIFELINE = (*typing.get_args(lifeline.FromDaemon), *typing.get_args(lifeline.Fro
 EVENTS = (events.EventBatch, *typing.get_args(events.KvEvent))
 
 
-def documented() -> list[type[Struct]]:
-    """Every Struct that the page describes."""
-    return [*LIFELINE, *m.EXCHANGES, *m.REPLIES, m.Completions, *PARTS, *HANDLES, *EVENTS]
-
-
 def reference() -> str:
     """The page, as Markdown."""
     sockets = SocketPaths(SYSTEM_DIRECTORY)

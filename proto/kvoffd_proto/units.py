@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
 MAX_SIZE_BYTES = 2**63 - 1
@@ -45,17 +46,7 @@ def parse_size(value: str | int) -> int:
     Raises:
         UnitError: not a size, negative, or larger than 2**63 - 1 bytes.
     """
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        raise UnitError(f"{quoted(value)} is not a size; {_SIZE_ADVICE}")
-    if isinstance(value, str):
-        number, unit = _split(value, "size", _SIZE_ADVICE)
-        if unit.lower() not in _SIZE_UNITS and unit:
-            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {_SIZE_ADVICE}")
-        size_bytes = math.floor(number * _SIZE_UNITS[unit.lower() or "b"])
-    else:
-        size_bytes = value
-    if size_bytes < 0:
-        raise UnitError(f"{quoted(value)} is negative; {_SIZE_ADVICE}")
+    size_bytes = math.floor(_parse(value, (str, int), "size", _SIZE_UNITS, "b", _SIZE_ADVICE))
     if size_bytes > MAX_SIZE_BYTES:
         raise UnitError(f"{quoted(value)} is more than the largest possible size of 2**63 - 1 bytes")
     return size_bytes
@@ -67,31 +58,34 @@ def parse_duration(value: str | int | float) -> float:
     Raises:
         UnitError: not a duration, negative, not finite, or longer than a year.
     """
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise UnitError(f"{quoted(value)} is not a duration; {_DURATION_ADVICE}")
-    if isinstance(value, str):
-        number, unit = _split(value, "duration", _DURATION_ADVICE)
-        if unit.lower() not in _DURATION_UNITS and unit:
-            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {_DURATION_ADVICE}")
-        seconds: Fraction | float | int = number * _DURATION_UNITS[unit.lower() or "s"]
-    else:
-        seconds = value
-    if isinstance(seconds, float) and not math.isfinite(seconds):
-        raise UnitError(f"{quoted(value)} is not a duration; {_DURATION_ADVICE}")
-    if seconds < 0:
-        raise UnitError(f"{quoted(value)} is negative; {_DURATION_ADVICE}")
+    seconds = _parse(value, (str, int, float), "duration", _DURATION_UNITS, "s", _DURATION_ADVICE)
     if seconds > MAX_DURATION_S:
         raise UnitError(f"{quoted(value)} is longer than the longest allowed duration of a year")
     return float(seconds)
 
 
-def _split(text: str, what: str, advice: str) -> tuple[Fraction, str]:
-    match = _QUANTITY.fullmatch(text)
-    if match is None:
-        raise UnitError(f"{quoted(text)} is not a {what}; {advice}")
-    sign, digits, unit = match.groups()
-    number = Fraction(digits)
-    return (-number if sign == "-" else number), unit
+def _parse(
+    value: object, kinds: tuple[type, ...], what: str, units: Mapping[str, int | Fraction], default: str, advice: str
+) -> int | float | Fraction:
+    """Return the number that ``value`` means, 0 or more, in ``units``; in the ``default`` one where it names none."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        if match is None:
+            raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
+        sign, digits, unit = match.groups()
+        if unit and unit.lower() not in units:
+            raise UnitError(f"{quoted(value)} has the unknown unit {quoted(unit)}; {advice}")
+        number: int | float | Fraction = Fraction(f"{sign}{digits}") * units[unit.lower() or default]
+    else:
+        assert isinstance(value, int | float)
+        number = value
+    if isinstance(number, float) and not math.isfinite(number):
+        raise UnitError(f"{quoted(value)} is not a {what}; {advice}")
+    if number < 0:
+        raise UnitError(f"{quoted(value)} is negative; {advice}")
+    return number
 
 
 def quoted(value: object) -> str:

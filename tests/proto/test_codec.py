@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from kvoffd_proto import codec, handles, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions, decode_reply, decode_request, encode, request_id_of
-from kvoffd_proto.reference import fields_of
+from kvoffd_proto.wire import fields_of
 
 REQUESTS = tuple(m.EXCHANGES)
 REPLIES = m.REPLIES

@@ -84,7 +84,6 @@ class BenchDriver(ExportDriver):
         return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)
 
     def free(self, address: int) -> None:
-        """Free what ``allocate`` returned."""
         self._call("cuMemFree_v2", address)
 
     def allocate_pinned(self, size: int) -> int:
@@ -92,7 +91,6 @@ class BenchDriver(ExportDriver):
         return self._number(ctypes.c_uint64, "cuMemHostAlloc", size, cuda.MEMHOSTALLOC_PORTABLE)
 
     def free_pinned(self, address: int) -> None:
-        """Free what ``allocate_pinned`` returned."""
         self._call("cuMemFreeHost", address)
 
     def create_stream(self) -> int:
@@ -100,7 +98,6 @@ class BenchDriver(ExportDriver):
         return self._number(ctypes.c_void_p, "cuStreamCreate", cuda.STREAM_NON_BLOCKING)
 
     def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream."""
         self._call("cuStreamDestroy_v2", stream)
 
     def wait_stream(self, stream: int) -> None:
@@ -168,7 +165,6 @@ class GpuDevice(Device, Closing):
 
     @property
     def free_bytes(self) -> int:
-        """How many bytes of the GPU's memory no process has."""
         return self._driver.free_bytes()
 
     def allocate(self, size_bytes: int) -> EngineMemory:
@@ -208,7 +204,6 @@ class GpuDevice(Device, Closing):
         return (device_memory, host, stream) if to_gpu else (host, device_memory, stream)
 
     def close(self) -> None:
-        """Free the memory and release the context."""
         self._undo.close()
 
 

@@ -64,7 +64,6 @@ class Memcpy(Closing):
         return part * threads / (time.perf_counter() - begin)
 
     def close(self) -> None:
-        """End the threads and free the memory."""
         self._executor.shutdown()
         self._source.close()
         self._target.close()

@@ -112,7 +112,6 @@ class LoadGenerators(Closing):
         return [Work(*json.loads(process.read_line())) for process in self._processes]
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._processes:
             process.end_input()
         for process in self._processes:

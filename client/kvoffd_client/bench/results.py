@@ -66,13 +66,9 @@ class Result:
 
     def to_object(self) -> dict[str, object]:
         """Return the object for it in ``results`` of ``--json``."""
-        plain: dict[str, object] = {
-            "case": self.case,
-            "value": self.value,
-            "unit": self.unit,
-            "floor": self.floor,
-            "ratio": self.ratio,
-        }
+        plain: dict[str, object] = asdict(self)
+        plain.pop("cpu")
+        plain["ratio"] = self.ratio
         if self.cpu is not None:
             plain |= {"cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
             if self.cpu.checksums is not None:
@@ -213,7 +209,6 @@ class CpuMeter(Closing):
         return stats.cpu_seconds, stats.store.checksum_seconds + stats.load.checksum_seconds
 
     def close(self) -> None:
-        """Disconnect."""
         self._admin.close()
 
 

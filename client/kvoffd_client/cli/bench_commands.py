@@ -172,7 +172,7 @@ def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None
         check_plot(plot)
     with AdminClient(directory) as admin:
         admin.health()  # says at once, and in a sentence, that there is no daemon
-    report = bench(directory, _print_progress if sys.stderr.isatty() else _ignore_progress)
+    report = bench(directory, _print_progress)
     if plot is not None:
         draw_plot(report, plot)
     if as_json:
@@ -187,11 +187,8 @@ def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None
 
 
 def _print_progress(what: str) -> None:
-    print(f"measuring: {what}", file=sys.stderr, flush=True)
-
-
-def _ignore_progress(what: str) -> None:
-    """Where stderr is no terminal, nobody watches."""
+    if sys.stderr.isatty():
+        print(f"measuring: {what}", file=sys.stderr, flush=True)
 
 
 def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
