@@ -1,14 +1,13 @@
 """Prints the wire's reference page: ``python -m kvoffd_proto.reference > proto/PROTOCOL.md``.
 
-The prose is in ``PROTOCOL.template.md`` beside this module. Messages, fields, ranges and error sentences are put into
-it from the Structs themselves.
+The prose is in ``PROTOCOL.template.md`` beside this module, with ``$Name`` where the Struct of that name is described.
+Messages, fields, ranges and error sentences are put into it from the Structs themselves.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterable
 from enum import Enum, IntEnum
 from pathlib import Path
 from string import Template
@@ -25,42 +24,14 @@ from kvoffd_proto.wire import fields_of, metas_of
 
 TEMPLATE = Path(__file__).with_name("PROTOCOL.template.md")
 
-COMMON_REPLIES = (m.Done, m.Error)
-PARTS = (
-    m.GroupSpec,
-    m.GroupKeys,
-    m.GroupTransfer,
-    m.JobResult,
-    handles.TensorLayout,
-    handles.PageRef,
-    handles.LayerSpec,
-    blocks.ShardSpec,
-    blocks.PageSpec,
-    blocks.BlockInfo,
-    blocks.HeldShard,
-    blocks.PutShard,
-    m.Limits,
-    m.PoolStats,
-    m.IntegrityStats,
-    m.BlockAccessStats,
-    m.DirectionStats,
-    m.BelowStats,
-    m.DiskStats,
-    m.LatencyStats,
-    m.NamespaceStats,
-    m.SessionInfo,
-    m.NamespaceInfo,
-)
-HANDLES = typing.get_args(handles.Handle)
-LIFELINE = (*typing.get_args(lifeline.FromDaemon), *typing.get_args(lifeline.FromClient))
-EVENTS = (events.EventBatch, *typing.get_args(events.KvEvent))
+MODULES = (m, blocks, handles, lifeline, events)
 
 
 def reference() -> str:
     """The page, as Markdown."""
     sockets = SocketPaths(SYSTEM_DIRECTORY)
     return Template(TEMPLATE.read_text()).substitute(
-        _request_sections(),
+        _descriptions() | _request_sections(),
         version=m.PROTOCOL_VERSION,
         directory=SYSTEM_DIRECTORY,
         sockets="\n".join(
@@ -69,13 +40,7 @@ def reference() -> str:
         ),
         length_bytes=lifeline.LENGTH_BYTES,
         max_frame_bytes=lifeline.MAX_FRAME_BYTES,
-        lifeline=_structs(LIFELINE),
         exchanges=_exchange_table(),
-        common_replies=_structs(COMMON_REPLIES),
-        completions=_struct(m.Completions),
-        parts=_structs(PARTS),
-        handles=_structs(HANDLES),
-        events=_structs(EVENTS),
         role_doc=_docstring(m.Role),
         roles="\n".join(f"| `{role.value}` |" for role in m.Role),
         absent=m.ABSENT,
@@ -88,9 +53,19 @@ def reference() -> str:
     )
 
 
+def _descriptions() -> dict[str, str]:
+    """The description of every Struct of the wire by its name. The template says which are described where."""
+    return {
+        kind.__name__: _struct(kind)
+        for module in MODULES
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, Struct)
+    }
+
+
 def _request_sections() -> dict[str, str]:
     """The requests of each section with their answers; an answer is described after the first request that has it."""
-    described = {m.Completions, *COMMON_REPLIES}
+    described: set[type[Struct]] = {m.Completions, m.Done}
     found: dict[str, list[type[Struct]]] = {}
     for section, request, exchange in _exchanges():
         structs = found.setdefault(f"{section.name.lower()}_requests", [])
@@ -98,7 +73,7 @@ def _request_sections() -> dict[str, str]:
         if exchange.answer not in described:
             described.add(exchange.answer)
             structs.append(exchange.answer)
-    return {name: _structs(structs) for name, structs in found.items()}
+    return {name: "\n".join(map(_struct, structs)) for name, structs in found.items()}
 
 
 def _exchanges() -> list[tuple[m.Section, type[Struct], m.Exchange]]:
@@ -140,10 +115,6 @@ def _hex_rows(frame: bytes) -> str:
 
 
 # --- structs -------------------------------------------------------------------------------------
-
-
-def _structs(structs: Iterable[type[Struct]]) -> str:
-    return "\n".join(map(_struct, structs))
 
 
 def _struct(struct: type[Struct]) -> str:

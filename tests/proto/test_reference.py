@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import typing
@@ -12,12 +13,18 @@ from msgspec import Struct
 
 import kvoffd.server.service  # noqa: F401 - it fills the table of handlers
 from kvoffd.server.context import HANDLERS
+from kvoffd_proto import events, handles, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.reference import EVENTS, HANDLES, LIFELINE, PARTS, reference
+from kvoffd_proto.reference import MODULES, reference
 from kvoffd_proto.wire import fields_of
 
-DOCUMENTED = (*LIFELINE, *m.EXCHANGES, *m.REPLIES, m.Completions, *PARTS, *HANDLES, *EVENTS)
+DOCUMENTED: list[type[Struct]] = [
+    kind
+    for name in re.findall("^#### (\\w+)$", reference(), re.MULTILINE)
+    for kind in {getattr(module, name, None) for module in MODULES}
+    if isinstance(kind, type) and issubclass(kind, Struct)
+]
 PAGE = Path(__file__).parents[2] / "proto" / "PROTOCOL.md"
 
 
@@ -44,6 +51,9 @@ def test_every_message_of_the_wire_is_on_the_page() -> None:
     on_page = set(DOCUMENTED)
     assert set(m.EXCHANGES) <= on_page
     assert set(m.REPLIES) <= on_page
+    assert {m.Completions, events.EventBatch} <= on_page
+    for union in (lifeline.FromDaemon, lifeline.FromClient, handles.Handle, events.KvEvent):
+        assert set(typing.get_args(union)) <= on_page
     for struct in on_page:
         for _, hint, _ in fields_of(struct):
             assert structs_in(hint) <= on_page, f"a part of {struct.__name__} is missing"

@@ -27,47 +27,8 @@ COMPUTE_KERNELS = 16
 """Kernels of one step, which takes some milliseconds."""
 _BLOCKS, _THREADS = 1024, 256
 _WORD_BYTES = 16
-_SWEEP = """
-.version 6.0
-.target sm_60
-.address_size 64
-
-// Every 16 bytes, as four floats f, become 0.5 f + 1.
-.visible .entry sweep(.param .u64 data, .param .u64 words)
-{
-    .reg .pred %done;
-    .reg .b32 %block, %blocks, %threads, %thread;
-    .reg .b64 %base, %words, %word, %step, %at;
-    .reg .f32 %a, %b, %c, %d;
-
-    ld.param.u64 %base, [data];
-    ld.param.u64 %words, [words];
-    cvta.to.global.u64 %base, %base;
-    mov.u32 %block, %ctaid.x;
-    mov.u32 %blocks, %nctaid.x;
-    mov.u32 %threads, %ntid.x;
-    mov.u32 %thread, %tid.x;
-    mul.wide.u32 %step, %blocks, %threads;
-    mul.wide.u32 %word, %block, %threads;
-    cvt.u64.u32 %at, %thread;
-    add.u64 %word, %word, %at;
-NEXT:
-    setp.ge.u64 %done, %word, %words;
-    @%done bra END;
-    shl.b64 %at, %word, 4;
-    add.u64 %at, %base, %at;
-    ld.global.v4.f32 {%a, %b, %c, %d}, [%at];
-    fma.rn.f32 %a, %a, 0f3F000000, 0f3F800000;
-    fma.rn.f32 %b, %b, 0f3F000000, 0f3F800000;
-    fma.rn.f32 %c, %c, 0f3F000000, 0f3F800000;
-    fma.rn.f32 %d, %d, 0f3F000000, 0f3F800000;
-    st.global.v4.f32 [%at], {%a, %b, %c, %d};
-    add.u64 %word, %word, %step;
-    bra NEXT;
-END:
-    ret;
-}
-"""
+_SWEEP = Path(__file__).with_name("sweep.ptx")
+"""A kernel that reads and writes all of a buffer."""
 
 
 class BenchDriver(ExportDriver):
@@ -218,7 +179,7 @@ def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
     driver = BenchDriver()
     with ExitStack() as undo:
         undo.enter_context(driver.context(driver.device(ordinal)))
-        kernel = driver.load_kernel(_SWEEP, "sweep")
+        kernel = driver.load_kernel(_SWEEP.read_text(), "sweep")
         buffer = driver.allocate(COMPUTE_BYTES)
         undo.callback(driver.free, buffer)
         stream = driver.create_stream()
