@@ -117,7 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
     for command in (serving, showing):
-        command.epilog = "A flag goes over its KVOFFD_ variable, the variable over the key in the file."
+        command.epilog = "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file."
         _add_settings(command)
     return parser
 

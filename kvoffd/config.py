@@ -59,55 +59,64 @@ class Config:
         metadata=directory_setting("Directory of the three sockets; made with mode 0750 where it is missing."),
     )
     pool_bytes: int = size_setting(4 * 1024**3, 1024**2, "Memory for blocks, taken at the start and kept.")
-    log_level: str = choice_setting("info", LOG_LEVELS, "Least severity that is logged.")
+    log_level: str = choice_setting("info", LOG_LEVELS, "Lowest severity that is logged.")
     log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
-    eviction_policy: str = choice_setting(DEFAULT_POLICY, POLICY_NAMES, "Which blocks go first when the pool is full.")
+    eviction_policy: str = choice_setting(
+        DEFAULT_POLICY, POLICY_NAMES, "Which blocks are evicted first when the pool is full."
+    )
     pool_file: str = file_setting(
-        "File on tmpfs or hugetlbfs to keep the pool in, for the next daemon to go on with; nothing for plain memory."
+        "File on tmpfs or hugetlbfs that keeps the pool for the next daemon; nothing for plain memory."
     )
     numa: str = choice_setting(
         "auto",
         ("auto", "off"),
-        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own.",
+        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own node.",
     )
     disk: tuple[DiskSize, ...] = disks_setting(
-        "Directory of a local SSD that keeps blocks which leave the pool, and how much of it; may be given again."
+        "Directory of a local SSD for blocks that leave the pool, and the most to take there; may be given again."
     )
     disk_write: str = choice_setting(
         TieringSettings.mode.value,
         tuple(mode.value for mode in WriteMode),
-        "What is written to disk: every block, those used twice or next to be evicted while the disk is idle, all that "
-        "are next to be evicted, or none.",
+        "Which blocks are written to disk: every block, those used twice or next to be evicted while the disk is idle, "
+        "all that are next to be evicted, or none.",
     )
     disk_write_bytes_per_day: int = size_setting(
         0, 0, "Bytes that may be written to disk in a day, for its wear; 0 for no bound."
     )
     disk_write_bytes_per_s: int = size_setting(0, 0, "Bytes that may be written to disk in a second; 0 for no bound.")
     disk_deadline_s: float = duration_setting(
-        TieringSettings.deadline_s, 0.1, "A block that was asked for and has not come from disk by then is a miss."
+        TieringSettings.deadline_s,
+        0.1,
+        "Time for a block to come from disk; a block that has not come by then is a miss.",
     )
-    touch_threads: int = number_setting(0, 0, 256, "Threads that touch the pool at the start; 0 chooses by the cores.")
+    touch_threads: int = number_setting(
+        0, 0, 256, "Threads that touch the pool at the start; 0 chooses their number by the cores."
+    )
     copy_threads: int = number_setting(
         1, 1, 64, "Threads that copy between host memory and the pool, for each direction."
     )
     verify_share: float = share_setting(
-        1 / 64, "Share of the loads that compare blocks with their checksums; 0 leaves it to adopted blocks and scrubs."
+        1 / 64,
+        "Share of the loads that compare blocks with their checksums; at 0 only adopted blocks and scrubs do.",
     )
     allowed_uids: tuple[int, ...] = ids_setting(
-        "Users that may connect; where nothing is given, root and the daemon's own."
+        "Users that may connect; where nothing is given, root and the daemon's own user."
     )
     allowed_gids: tuple[int, ...] = ids_setting(
-        "Groups whose users may connect; where nothing is given, the daemon's own."
+        "Groups whose users may connect; where nothing is given, the daemon's own group."
     )
     admin_uids: tuple[int, ...] = ids_setting(
-        "Of those, users that may administer; where nothing is given, all of them."
+        "Users that may administer; where nothing is given, all that may connect."
     )
     block_access: str = choice_setting(
         "off",
         ("off", "read", "write"),
         "Whether operators may read single blocks, as export does, or write and pin them too.",
     )
-    block_uids: tuple[int, ...] = ids_setting("Users who may do so; where nothing is given, root and the daemon's own.")
+    block_uids: tuple[int, ...] = ids_setting(
+        "Users that may open single blocks; where nothing is given, root and the daemon's own."
+    )
     http_address: str = address_setting(
         "127.0.0.1:9464", "Address of /metrics, /healthz and /readyz; nothing switches it off."
     )
@@ -125,24 +134,25 @@ class Config:
     credit_bytes: int = size_setting(
         0, 0, "Bytes of stores a session may have outstanding; 0 takes an eighth of the pool, at most 1GiB."
     )
-    lease_ttl_s: float = duration_setting(30.0, 0.1, "Life of a lease that nobody renews.")
+    lease_ttl_s: float = duration_setting(30.0, 0.1, "Lifetime of a lease that nobody renews.")
     half_stored_timeout_s: float = duration_setting(
-        60.0, 0.1, "After this long a block that still lacks a shard is dropped."
+        60.0, 0.1, "Time after which a block that still lacks a shard is dropped."
     )
-    job_deadline_s: float = duration_setting(30.0, 0.1, "A job that has not ended by then is failed.")
+    job_deadline_s: float = duration_setting(30.0, 0.1, "Time after which an unfinished job is failed.")
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
-    heartbeat_interval_s: float = duration_setting(2.0, 0.01, "How often clients are told to send a heartbeat.")
+    heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    max_frame_bytes: int = size_setting(16 * 1024**2, 4096, "Largest request frame.")
-    max_sessions: int = number_setting(256, 1, 65_536, "Open sessions.")
-    max_namespaces: int = number_setting(1024, 1, 65_536, "Open namespaces.")
-    max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Unfinished jobs of a session.")
-    max_keys_per_request: int = number_setting(65_536, 1, 10_000_000, "Keys in one request.")
-    max_leases: int = number_setting(16_384, 1, 1_000_000, "Live leases of a session.")
-    max_registrations: int = number_setting(8, 1, 1024, "Registrations of a session.")
-    max_segments: int = number_setting(16_384, 1, 65_536, "Memory segments of a session.")
+    max_frame_bytes: int = size_setting(16 * 1024**2, 4096, "Largest frame of a request.")
+    max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
+    max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
+    max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
+    max_keys_per_request: int = number_setting(65_536, 1, 10_000_000, "Most keys in one request.")
+    max_leases: int = number_setting(16_384, 1, 1_000_000, "Most live leases of a session.")
+    max_registrations: int = number_setting(8, 1, 1024, "Most registrations of a session.")
+    max_segments: int = number_setting(16_384, 1, 65_536, "Most memory segments of a session.")
     cuda_library: str = path_setting(
-        "Path of the CUDA driver's library; empty for the system's.", "a library, such as /usr/lib/libcuda.so.1"
+        "Path of the CUDA driver's library; nothing for the system's library.",
+        "a library, such as /usr/lib/libcuda.so.1",
     )
 
 

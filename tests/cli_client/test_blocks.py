@@ -62,7 +62,7 @@ def test_blocks_are_listed_and_shown(cli: Cli, engine: FakeEngine) -> None:
     assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
     status, out, _ = cli("block", "show", "11", "--namespace", "tiny")
     assert status == 0
-    assert "2 shards; the bytes have their checksums" in out
+    assert "2 shards; the bytes match their checksums" in out
     assert out.count("uint8") == 8, "four layers on two ranks"
     shown = json.loads(cli("block", "show", "11", "--namespace", "tiny", "--json")[1])
     assert (shown["sound"], len(shown["shards"]), shown["shards"][0]["bytes"]) == (True, 2, 16384)
@@ -147,7 +147,7 @@ def test_a_namespace_moves_to_another_daemon(cli: Cli, engine: FakeEngine, tmp_p
         assert status == 0
         assert "8 blocks (256 KiB) were put into the pool. Namespace tiny" in out
         status, out, _ = cli("import", str(file), on=fresh)
-        assert "0 blocks (0 B) were put into the pool, 8 were there already." in out
+        assert "0 blocks (0 B) were put into the pool, 8 were in the pool already." in out
         with FakeEngine(fresh.directory, "tiny", world_size=2, blocks=32, page_bytes=4096) as second:
             assert second.lookup(KEYS) == 8
             assert second.load(KEYS, range(8, 16)).ok

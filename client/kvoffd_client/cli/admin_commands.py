@@ -123,18 +123,18 @@ def clear(
     context: typer.Context,
     directory: Directory = None,
     namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every namespace.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     json: Json = False,
 ) -> int:
     """Drop the blocks of one namespace or of all.
 
-    They are gone from the index at once; the bytes of blocks in use go when their last user is done.
+    The blocks leave the index at once; the bytes of blocks in use are freed when their last user is done.
 
     Exit status: 0 done, 1 not confirmed, 2 an error.
     """
     if (namespace is None) != everything:
-        raise CliError("Say what to clear: either --namespace with a label or fingerprint, or --all.")
+        raise CliError("Choose what to clear: either --namespace with a label or fingerprint, or --all.")
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
         chosen = None if namespace is None else resolve_namespace(found, namespace)
@@ -167,10 +167,10 @@ def _confirm_clear(cleared: Sequence[NamespaceInfo], name: str) -> bool:
 def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """Compare every block in the pool with its checksum.
 
-    The daemon reads in the background, with pauses, while it serves. A block whose bytes are not those that were
-    stored is dropped, and its slot is not used any more until a restart.
+    The daemon reads in the background, with pauses, while it serves. A block whose bytes do not
+    match its checksum is dropped, and its slot is not used any more until a restart.
 
-    Exit status: 0 all are as they were stored, 1 some are not, 2 an error. Ctrl-C ends the waiting, not the scrub.
+    Exit status: 0 all blocks match, 1 some do not, 2 an error. Ctrl-C ends the waiting, not the scrub.
     """
     on_terminal = sys.stderr.isatty()
     with open_admin(context, directory) as admin:
@@ -204,30 +204,31 @@ def _scrub_result(reply: ScrubReply) -> str:
         f"checksums in {format_duration(reply.seconds)}{speed}"
     )
     if not reply.mismatches:
-        return f"{read}; all hold what was stored in them."
+        return f"{read}; all match."
     some = "1 does" if reply.mismatches == 1 else f"{format_count(reply.mismatches)} do"
     return (
-        f"{read}; {some} not hold what was stored: the blocks are dropped and the slots not used before a restart. "
+        f"{read}; {some} not match: the blocks are dropped and the slots not used before a restart. "
         "The daemon's log names them; check the machine's memory (dmesg, edac-util)."
     )
 
 
 def keygen(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Where the secret key goes; FILE.pub is its public half.")
+        Path, typer.Argument(metavar="FILE", help="File for the secret key; FILE.pub gets the public key.")
     ],
 ) -> int:
     """Make a pair of keys for administration over TCP.
 
-    Each daemon has one, and each administrator. FILE stays where it was made; FILE.pub is for the other end.
+    Each daemon has a pair, and so has each administrator. FILE, the secret key, stays on its machine; FILE.pub is for
+    the other end.
     """
     public_file = file.with_name(f"{file.name}.pub")
     for path in (file, public_file):
         if path.exists():
-            raise CliError(f"{path} is there already; name another file, or remove it.")
+            raise CliError(f"{path} exists already; name another file, or remove it.")
     public, secret = (key.decode() for key in zmq.curve_keypair())
     _create_file(
-        file, f"# A secret key of kvoffd. What may be given away is {public_file.name}.\n{secret}\n", SECRET_MODE
+        file, f"# A secret key of kvoffd. The key to give away is in {public_file.name}.\n{secret}\n", SECRET_MODE
     )
     _create_file(public_file, f"{public} {file.stem}\n", PUBLIC_MODE)
     print_line(f"{file} holds the secret key, {public_file} the public one: {public}")

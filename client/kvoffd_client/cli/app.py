@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:
             raise
-        return _refuse(f"{str(words()).rstrip('.')}; add --help to see what can be given.")
+        return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
 
 
 def _refuse(sentence: str) -> int:
@@ -96,13 +96,16 @@ def read_root_options(
         bool, typer.Option("--version", help="Print the release.", callback=_print_version, is_eager=True)
     ] = False,
     address: Annotated[
-        str | None, typer.Option("--address", metavar="HOST:PORT", help="A daemon elsewhere: its admin_address.")
+        str | None,
+        typer.Option(
+            "--address", metavar="HOST:PORT", help="Address of a daemon on another machine: its admin_address."
+        ),
     ] = None,
     server_key: Annotated[
-        str | None, typer.Option("--server-key", metavar="KEY", help="That daemon's public key, or a file with it.")
+        str | None, typer.Option("--server-key", metavar="KEY", help="Public key of that daemon, or a file with it.")
     ] = None,
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="FILE", help="File of your secret key, which keygen made.")
+        Path | None, typer.Option("--key", metavar="FILE", help="File of your secret key, made by keygen.")
     ] = None,
 ) -> None:
     """Show and administer the kvoffd daemon of this node, or one elsewhere over TCP."""

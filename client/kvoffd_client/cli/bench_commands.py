@@ -46,7 +46,7 @@ LOOKUP_HELP = f"""Measure lookups.
 
 Round trips of {LOOKUP_KEY_COUNTS[0]:,}, {LOOKUP_KEY_COUNTS[1]:,} and {LOOKUP_KEY_COUNTS[2]:,} keys, also while
 {LOOKUP_ENGINES} engines store and load, and of {LOOKUP_CLIENTS} clients at once, against a raw ZeroMQ echo of the same
-bytes. Fills the pool with blocks of its own, for which others go, and drops them at the end.
+bytes. Fills the pool with blocks of its own, which evict others, and drops them at the end.
 """
 COPY_HELP = f"""Measure stores and loads.
 
@@ -57,8 +57,8 @@ end.
 
 With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_BYTES)},
 {_whole(POOL_JOBS * GPU_JOB_BYTES)} are stored, and the floor is one large copy from or to pinned memory. The daemon's
-memory on the GPU is measured where it has no GPU in use yet: its context, its mappings, and what the driver keeps there
-about the pinned pool.
+memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is measured where
+the daemon has no GPU in use yet.
 """
 
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
@@ -77,18 +77,21 @@ def copy(
     context: typer.Context,
     directory: Directory = None,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="host|cuda", help="Where the engine's memory lies: host, or cuda, a GPU.")
+        str,
+        typer.Option("--memory", metavar="host|cuda", help="Where the engine's memory is: host, or cuda for a GPU."),
     ] = "host",
     piece_size: Annotated[
         list[str] | None,
-        typer.Option("--piece-size", metavar="SIZE", help="A size of pieces, such as 64KiB; may be given repeatedly."),
+        typer.Option(
+            "--piece-size", metavar="SIZE", help="Size of the pieces, such as 64KiB; may be given repeatedly."
+        ),
     ] = None,
     threads: Annotated[
-        int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor takes as many.")
+        int, typer.Option("--threads", min=1, max=64, help="The daemon's copy_threads; the floor uses as many threads.")
     ] = 1,
-    gpu: Annotated[int, typer.Option("--gpu", min=0, max=1023, help="Which GPU, as CUDA counts them here.")] = 0,
+    gpu: Annotated[int, typer.Option("--gpu", min=0, max=1023, help="Number of the GPU, as CUDA counts here.")] = 0,
     compute: Annotated[
-        bool, typer.Option("--compute", help="Measure too what another process that computes on the GPU feels.")
+        bool, typer.Option("--compute", help="Measure also how much a process that computes on the GPU slows.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw throughput against piece size.")
@@ -149,7 +152,7 @@ def engine(
     model: Annotated[str, typer.Option("--model", help="Directory or name of the model, as vLLM takes it.")],
     directory: Directory = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", min=64, max=1_000_000, help="Tokens of a prompt; the model must take one more.")
+        int, typer.Option("--tokens", min=64, max=1_000_000, help="Tokens of a prompt; the model must accept one more.")
     ] = 4096,
     json: Json = False,
 ) -> int:

@@ -44,7 +44,7 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="The block's key in hex,
 Keys = Annotated[list[str], typer.Argument(metavar="KEY...", help="Keys in hex, or enough of their first digits.")]
 
 block_app = typer.Typer(
-    help="Look into single blocks, write and pin them. The daemon's setting block_access must allow it.",
+    help="Show, write and pin single blocks. The daemon's setting block_access must allow it.",
     rich_markup_mode=None,
 )
 
@@ -54,20 +54,22 @@ def ls(
     context: typer.Context,
     namespace: Namespace,
     group: Group = 0,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="HEX", help="First digits of the keys wanted.")] = "",
-    pinned: Annotated[bool, typer.Option("--pinned", help="Only those that operators have pinned.")] = False,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Blocks to show.")] = 100,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="HEX", help="Only keys that begin with these digits.")
+    ] = "",
+    pinned: Annotated[bool, typer.Option("--pinned", help="Only blocks that operators have pinned.")] = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Most blocks to show.")] = 100,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List blocks, in the order in which they came."""
+    """List blocks, in the order in which they were stored."""
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
         found = list(islice(client.list_blocks(fingerprint, group, prefix, pinned=pinned), limit + 1))
     more, found = len(found) > limit, found[:limit]
     print_listing({"blocks": found, "more": more}, _blocks_table(found), as_json=json)
     if more and not json:
-        print_line(f"and more; --limit {10 * limit} shows more of them")
+        print_line(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return 0
 
 
@@ -98,10 +100,10 @@ def show(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Show what a block is made of, and what is in it.
+    """Show the parts of a block and what is in them.
 
-    Its shards and layers with dtype, shape and layout, the least, mean and largest value of each, and whether its bytes
-    have their checksum.
+    Lists the block's shards and layers with dtype, shape and layout, the least, mean and largest value of each, and
+    whether the bytes match their checksum.
     """
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
@@ -148,7 +150,7 @@ def _print_block(block: Block, sound: bool) -> None:
     size = sum(shard.data.nbytes for shard in block.shards)
     print_line(f"block {block.key.hex()}")
     print_line(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
-    checksums = "the bytes have their checksums" if sound else "THE BYTES DO NOT HAVE THEIR CHECKSUMS"
+    checksums = "the bytes match their checksums" if sound else "THE BYTES DO NOT HAVE THEIR CHECKSUMS"
     count = f"{len(block.shards)} shard{plural(len(block.shards))}"
     print_line(f"{format_size(size)} in {count}; {checksums}\n")
     table = plain_table()
@@ -202,7 +204,9 @@ def get(
         done = export_blocks(client, fingerprint, file, keys=[(group, whole_key)])
         if not done.blocks:
             file.unlink()
-            raise CliError(f"Block {whole_key.hex()} is damaged, or went while it was written; the file was removed.")
+            raise CliError(
+                f"Block {whole_key.hex()} is damaged, or left the pool while it was written; the file was removed."
+            )
     print_line(f"Block {whole_key.hex()} ({format_size(done.nbytes)}) is in {file}.")
     return 0
 
@@ -210,10 +214,10 @@ def get(
 @block_app.command()
 def put(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What block get or export wrote, with one block in it.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with one block, written by block get or export.")],
     namespace: Namespace,
     key: Annotated[
-        str, typer.Option("--key", metavar="HEX", help="The whole key to put it under. [default: the block's own]")
+        str, typer.Option("--key", metavar="HEX", help="The whole key for the block. [default: the block's own]")
     ] = "",
     directory: Directory = None,
 ) -> int:
@@ -240,7 +244,8 @@ def put(
 def pin(context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None) -> int:
     """Keep blocks in the pool.
 
-    Until they are unpinned, dropped (as by clear), or the daemon ends. Half of the pool may be pinned.
+    Pinned blocks stay until they are unpinned or dropped (as by clear), or the daemon ends. At most half of the pool
+    may be pinned.
     """
     return _change_pins(context, directory, namespace, group, keys, pinned=True)
 
@@ -249,7 +254,7 @@ def pin(context: typer.Context, keys: Keys, namespace: Namespace, group: Group =
 def unpin(
     context: typer.Context, keys: Keys, namespace: Namespace, group: Group = 0, directory: Directory = None
 ) -> int:
-    """Let pinned blocks go when their time comes."""
+    """Allow pinned blocks to be evicted again."""
     return _change_pins(context, directory, namespace, group, keys, pinned=False)
 
 
@@ -273,15 +278,17 @@ def export(
     namespace: Namespace,
     prefix: Annotated[
         list[str] | None,
-        typer.Option("--prefix", metavar="KEY", help="First digits of the keys wanted; may be given several times."),
+        typer.Option(
+            "--prefix", metavar="KEY", help="Only keys that begin with these digits; may be given several times."
+        ),
     ] = None,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Write the blocks of a namespace into a file.
 
-    As safetensors with all that import needs. Blocks are pinned a few at a time while they are written. Killed in the
-    middle, the same command goes on where it was.
+    The file is safetensors, with all that import needs. Blocks are pinned a few at a time while they are written. The
+    same command resumes an export that was killed.
     """
     from kvoffd_client import export_blocks
 
@@ -303,34 +310,39 @@ def export(
     resumed = f", {format_count(done.resumed)} of them from an earlier attempt" if done.resumed else ""
     print_line(f"{format_count(done.blocks)} blocks ({format_size(done.nbytes)}) are in {file}{resumed}.")
     if done.evicted:
-        print_line(f"{format_count(done.evicted)} blocks went out of the pool before their turn.")
+        print_line(f"{format_count(done.evicted)} blocks left the pool before they were written.")
     if done.damaged:
         print_line(
-            f"{format_count(len(done.damaged))} blocks do not have their checksums and were left out; run scrub."
+            f"{format_count(len(done.damaged))} blocks do not match their checksums and were left out; run scrub."
         )
     if done.late:
-        print_line(f"{format_count(done.late)} blocks came too late for this file; export them into another one.")
+        print_line(
+            f"{format_count(done.late)} blocks were stored too late for this file; export them into another one."
+        )
     return 0
 
 
 def import_(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What export wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
     namespace: Annotated[
         str | None,
-        typer.Option("--namespace", metavar="NAME", help="That the blocks must be of. [default: as the file says]"),
+        typer.Option(
+            "--namespace", metavar="NAME", help="Namespace that the blocks must be of. [default: as the file says]"
+        ),
     ] = None,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Although a namespace of that label and another fingerprint is open.")
+        bool,
+        typer.Option("--beside", help="Import although a namespace of that label and another fingerprint is open."),
     ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Show what is inside, and import nothing.")] = False,
+    show_list: Annotated[bool, typer.Option("--list", help="Show what is in the file, and import nothing.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Put the blocks of a file into the pool.
 
-    Opens their namespace where no engine has done so yet. Blocks that are there already are passed over, so that the
-    command may be given again. A file that is damaged, or of an engine whose bytes differ, is refused.
+    Opens the blocks' namespace where no engine has done so yet. Blocks that are in the pool already are skipped, so
+    that the command may be repeated. A file that is damaged, or of an engine whose bytes differ, is refused.
 
     Exit status: 0 done, 1 some blocks found no room, 2 an error.
     """
@@ -361,14 +373,12 @@ def import_(
     else:
         label = namespace_name(source.geometry.label, source.geometry.fingerprint)
         opened = f" Namespace {label} was opened." if done.created else f" They are of {label}."
-        present = f", {format_count(done.present)} were there already" if done.present else ""
+        present = f", {format_count(done.present)} were in the pool already" if done.present else ""
         print_line(
             f"{format_count(done.blocks)} blocks ({format_size(done.nbytes)}) were put into the pool{present}.{opened}"
         )
         if done.no_room:
-            print_line(
-                f"{format_count(done.no_room)} blocks found no room: what is in the pool is pinned or being written."
-            )
+            print_line(f"{format_count(done.no_room)} blocks found no room: the whole pool is pinned or being written.")
     return NO_ROOM if done.no_room else 0
 
 
@@ -434,5 +444,5 @@ def _parse_key(digits: str, key_bytes: int) -> bytes:
     except ValueError:
         key = b""
     if len(key) != key_bytes:
-        raise CliError(f"--key {printable(digits)} is no whole key; give {2 * key_bytes} hex digits.")
+        raise CliError(f"--key {printable(digits)} is not a whole key; give {2 * key_bytes} hex digits.")
     return key

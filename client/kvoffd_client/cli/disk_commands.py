@@ -22,7 +22,7 @@ FAILED = 1
 POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""
 
-Disk = Annotated[str, typer.Argument(metavar="DISK", help="The directory.")]
+Disk = Annotated[str, typer.Argument(metavar="DISK", help="Directory of the disk tier.")]
 
 disk_app = typer.Typer(help="Show and change the disk tier.", rich_markup_mode=None)
 
@@ -97,7 +97,12 @@ def _traffic_text(below: BelowStats) -> Text:
 @disk_app.command()
 def attach(
     context: typer.Context,
-    disk: Annotated[str, typer.Argument(metavar="DIRECTORY=SIZE", help="Such as /mnt/nvme0/kvoffd=500GiB.")],
+    disk: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIRECTORY=SIZE", help="Directory and the most to take there, as /mnt/nvme0/kvoffd=500GiB."
+        ),
+    ],
     directory: Directory = None,
 ) -> int:
     """Use one more directory, until the daemon ends.
@@ -127,25 +132,23 @@ def attach(
 
 @disk_app.command()
 def drain(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
-    """Write nothing more to a directory. What is there is still read."""
+    """Stop writing to a directory. Blocks in it are still read."""
     path = _absolute(disk)
     with open_admin(context, directory) as admin:
         admin.drain_disk(path)
-    print_line(f"{path} is drained: nothing more is written there, what is there is read.")
+    print_line(f"{path} is drained: nothing more is written there, its blocks are still read.")
     return 0
 
 
 @disk_app.command()
 def detach(context: typer.Context, disk: Disk, directory: Directory = None) -> int:
-    """Give a directory up. Its blocks stay in its file, for when it is attached again."""
+    """Stop using a directory. Its blocks stay in its file, for when it is attached again."""
     path = _absolute(disk)
     with open_admin(context, directory) as admin:
         admin.detach_disk(path)
         while (state := _disk_at(admin, path)) is not None:
             if state.state == "hanging":
-                print_line(
-                    f"{path} is given up, but a call to it does not come back; its file stays open until it does."
-                )
+                print_line(f"{path} is detached, but a call to it has not returned; its file stays open until it does.")
                 return FAILED
             time.sleep(POLL_S)
     print_line(f"{path} is detached; its blocks stay in its file.")

@@ -31,16 +31,16 @@ HASH_DIGITS = 12
 def stats(
     context: typer.Context,
     directory: Directory = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again, with speeds in between.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat the page, with the speeds since the last.")] = False,
     interval: Annotated[
-        str, typer.Option("--interval", metavar="DURATION", help="Time between two looks, such as 500ms or 5s.")
+        str, typer.Option("--interval", metavar="DURATION", help="Time between two pages, such as 500ms or 5s.")
     ] = "1s",
     json: Json = False,
 ) -> int:
     """Show everything the daemon counts.
 
-    Pool use, copies, lookups and their latency, hit ratios by namespace, errors. Without --watch, speeds are averages
-    of the daemon's last ten seconds. With --watch and --json, one line per look.
+    The page has pool use, copies, lookups and their latency, hit ratios by namespace, and errors. Without --watch,
+    speeds are averages of the daemon's last ten seconds. With --watch and --json, each page is one line.
     """
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
@@ -119,7 +119,7 @@ def _page_for_screen(page: StatsPage, interval_s: float, lines: int) -> StatsPag
 def health(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """Ask whether the daemon works.
 
-    The answer comes through the loop that serves engines: green means that it works.
+    The answer comes through the loop that serves engines: healthy means that it works.
 
     Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
     """

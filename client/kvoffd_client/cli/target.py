@@ -25,7 +25,7 @@ Directory = Annotated[
     typer.Option(
         "--directory",
         metavar="DIRECTORY",
-        help="Where the daemon's sockets are. [default: $KVOFFD_DIRECTORY, else where the daemon puts them]",
+        help="Directory of the daemon's sockets. [default: $KVOFFD_DIRECTORY, else the daemon's default]",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
@@ -70,7 +70,7 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
         return default_directory() if directory is None else directory
     if directory is not None:
         raise CliError("--address and --directory name two daemons; give one of them.")
-    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
+    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's machine.")
 
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
