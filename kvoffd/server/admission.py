@@ -32,7 +32,6 @@ def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
 
 
 def may_connect(peer: Peer, config: Config) -> bool:
-    """Whether the peer's user or group is allowed."""
     uids, gids = _allowed_ids(config)
     return peer.uid in uids or peer.gid in gids
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
 
 import numpy as np
 
@@ -190,10 +190,7 @@ class BlockWriter:
         ((address, _),) = job.client_memory.memory.spans
         for rank, length in enumerate(lengths):
             node = namespace.nodes.get(rank)  # where the rank's own stores want them
-            ticket = self.cache.begin_store(
-                namespace, rank, message.group, message.keys, message.first_block, job.store_tickets, node
-            )
-            job.store_tickets.append(ticket)
+            ticket = self.runner.begin_store(job, namespace, rank, message, node)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
                 shard = message.shards[number][rank]
                 sources.append(address + shard.offset_bytes)
@@ -221,15 +218,8 @@ class BlockWrite(Job):
     """Checksums, in the order of the tickets' keys to copy."""
 
     def end(self, outcome: Outcome) -> None:
-        cache = self.owner.cache
         done = outcome is Outcome.DONE
-        if not done:
-            self.owner.runner.abort_stores(self)
-        else:
-            checksums = iter(self.checksums.sums if self.checksums is not None else ())
-            for ticket in self.store_tickets:
-                ticket.checksums = list(islice(checksums, len(ticket.copy)))
-                cache.commit_store(ticket)
+        (self.owner.runner.commit_stores if done else self.owner.runner.abort_stores)(self)
         if self.session.ended:
             return
         if done:
@@ -240,13 +230,9 @@ class BlockWrite(Job):
             code = ERROR_OF_OUTCOME[outcome]
             self.answer(KvoffdError(code.sentence, code))
 
-    def answer_overdue(self) -> bool:
-        """Refuse it, and let others store its keys elsewhere in the pool."""
-        for ticket in self.store_tickets:
-            self.owner.cache.drop_incomplete(ticket.blocks)
+    def answer_overdue(self) -> None:
         if not self.session.ended:
             self.answer(KvoffdError(ErrorCode.DEADLINE.sentence, ErrorCode.DEADLINE))
-        return True
 
     def _states(self) -> bytes:
         """What became of each key. One that found no room for a shard of some rank is not left half stored."""

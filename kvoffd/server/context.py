@@ -113,7 +113,6 @@ class Context:
             self.outbox.publications.append(frames)
 
     def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
-        """Raise KvoffdError when a request names more keys than are allowed."""
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
         if total > self.config.max_keys_per_request:
             raise KvoffdError(
@@ -121,7 +120,6 @@ class Context:
             )
 
     def check_lease_count(self, session: Session) -> None:
-        """Raise KvoffdError when the session holds as many leases as are allowed."""
         limit = self.config.max_leases
         if self.cache.leases.count_of(session.id) >= limit:
             raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
-from kvoffd.cache.pins import LoadTicket, StoreTicket
+from kvoffd.cache.pins import LoadTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady
 from kvoffd.observe.meters import RateMeter
@@ -147,16 +146,8 @@ class StoreJob(_EngineJob):
     def take_slots(self, part: GroupTransfer) -> tuple[Sequence[int], Sequence[int]]:
         """Take slots for the keys of one group that are absent. Returns which keys those are and the slots' offsets."""
         registration = self.client_memory
-        ticket = self.owner.cache.begin_store(
-            registration.namespace,
-            registration.rank,
-            part.group,
-            part.keys,
-            part.first_block,
-            self.store_tickets,
-            registration.memory.node,
-        )
-        self.store_tickets.append(ticket)
+        node = registration.memory.node
+        ticket = self.owner.runner.begin_store(self, registration.namespace, registration.rank, part, node)
         if ticket.dropped:
             self.failed.append(_pick(registration, part, ticket.dropped))
         return ticket.copy, ticket.offsets
@@ -179,34 +170,28 @@ class StoreJob(_EngineJob):
 
     def end(self, outcome: Outcome) -> None:
         done = outcome is Outcome.DONE
-        checksums = iter(self.checksums.sums if self.checksums is not None else ())
-        for ticket in self.store_tickets:
-            ticket.checksums = list(islice(checksums, len(ticket.offsets)))
-            if done:
-                self.owner.cache.commit_store(ticket)
-            else:
-                self.owner.cache.abort_store(ticket)
-                self._fail(ticket)
         if done:
+            self.owner.runner.commit_stores(self)
             self.client_memory.namespace.counters.stored_bytes += self.nbytes
-        error = None if done else ERROR_OF_OUTCOME[outcome]
-        if done and self.failed:
-            error = ErrorCode.NO_ROOM
-        self.session.store_bytes -= self.nbytes
-        self.answer(error, self.nbytes if done else 0)
+            self._complete(ErrorCode.NO_ROOM if self.failed else None, self.nbytes)
+        else:
+            self.owner.runner.abort_stores(self)
+            self._fail(ERROR_OF_OUTCOME[outcome])
 
-    def answer_overdue(self) -> bool:
-        """Complete it, and let others store its keys elsewhere in the pool."""
-        for ticket in self.store_tickets:
-            self._fail(ticket)
-            self.owner.cache.drop_incomplete(ticket.blocks)
-        self.session.store_bytes -= self.nbytes
-        self.answer(ErrorCode.DEADLINE, 0)
-        return True
+    def answer_overdue(self) -> None:
+        self._fail(ErrorCode.DEADLINE)
 
-    def _fail(self, ticket: StoreTicket) -> None:
-        if ticket.blocks:
-            self.failed.append(GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks)))
+    def _fail(self, error: ErrorCode) -> None:
+        self.failed += [
+            GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks))
+            for ticket in self.store_tickets
+            if ticket.blocks
+        ]
+        self._complete(error, 0)
+
+    def _complete(self, error: ErrorCode | None, copied_bytes: int) -> None:
+        self.session.store_bytes -= self.nbytes
+        self.answer(error, copied_bytes)
 
 
 @dataclass(eq=False)

@@ -124,7 +124,7 @@ def register(context: Context, session: Session, message: m.Register) -> None:
     session.registering.add(message.registration_id)
     answer = context.answer_later(message.request_id)
 
-    def mapped(result: EngineMemory | KvoffdError) -> None:
+    def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
         try:
             reply = _registered(context, session, message, namespace, result)
@@ -138,10 +138,8 @@ def register(context: Context, session: Session, message: m.Register) -> None:
 
     try:
         context.memory.map(message.registration_id, message.segments, descriptors, mapped)
-    except BaseException:
-        session.registering.discard(message.registration_id)
-        _give_back(session, descriptors)
-        raise
+    except Exception as error:
+        mapped(error)
 
 
 @answers(m.Unregister)
@@ -173,10 +171,10 @@ def _registered(
     session: Session,
     message: m.Register,
     namespace: Namespace,
-    memory: EngineMemory | KvoffdError,
+    memory: EngineMemory | Exception,
 ) -> m.Registered:
     """Enter the registration, or unmap its memory and raise."""
-    if isinstance(memory, KvoffdError):
+    if isinstance(memory, Exception):
         raise memory
     try:
         if session.ended:
@@ -241,7 +239,6 @@ def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupRep
 
 @answers(m.Release)
 def release(context: Context, session: Session, message: m.Release) -> m.Done:
-    """End leases of this session."""
     return m.Done(message.request_id, context.epoch, context.cache.release(session.id, message.lease_ids))
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.pins import StoreTicket
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.session import Job
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
+from kvoffd_proto.blocks import PutBlocks
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +120,30 @@ class JobRunner:
 
     def transfer_overdue(self, job: Job) -> None:
         """The job's copy hangs beyond its deadline. See the class."""
-        if job.answered or job not in self._running or not job.answer_overdue():
+        if job.answered or job not in self._running or job.direction is Direction.LOAD:
             return
+        for ticket in job.store_tickets:
+            self._cache.drop_incomplete(ticket.blocks)  # others may store its keys elsewhere in the pool
+        job.answer_overdue()
         job.answered = True
         job.session.job_hangs(job)
+
+    def begin_store(
+        self, job: Job, namespace: Namespace, rank: int, part: GroupTransfer | PutBlocks, node: int | None
+    ) -> StoreTicket:
+        """Take slots for a rank's shards of the keys of one group that are absent. See ``BlockCache.begin_store``."""
+        ticket = self._cache.begin_store(
+            namespace, rank, part.group, part.keys, part.first_block, job.store_tickets, node
+        )
+        job.store_tickets.append(ticket)
+        return ticket
+
+    def commit_stores(self, job: Job) -> None:
+        """Make the blocks readable that a job has copied. Its checksums are by ticket and key."""
+        checksums = iter(job.checksums.sums if job.checksums is not None else ())
+        for ticket in job.store_tickets:
+            ticket.checksums = list(islice(checksums, len(ticket.copy)))
+            self._cache.commit_store(ticket)
 
     def abort_stores(self, job: Job) -> None:
         """Give the slots of a job back, whose bytes count for nothing."""

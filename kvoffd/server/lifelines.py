@@ -110,7 +110,13 @@ class _Connection(Lifeline):
         context = self._server.context
         try:
             context.block_access.admit(self.session, write=False)
-            share = self._server.open_pool()
+            try:
+                share = self._server.share_pool()
+            except OSError as error:
+                raise KvoffdError(
+                    f"The pool cannot be opened for reading ({error.strerror}); the daemon needs /proc for that.",
+                    ErrorCode.UNSUPPORTED,
+                ) from error
         except KvoffdError as error:
             context.count_error(error.code)
             self.send(lifeline.PoolRefused(error.code, error.message))
@@ -135,7 +141,7 @@ class LifelineServer:
         share_pool: Callable[[], PoolShare],
     ) -> None:
         self.context = context
-        self._share_pool = share_pool
+        self.share_pool = share_pool
         self._directory = directory
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
@@ -166,16 +172,6 @@ class LifelineServer:
             if session.role is None and session.opened_at < overdue:
                 logger.warning("Session %d said no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
                 self._end(connection)
-
-    def open_pool(self) -> PoolShare:
-        """A descriptor of the pool for a peer. Raises KvoffdError."""
-        try:
-            return self._share_pool()
-        except OSError as error:
-            raise KvoffdError(
-                f"The pool cannot be opened for reading ({error.strerror}); the daemon needs /proc for that.",
-                ErrorCode.UNSUPPORTED,
-            ) from error
 
     def forget(self, connection: _Connection) -> None:
         """Stop watching a connection that is about to be closed."""

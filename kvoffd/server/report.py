@@ -77,9 +77,25 @@ def health(context: Context, session: Session, message: m.Health) -> m.HealthRep
 
 @answers(m.Sessions)
 def sessions(context: Context, session: Session, message: m.Sessions) -> m.SessionsReply:
-    return m.SessionsReply(
-        message.request_id, context.epoch, [_session_info(context, one) for one in _shown_sessions(context)]
-    )
+    now, leases = context.clock(), context.cache.leases
+    infos = [
+        filled(
+            m.SessionInfo,
+            one,
+            one.peer,
+            session_id=one.id,
+            role=one.role or "new",
+            age_seconds=now - one.opened_at,
+            idle_seconds=now - one.last_request_at,
+            leases=leases.count_of(one.id),
+            jobs=len(one.jobs),
+            registrations=len(one.registrations),
+            registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
+            unacknowledged=len(one.completions),
+        )
+        for one in _shown_sessions(context)
+    ]
+    return m.SessionsReply(message.request_id, context.epoch, infos)
 
 
 @answers(m.Namespaces)
@@ -137,24 +153,6 @@ def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats
         queued_jobs=load.queued,
         running_jobs=load.running,
         bytes_per_second=counters.rate.per_second(),
-    )
-
-
-def _session_info(context: Context, session: Session) -> m.SessionInfo:
-    now = context.clock()
-    return filled(
-        m.SessionInfo,
-        session,
-        session.peer,
-        session_id=session.id,
-        role=session.role or "new",
-        age_seconds=now - session.opened_at,
-        idle_seconds=now - session.last_request_at,
-        leases=context.cache.leases.count_of(session.id),
-        jobs=len(session.jobs),
-        registrations=len(session.registrations),
-        registered_bytes=sum(registration.mapped_bytes for registration in session.registrations.values()),
-        unacknowledged=len(session.completions),
     )
 
 

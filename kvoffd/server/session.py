@@ -166,9 +166,9 @@ class Job(ABC):
     def end(self, outcome: Outcome) -> None:
         """Commit what was copied or give its slots back, and answer the client."""
 
-    def answer_overdue(self) -> bool:
-        """Answer although the copy hangs beyond its deadline; False where that is not safe, and nothing changed."""
-        return False
+    def answer_overdue(self) -> None:
+        """Answer a store although its copy hangs beyond its deadline."""
+        raise AssertionError("a load that hangs is not answered")
 
 
 @dataclass(eq=False)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 from support.invariants import check_invariants
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.block_access import BlockWriter
+from kvoffd.server.block_access import MAX_WRITES, BlockWriter
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
@@ -89,5 +90,37 @@ def test_a_write_whose_copy_hangs_is_refused_and_keeps_its_slots_until_the_copy_
         runner.transfer_done(job, Outcome.DONE)
         assert (runner.unfinished, rig.slots.free_bytes, drained) == (0, free_bytes, [True])
     assert len(answers) == 1
+    assert engine.close(10)
+    rig.cache.pool_usage()
+
+
+def test_writes_whose_copies_hang_count_against_the_bound_of_their_session() -> None:
+    rig = CacheHarness()
+    space = rig.open()
+    engine = HangingEngine()
+    answers: list[bytes | KvoffdError] = []
+    runner = JobRunner(rig.cache, rig.clock, 10.0, lambda what: what())
+    writer = BlockWriter(Config(), rig.cache, MemoryMapper(engine, map_memfd, lambda what: what(), None), 0, runner)
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
+    with SharedMemory(SLOT_UNIT, "put") as memory:
+        session.segments[1] = os.dup(memory.fd)
+        for number in range(MAX_WRITES + 1):
+            shards = [[PutShard(0, b"\x01" * 8)]]
+            request = PutBlocks(
+                number, session.token, space.fingerprint, 1, memory.size_bytes, 0, keys_of(number + 1), shards
+            )
+            if number < MAX_WRITES:
+                writer.write(session, space, request, answers.append)
+                runner.transfer_overdue(*session.jobs.values())
+        assert (len(answers), len(session.jobs)) == (MAX_WRITES, 0)
+        with pytest.raises(KvoffdError) as refusal:
+            writer.write(session, space, request, answers.append)
+        assert refusal.value.code is ErrorCode.TOO_MANY
+        for job in list(session.hanging):
+            runner.transfer_done(job, Outcome.FAILED)
+        writer.write(session, space, request, answers.append)
+        (job,) = session.jobs.values()
+        runner.transfer_done(job, Outcome.FAILED)
+        session.close_memory()
     assert engine.close(10)
     rig.cache.pool_usage()

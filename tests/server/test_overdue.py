@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from support.cache_harness import CacheHarness, keys_of
 
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, StoreJob
 from kvoffd.server.jobs import JobRunner
-from kvoffd.server.session import CompletionLog
+from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
 from kvoffd.transfer.engine import Outcome
 from kvoffd_proto.errors import ErrorCode
 
@@ -68,3 +70,17 @@ def test_what_others_stored_under_its_keys_stays() -> None:
     rig.put(namespace, keys_of(1))
     runner.transfer_overdue(job)
     assert rig.states(namespace, keys_of(1)) == [READY]
+
+
+def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
+    rig = CacheHarness()
+    rig.open()
+    runner = runner_of(rig)
+    job = hung_store(rig, runner, keys_of(1))
+    jobs = EngineJobs(Config(max_jobs_in_flight=1), rig.cache, 0, runner)
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1), hanging={job})
+    with pytest.raises(KvoffdError) as refusal:
+        jobs.check_limits(session, 2)
+    assert refusal.value.code is ErrorCode.TOO_MANY
+    session.hanging.clear()
+    jobs.check_limits(session, 2)
