@@ -46,7 +46,11 @@ class Completion:
 
 
 class EngineProcess(Starting):
-    """One engine. ``directory`` is the daemon's, None for an engine without a connector."""
+    """One engine. ``directory`` is the daemon's, None for an engine without a connector.
+
+    With ``fork`` its core and workers are forked, which saves most of the CPU time of a start; without, vLLM starts them
+    as it does for users, by spawning them on CPU.
+    """
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class EngineProcess(Starting):
         extra_config: dict[str, Any] | None = None,
         transfer: dict[str, Any] | None = None,
         events: dict[str, Any] | None = None,
+        fork: bool = True,
         environ: dict[str, str] | None = None,
         **settings: Any,
     ) -> None:
@@ -76,6 +81,7 @@ class EngineProcess(Starting):
             "tensor_parallel_size": tensor_parallel,
             "kv_transfer_config": None,
             "kv_events_config": events,
+            "fork": fork,
             **settings,
         }
         if directory is not None:

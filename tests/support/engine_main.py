@@ -36,7 +36,8 @@ def build(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
-    fork_workers()
+    if settings.pop("fork"):
+        fork_workers()
     if transfer := settings.pop("kv_transfer_config", None):
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     if events := settings.pop("kv_events_config", None):

@@ -1,4 +1,7 @@
-"""Real engines: what one stored is exported, imported into another daemon, and serves another engine's first prompt."""
+"""Real engines: what one stored is exported, imported into another daemon, and serves another engine's first prompt.
+
+They start as users' engines do: vLLM spawns their processes, which find the connector on their own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
     file = tmp_path / "blocks.safetensors"
     asked = [prompt(1, LENGTH)]
     with DaemonProcess("128MiB", block_access="write") as first:
-        with EngineProcess(model, first.directory) as engine, AdminClient(first.directory) as admin:
+        with EngineProcess(model, first.directory, fork=False) as engine, AdminClient(first.directory) as admin:
             wait_connected(admin)
             (cold,) = engine.generate(asked)
             wait_stored(admin, BLOCKS)
@@ -68,7 +71,7 @@ def test_a_node_is_warmed_from_another_s_cache(tmp_path: Path) -> None:
 
     with DaemonProcess("128MiB", block_access="write") as second:
         assert "was opened" in cli(second, "import", str(file))
-        with EngineProcess(model, second.directory) as engine, AdminClient(second.directory) as admin:
+        with EngineProcess(model, second.directory, fork=False) as engine, AdminClient(second.directory) as admin:
             wait_connected(admin)
             (warm,) = engine.generate(asked)
             stats = admin.stats()
