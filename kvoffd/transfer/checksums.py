@@ -33,40 +33,35 @@ _POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
 
 
+@dataclass(eq=False)
 class SlotChecksums:
     """The checksums of one transfer's slots: taken of a store's slots, compared for a load's.
 
-    Args:
+    Attributes:
         digests: returns the checksums of slots of the pool, given as ``slots`` are; none is 0.
         slots: offset and length in bytes of each slot.
         expected: the checksum that each slot must have; None where they are to be found out.
         whole_after: ``Plan.whole_after`` of a store; where it is empty, no slot is whole before all are.
         pool_address: the pool's address, to which a store's offsets are relative, for a copier that takes checksums.
+        sums: the checksum of each slot; 0 for slots that were not read since the transfer ended before.
     """
 
-    def __init__(
-        self,
-        digests: Callable[[Sequence[tuple[int, int]]], list[int]],
-        slots: Sequence[tuple[int, int]],
-        expected: Sequence[int] | None = None,
-        whole_after: Sequence[int] = (),
-        pool_address: int | None = None,
-    ) -> None:
-        self._digests = digests
-        self._slots = slots
-        self._expected = expected
-        self._whole_after = whole_after
-        self._pool_address = pool_address
-        self._begins = list(accumulate((length for _, length in slots), initial=0))
-        self.sums = [0] * len(slots)
-        """The checksum of each slot; 0 for slots that were not read since the transfer ended before."""
+    digests: Callable[[Sequence[tuple[int, int]]], list[int]]
+    slots: Sequence[tuple[int, int]]
+    expected: Sequence[int] | None = None
+    whole_after: Sequence[int] = ()
+    pool_address: int | None = None
+
+    def __post_init__(self) -> None:
+        self._begins = list(accumulate((length for _, length in self.slots), initial=0))
+        self.sums = [0] * len(self.slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def whole_slots(self, copied_bytes: int) -> int:
         """Return how many slots, from the first on, are whole once ``copied_bytes`` of the plan are copied."""
-        return bisect_right(self._whole_after, copied_bytes)
+        return bisect_right(self.whole_after, copied_bytes)
 
     def nbytes(self, first: int = 0, stop: int | None = None) -> int:
         """Return the bytes of the slots from ``first`` on, before ``stop``."""
@@ -74,9 +69,9 @@ class SlotChecksums:
 
     def slot_addresses(self) -> list[tuple[int, int]]:
         """Return address and length in bytes of each slot; nothing where the address of the pool was not given."""
-        if self._pool_address is None:
+        if self.pool_address is None:
             return []
-        return [(self._pool_address + offset, length) for offset, length in self._slots]
+        return [(self.pool_address + offset, length) for offset, length in self.slots]
 
     def complete(self, sums: Sequence[int], must_end: Callable[[], Outcome | None]) -> Outcome | None:
         """As ``run``, but take the checksums that a copier has already; it has 0, or no ``sums`` at all, for others."""
@@ -98,12 +93,12 @@ class SlotChecksums:
             if begin > first and (early := must_end()) is not None:
                 return early
             end = min(stop, max(begin + 1, bisect_right(self._begins, self._begins[begin] + _STEP_BYTES) - 1))
-            self.sums[begin:end] = self._digests(self._slots[begin:end])
+            self.sums[begin:end] = self.digests(self.slots[begin:end])
             begin = end
         return self._compare(first, stop)
 
     def _compare(self, first: int, stop: int) -> Outcome | None:
-        wrong = self._expected is not None and self.sums[first:stop] != list(self._expected[first:stop])
+        wrong = self.expected is not None and self.sums[first:stop] != list(self.expected[first:stop])
         return Outcome.CORRUPT if wrong else None
 
 

@@ -62,15 +62,12 @@ class Copier(Protocol):
 
     def open(self) -> None:
         """Prepare for the first transfer. An exception ends the thread and is raised by ``Lane.wait_open``."""
-        ...
 
     def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
         """Execute the transfer; an exception fails it. On return nothing touches the transfer's memory any more."""
-        ...
 
     def close(self) -> None:
         """Give up what ``open`` made, after the last transfer."""
-        ...
 
 
 class ChecksumThreads(NamedTuple):

@@ -25,25 +25,18 @@ UInt64Array = npt.NDArray[np.uint64]
 class Direction(Enum):
     """Which way bytes move."""
 
-    STORE = "store"
-    """Engine to pool."""
-    LOAD = "load"
-    """Pool to engine."""
+    STORE = "store"  # engine to pool
+    LOAD = "load"  # pool to engine
 
 
 class Outcome(Enum):
     """How a transfer ended."""
 
-    DONE = "done"
-    """Every byte is in place."""
-    CANCELLED = "cancelled"
-    """It never started; nothing was written."""
-    DEADLINE = "deadline"
-    """Its time was over; the destination may be half written."""
-    FAILED = "failed"
-    """The copy failed or was abandoned; the destination may be half written."""
-    CORRUPT = "corrupt"
-    """A slot to load from does not hold what was stored in it; nothing was written."""
+    DONE = "done"  # every byte is in place
+    CANCELLED = "cancelled"  # it never started; nothing was written
+    DEADLINE = "deadline"  # its time was over; the destination may be half written
+    FAILED = "failed"  # the copy failed or was abandoned; the destination may be half written
+    CORRUPT = "corrupt"  # a slot to load from does not hold what was stored in it; nothing was written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,10 +163,7 @@ def check_blocks(
 
     A store (``exact``) must end with its last key: ``first_block + m == keys * blocks_per_key``. A load may end
     inside it: ``(keys - 1) * blocks_per_key < first_block + m <= keys * blocks_per_key``. In both ``first_block`` lies
-    inside key 0.
-
-    Raises:
-        BadBlockIds: too many or too few ids, or one that lies outside the registered tensors.
+    inside key 0. Raises BadBlockIds when there are too many or too few ids, or one lies outside the registered tensors.
     """
     per_key = layout.blocks_per_key
     if not 0 <= first_block < per_key:
@@ -225,13 +215,10 @@ def plan_copy(
     pool = slot_address[key][:, None] + layout.slot_page_offset + sub.astype(np.uint64)[:, None] * layout.page_bytes
     size = np.broadcast_to(layout.page_bytes, engine.shape)
     row = np.broadcast_to(np.arange(ids.size)[:, None], engine.shape)
+    engine, pool, size, row = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), row.reshape(-1)
     if per_key > 1:
         order = _slot_order(key, ids.size, layers)
-        engine, pool, size = (array.reshape(-1)[order] for array in (engine, pool, size))
-        row = row.reshape(-1)[order]
-    else:
-        engine, pool, size = (array.reshape(-1) for array in (engine, pool, size))
-        row = row.reshape(-1)
+        engine, pool, size, row = engine[order], pool[order], size[order], row[order]
     heads = _merge_heads(engine, pool, size)
     if heads.size < size.size:
         size = np.add.reduceat(size, heads)

@@ -48,8 +48,8 @@ class Completion:
 class EngineProcess(Starting):
     """One engine. ``directory`` is the daemon's, None for an engine without a connector.
 
-    With ``fork`` its core and workers are forked, which saves most of the CPU time of a start; without, vLLM starts them
-    as it does for users, by spawning them on CPU.
+    With ``fork`` its core and workers are forked, which saves most of the CPU time of a start; without, vLLM starts
+    them as it does for users, by spawning them on CPU.
     """
 
     def __init__(

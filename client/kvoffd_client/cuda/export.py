@@ -13,6 +13,12 @@ from kvoffd_proto import cuda_driver as cuda
 
 LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
+_NO_HANDLE = (
+    " CUDA's sharing between processes is missing in some virtual machines and sandboxes, and MIG instances of "
+    "different GPUs cannot share."
+)
+_MANY_FILES = " If it is the number of open files, raise its limit (ulimit -n)."
+
 
 class CudaError(cuda.CudaCallFailed, KvoffdClientError):
     """A call of the driver failed."""
@@ -118,7 +124,10 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
     if not spans:
         return []
     driver = driver if driver is not None else ExportDriver()
-    devices = {_device_of(driver, address) for address, _ in spans}
+    devices = set()
+    for address, _ in spans:
+        with _explained(f"Address {address:#x} is not memory of a GPU."):
+            devices.add(driver.device_of(address))
     if len(devices) > 1:
         raise NotExportable(f"The tensors lie on {len(devices)} GPUs; register those of one GPU at a time.")
     (device,) = devices
@@ -126,14 +135,18 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
     chunks: dict[int, int] = {}
     with driver.context(device):
         for address, size in spans:
-            found = ordinary if _has_ipc_handle(driver, address) else chunks
+            with _explained("The driver does not say whether the memory can be shared."):
+                found = ordinary if driver.has_ipc_handle(address) else chunks
             end = address + size
             while address < end:
                 base, length = driver.address_range(address)
                 found[base] = length
                 address = base + length
         uuid = driver.device_uuid(device)
-        segments = [_ordinary_segment(driver, base, size, uuid) for base, size in ordinary.items()]
+        segments = []
+        for base, size in ordinary.items():
+            with _explained(f"The driver gives no handle for the memory at {base:#x}.", _NO_HANDLE):
+                segments.append(GpuSegment(base, uuid, (size,), handle=driver.ipc_handle(base)))
         with ExitStack() as undo:
             for run in _runs(chunks):
                 segments.append(_virtual_segment(driver, run, uuid))
@@ -142,41 +155,21 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
     return sorted(segments, key=lambda segment: segment.address)
 
 
-def _device_of(driver: ExportDriver, address: int) -> int:
+@contextmanager
+def _explained(sentence: str, advice: str = "") -> Iterator[None]:
+    """Raise what the driver refuses inside as NotExportable: the sentence, the driver's error, the advice."""
     try:
-        return driver.device_of(address)
+        yield
     except CudaError as error:
-        raise NotExportable(f"Address {address:#x} is not memory of a GPU. {error}") from error
-
-
-def _has_ipc_handle(driver: ExportDriver, address: int) -> bool:
-    try:
-        return driver.has_ipc_handle(address)
-    except CudaError as error:
-        raise NotExportable(f"The driver does not say whether the memory can be shared. {error}") from error
-
-
-def _ordinary_segment(driver: ExportDriver, base: int, size: int, uuid: bytes) -> GpuSegment:
-    try:
-        return GpuSegment(base, uuid, (size,), handle=driver.ipc_handle(base))
-    except CudaError as error:
-        raise NotExportable(
-            f"The driver gives no handle for the memory at {base:#x}. {error} CUDA's sharing between processes is "
-            "missing in some virtual machines and sandboxes, and MIG instances of different GPUs cannot share."
-        ) from error
+        raise NotExportable(f"{sentence} {error}{advice}") from error
 
 
 def _virtual_segment(driver: ExportDriver, run: Sequence[tuple[int, int]], uuid: bytes) -> GpuSegment:
     fds: list[int] = []
     with ExitStack() as undo:
         for address, _ in run:
-            try:
+            with _explained(f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported.", _MANY_FILES):
                 fd, types = driver.export_chunk(address)
-            except CudaError as error:
-                raise NotExportable(
-                    f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported. {error} If it is the number of "
-                    "open files, raise its limit (ulimit -n)."
-                ) from error
             if fd < 0:
                 raise NotExportable(_no_descriptor(types))
             fds.append(fd)

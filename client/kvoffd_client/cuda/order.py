@@ -22,7 +22,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Wait until it has happened. Raises RuntimeError when the GPU failed."""
-        ...
 
 
 @dataclass(eq=False)
