@@ -58,7 +58,6 @@ class DirectionLoad(NamedTuple):
     """Bytes of which checksums were taken."""
 
     def plus(self, other: DirectionLoad) -> DirectionLoad:
-        """Return the sum of two engines' counters."""
         return DirectionLoad(*map(add, self, other))
 
 

@@ -128,7 +128,7 @@ class _HostCopier:
         while progress.copied_bytes < transfer.plan.nbytes:
             if (early := progress.must_end()) is not None:
                 return early
-            progress.advance(self._step(copy, self._step_bytes))
+            progress.copied_bytes += self._step(copy, self._step_bytes)
         if checksums is None:
             return Outcome.DONE
         return progress.take_checksums(checksums, copy.sums())

@@ -28,7 +28,7 @@ class CopyProgress:
 
     Attributes:
         thread_id: the kernel's id of the thread that copies.
-        copied_bytes: bytes of the plan that are copied, in the plan's order.
+        copied_bytes: bytes of the plan that are copied, in the plan's order; only the copy thread writes it.
         checksums: the checksums that other threads take while the copy runs; None where there are none.
     """
 
@@ -44,10 +44,6 @@ class CopyProgress:
         if self._transfer.abandoned:
             return Outcome.FAILED
         return Outcome.DEADLINE if self._clock() >= self._transfer.deadline else None
-
-    def advance(self, nbytes: int) -> None:
-        """Count ``nbytes`` more of the plan as copied. Called by the copy thread only."""
-        self.copied_bytes += nbytes
 
     def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Outcome:
         """Take or compare all checksums of a transfer, but for ``sums`` that its copier took; count what they cost."""
@@ -182,7 +178,6 @@ class Lane:
                 transfer.on_overdue(transfer)
 
     def load(self) -> DirectionLoad:
-        """See TransferEngine.load_of."""
         with self._wake:
             return DirectionLoad(
                 len(self._queue),
@@ -194,7 +189,6 @@ class Lane:
             )
 
     def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
-        """Count CPU seconds spent on checksums, and the bytes they were taken of."""
         with self._wake:
             self._checksum_seconds += seconds
             self._checksum_bytes += nbytes

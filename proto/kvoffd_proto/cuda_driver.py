@@ -192,11 +192,9 @@ class CudaLibrary:
         return buffer.raw
 
     def _text(self, name: str, device: int) -> str:
-        """Make a call that writes a short text about a device; return it."""
         return self._bytes(_TEXT_BYTES, name, _TEXT_BYTES, device).partition(b"\0")[0].decode(errors="replace")
 
     def error(self, call: str, status: int) -> CudaCallFailed:
-        """Return the exception for a status that is not 0."""
         name = ctypes.c_char_p()
         known = self._library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value is not None
         return self.call_failed(call, status, (name.value or b"").decode() if known else "an unknown error")
@@ -210,7 +208,6 @@ class CudaLibrary:
         return self._number(_INT, "cuDriverGetVersion")
 
     def device_count(self) -> int:
-        """Return how many GPUs (or MIG instances) this process may use."""
         return self._number(_INT, "cuDeviceGetCount")
 
     def device(self, ordinal: int) -> int:

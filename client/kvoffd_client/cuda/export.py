@@ -48,7 +48,6 @@ class ExportDriver(cuda.CudaLibrary):
         return bool(self._number(ctypes.c_uint, "cuPointerGetAttribute", attribute, address))
 
     def ipc_handle(self, base: int) -> bytes:
-        """Return the 64-byte IPC handle of a whole allocation."""
         return self._bytes(cuda.IPC_HANDLE_BYTES, "cuIpcGetMemHandle", base)
 
     def export_chunk(self, address: int) -> tuple[int, int]:

@@ -69,7 +69,6 @@ class OrderedSender:
 
     @property
     def waiting(self) -> list[int]:
-        """The jobs that have not been sent, oldest first."""
         with self._changed:
             return list(self._jobs)
 

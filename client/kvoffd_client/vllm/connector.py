@@ -144,13 +144,13 @@ class KvoffdConnector(OffloadingConnector):
 
     def unregister_kv_caches(self) -> None:
         """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""
-        if isinstance(self._worker_half.worker, KvoffdWorker):
-            self._worker_half.worker.unregister()
+        if isinstance(worker := self._worker_half.worker, KvoffdWorker):
+            worker.unregister()
 
     def restore_kv_caches(self) -> None:
         """0.33, after sleep: the same addresses, other memory."""
-        if isinstance(self._worker_half.worker, KvoffdWorker):
-            self._worker_half.worker.restore()
+        if isinstance(worker := self._worker_half.worker, KvoffdWorker):
+            worker.restore()
 
     def get_handshake_metadata(self) -> KvoffdHandshake | None:
         """Return what vLLM hands to the scheduler half once the KV caches are registered."""

@@ -72,7 +72,6 @@ class ConnectorOptions:
 
     @property
     def socket_directory(self) -> str:
-        """Where the daemon's sockets are."""
         return self.directory or str(default_directory())
 
 

@@ -42,7 +42,6 @@ class Counters:
         self._connected: bool | None = None
 
     def count(self, name: str) -> None:
-        """Add one to a counter of DEFINITIONS."""
         self._counts[name] += 1
 
     def take(self, connected: bool) -> OffloadingConnectorStats | None:

@@ -259,7 +259,6 @@ def _digest_of(files: list[Path]) -> str:
 
 
 def _spread(begin: int, end: int) -> list[int]:
-    """Return where to sample what has no known parts."""
     return list(range(begin, end, max(SAMPLE_BYTES, (end - begin) // SAMPLES_PER_FILE)))
 
 

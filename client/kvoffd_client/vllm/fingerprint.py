@@ -97,7 +97,6 @@ class EngineFactors:
 
     @property
     def key_bytes(self) -> int:
-        """Length of a block hash in bytes."""
         return len(self.hash_probe) // 2
 
 
@@ -107,7 +106,6 @@ def canonical_json(value: object) -> str:
 
 
 def digest(value: object) -> str:
-    """Return the SHA-256 of the canonical JSON, in hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 

@@ -26,7 +26,6 @@ class StoreRefusalFilter(logging.Filter):
 
     @classmethod
     def install(cls, logger_name: str) -> None:
-        """Attach one to a logger that has none yet."""
         target = logging.getLogger(logger_name)
         if not any(isinstance(item, cls) for item in target.filters):
             target.addFilter(cls())

@@ -94,7 +94,7 @@ class NamespaceReset:
         return self._reports_due > 0
 
     def begin(self, reports_due: int) -> None:
-        """Begin a reset while ``reports_due`` worker reports of running jobs are still to come.
+        """Begin a reset while ``reports_due`` worker reports of running jobs are still to come (see ``report``).
 
         Stores among these jobs hold blocks of the old weights, so the daemon is asked once they have ended.
         """
@@ -106,7 +106,6 @@ class NamespaceReset:
                 self._thread.start()
 
     def report(self, count: int) -> None:
-        """Take note that ``count`` of the reports came."""
         self._reports_due = max(0, self._reports_due - count)
         self._wake.set()
 

@@ -63,7 +63,6 @@ class PendingLookup:
 
     @property
     def complete(self) -> bool:
-        """Whether every key was ready."""
         return self.ticket.pinned >= len(self._places)
 
     @property

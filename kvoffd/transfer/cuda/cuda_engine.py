@@ -199,7 +199,7 @@ class _GpuCopier:
         event, nbytes = self._in_flight[0]
         self._driver.wait_event(event)
         self._in_flight.popleft()
-        progress.advance(nbytes)
+        progress.copied_bytes += nbytes
 
     def _drain(self, progress: CopyProgress) -> None:
         """After an error: wait for whatever is in the stream, a step that was launched in part included."""
@@ -211,7 +211,7 @@ class _GpuCopier:
             _log.error("The daemon's context on a GPU is lost, all its engines there must register again: %s", error)
             self._calls.lost = True
         else:
-            progress.advance(sum(nbytes for _, nbytes in self._in_flight))
+            progress.copied_bytes += sum(nbytes for _, nbytes in self._in_flight)
         self._in_flight.clear()
 
 

@@ -91,7 +91,6 @@ class CudaDriver(cuda.CudaLibrary):
     # --- memory -----------------------------------------------------------------------------------
 
     def register_host(self, address: int, size: int) -> None:
-        """Pin host memory, for all contexts."""
         self._call("cuMemHostRegister_v2", address, size, cuda.MEMHOSTREGISTER_PORTABLE)
 
     unregister_host = partialmethod(cuda.CudaLibrary._call, "cuMemHostUnregister")
@@ -123,7 +122,6 @@ class CudaDriver(cuda.CudaLibrary):
     unmap = partialmethod(cuda.CudaLibrary._call, "cuMemUnmap")
 
     def allow_access(self, address: int, size: int, device: int) -> None:
-        """Let a device read and write mapped addresses."""
         location = cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, device)
         description = cuda.MemAccessDesc(location, cuda.MEM_ACCESS_FLAGS_PROT_READWRITE)
         self._call("cuMemSetAccess", address, size, ctypes.byref(description), 1)

@@ -237,12 +237,10 @@ class Gpus:
         self._index.submit(find)
 
     def load_of(self, direction: Direction) -> DirectionLoad:
-        """Return the counters of one direction over all GPUs."""
         loads = (gpu.load_of(direction) for gpu in self._all_gpus())
         return reduce(DirectionLoad.plus, loads, DirectionLoad(0, 0, 0.0, 0))
 
     def expire(self) -> None:
-        """See TransferEngine."""
         for engine in self._engines():
             engine.expire()
 

@@ -82,7 +82,6 @@ class PinnedPool:
         return self._run is None or not self._run.is_alive()
 
     def is_pinned(self, addresses: UInt64Array) -> npt.NDArray[np.bool_]:
-        """Return for each address in the pool, [n], whether its chunk is pinned."""
         index = addresses // np.uint64(self._chunk_bytes) - np.uint64(self._first)
         return self._pinned[index.astype(np.int64)]
 
