@@ -81,7 +81,7 @@ class Pool:
         if mappings is None:
             mappings = backing.make(geometry)
             with on_error(mappings.close):
-                self._table = SlotTable(mappings.table, size_bytes, self._slots.region_bytes)
+                self._table = SlotTable(mappings.table, geometry)
         self._memory = mappings.pool
         self._bytes = mappings.pool.buffer
         # Stores call these for many slots at a time: no call of ours stands between.
@@ -96,9 +96,7 @@ class Pool:
             if mappings is None:
                 return None
             with on_error(mappings.close):
-                self._table, self.recovered = SlotTable.adopt(
-                    mappings.table, geometry.pool_bytes, geometry.region_bytes
-                )
+                self._table, self.recovered = SlotTable.adopt(mappings.table, geometry)
                 self._slots.restore((record.offset, record.slot_bytes) for record in self.recovered.slots)
         except BadTable as error:
             self.cold_reason = error.message

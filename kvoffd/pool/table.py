@@ -51,8 +51,7 @@ class SlotTable:
         memory: where the table goes, all zeros. Owned from here on.
     """
 
-    def __init__(self, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> None:
-        geometry = Geometry.of(pool_bytes, region_bytes)
+    def __init__(self, memory: PoolMemory, geometry: Geometry) -> None:
         self._open(geometry, memory)
         # The header comes last: a table without one is none.
         self._namespace_log = NamespaceLog(self._namespaces)
@@ -60,7 +59,7 @@ class SlotTable:
         self._bytes[: len(header)] = header
 
     @classmethod
-    def adopt(cls, memory: PoolMemory, pool_bytes: int, region_bytes: int) -> tuple[SlotTable, RecoveredSlots]:
+    def adopt(cls, memory: PoolMemory, geometry: Geometry) -> tuple[SlotTable, RecoveredSlots]:
         """Takes over the table in ``memory``, and strikes out every record that is not to be trusted.
 
         ``memory`` is owned from here on unless it raises. A process killed anywhere in it leaves a table to be adopted.
@@ -68,7 +67,6 @@ class SlotTable:
         Raises:
             BadTable: there is none, or it is not of this format, boot and geometry.
         """
-        geometry = Geometry.of(pool_bytes, region_bytes)
         check_geometry(memory.fd, geometry)
         found = scan(memory.fd, geometry)
         table = cls.__new__(cls)

@@ -47,7 +47,7 @@ def copy_of(fd: int) -> PoolMemory:
 def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
     memory = copy_of(fd)
     try:
-        table, recovered = SlotTable.adopt(memory, POOL, REGION)
+        table, recovered = SlotTable.adopt(memory, Geometry.of(POOL, REGION))
     except BaseException:
         memory.close()
         raise
@@ -75,7 +75,7 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     table.note_namespace(facts_of(NAMES[0]))
     store(table, 0)
     store(table, 8192, key=b"l" * 8)
-    next_table, recovered = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
+    next_table, recovered = SlotTable.adopt(copy_of(table.fd), Geometry.of(POOL, REGION))
     assert [record.offset for record in recovered.slots] == [0, 8192]
     assert recovered.namespaces == [facts_of(NAMES[0])]
     next_table.free([0])
@@ -99,7 +99,7 @@ def test_slots_that_were_being_written_are_struck_out(table: SlotTable) -> None:
     table.set_region(0, 8192)
     store(table, 0)
     mark_writing(table, 8192, NAMES[0], 0, b"k" * 8, 0, 1)
-    heir, recovered = SlotTable.adopt(copy_of(table.fd), POOL, REGION)
+    heir, recovered = SlotTable.adopt(copy_of(table.fd), Geometry.of(POOL, REGION))
     assert recovered.discarded == 1
     mark_writing(heir, 8192, NAMES[0], 0, b"k" * 8, 0, 1)  # refused if it were still WRITING
     heir.close()
@@ -114,7 +114,7 @@ def test_a_table_of_another_geometry_is_refused(
 ) -> None:
     memory = copy_of(table.fd)
     with pytest.raises(BadTable, match=sentence):
-        SlotTable.adopt(memory, pool_bytes, region_bytes)
+        SlotTable.adopt(memory, Geometry.of(pool_bytes, region_bytes))
     memory.close()
 
 
@@ -125,7 +125,7 @@ def test_a_table_that_is_cut_off_is_refused(table: SlotTable) -> None:
         os.pwrite(fd, os.pread(table.fd, size, 0), 0)
         memory = PoolMemory.of_file(fd, table.size_bytes, 0)
         with pytest.raises(BadTable, match=sentence):
-            SlotTable.adopt(memory, POOL, REGION)
+            SlotTable.adopt(memory, Geometry.of(POOL, REGION))
         memory.close()
     os.close(fd)
 
@@ -215,7 +215,7 @@ def test_killed_while_it_takes_over_it_leaves_the_same(table: SlotTable) -> None
     def look() -> None:
         assert adopted(memory.fd) == expected
 
-    assert at_every_line(lambda: heirs.append(SlotTable.adopt(memory, POOL, REGION)[0]), look) > 20
+    assert at_every_line(lambda: heirs.append(SlotTable.adopt(memory, Geometry.of(POOL, REGION))[0]), look) > 20
     heirs[0].close()
 
 

@@ -24,8 +24,8 @@ class SlotOwner(NamedTuple):
 
 def make_table(pool_bytes: int, region_bytes: int) -> SlotTable:
     """A new table in memory of its own."""
-    memory = PoolMemory.create(Geometry.of(pool_bytes, region_bytes).size_bytes, "kvoffd-test-table")
-    return SlotTable(memory, pool_bytes, region_bytes)
+    geometry = Geometry.of(pool_bytes, region_bytes)
+    return SlotTable(PoolMemory.create(geometry.size_bytes, "kvoffd-test-table"), geometry)
 
 
 def scan_table(fd: int) -> list[SlotRecord]:

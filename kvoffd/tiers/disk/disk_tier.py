@@ -275,9 +275,8 @@ class DiskTier(Tier):
         self.workers.end_waiting(TierResult.CANCELLED)
         idle = self.workers.wait_idle(until)
         self._process_ended()
-        if not idle or not self._record_writer.write_last(until, self.workers, self._process_ended):
-            return False
-        if not self.workers.stop(until):
+        written = idle and self._record_writer.write_last(until, self.workers, self._process_ended)
+        if not written or not self.workers.stop(until):
             return False
         self._process_ended()
         self._file.close()

@@ -100,8 +100,7 @@ class Head:
             *(self.created_at, self.is_open),
         )
         floors = b"".join(_FLOOR.pack(len(name), name, floor) for name, floor in self.floors.items())
-        content = (packed + floors).ljust(_CHECKSUM_AT, b"\0")
-        return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content))
+        return _pack_page(packed + floors)
 
 
 def read_head(pages: memoryview) -> Head:
@@ -110,13 +109,14 @@ def read_head(pages: memoryview) -> Head:
     versions: set[int] = set()
     for at in range(0, HEAD_PAGES * PAGE_BYTES, PAGE_BYTES):
         page = bytes(pages[at : at + PAGE_BYTES])
-        if len(page) < PAGE_BYTES or page[: len(MAGIC)] != MAGIC:
-            versions.update([0] if page[: len(MAGIC)] == MAGIC else [])
+        if page[: len(MAGIC)] != MAGIC:
+            continue
+        if len(page) < PAGE_BYTES:
+            versions.add(0)
             continue
         versions.add(_HEAD.unpack_from(page)[1])
-        if _CHECKSUM.unpack_from(page, _CHECKSUM_AT)[0] == xxhash.xxh3_64_intdigest(page[:_CHECKSUM_AT]):
-            head = _unpack_head(page)
-            heads += [head] if head is not None else []
+        if _is_whole(page) and (head := _unpack_head(page)) is not None:
+            heads.append(head)
     if heads:
         return max(heads, key=lambda head: head.number)
     if not versions:
@@ -174,18 +174,14 @@ class RegionHead(NamedTuple):
     def pack(self, file_id: bytes) -> bytes:
         """One page."""
         content = _REGION.pack(_REGION_MAGIC, self.number, self.generation, *self.shape, self.slots)
-        content = content.ljust(_CHECKSUM_AT, b"\0")
-        return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content, _seed(file_id)))
+        return _pack_page(content, _seed(file_id))
 
 
 def read_region(page: memoryview, file_id: bytes, number: int, region_bytes: int) -> RegionHead | None:
     """Reads a region's first page; None where it was never written, is another region's, or is damaged."""
-    content = bytes(page[:_CHECKSUM_AT])
-    if content[: len(_REGION_MAGIC)] != _REGION_MAGIC:
+    magic, found, generation, slot_bytes, record, slots = _REGION.unpack_from(page)
+    if magic != _REGION_MAGIC or not _is_whole(page, _seed(file_id)):
         return None
-    if _CHECKSUM.unpack_from(page, _CHECKSUM_AT)[0] != xxhash.xxh3_64_intdigest(content, _seed(file_id)):
-        return None
-    _, found, generation, slot_bytes, record, slots = _REGION.unpack_from(content)
     shape = SlotShape(slot_bytes, record)
     sound = found == number and slot_bytes >= PAGE_BYTES and slot_bytes % PAGE_BYTES == 0 and _is_record_bytes(record)
     if not sound or slots != shape.slots(region_bytes):
@@ -246,6 +242,16 @@ def record_bytes(world_size: int) -> int:
 
 def _is_record_bytes(nbytes: int) -> bool:
     return nbytes >= _LEAST_RECORD_BYTES and (nbytes % PAGE_BYTES == 0 or PAGE_BYTES % nbytes == 0)
+
+
+def _pack_page(content: bytes, seed: int = 0) -> bytes:
+    content = content.ljust(_CHECKSUM_AT, b"\0")
+    return content + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(content, seed))
+
+
+def _is_whole(page: bytes | memoryview, seed: int = 0) -> bool:
+    """Whether the page has the checksum that ``_pack_page`` gave it."""
+    return bool(_CHECKSUM.unpack_from(page, _CHECKSUM_AT)[0] == xxhash.xxh3_64_intdigest(page[:_CHECKSUM_AT], seed))
 
 
 def _seed(file_id: bytes) -> int:

@@ -179,8 +179,7 @@ class DiskIndex:
 
     def oldest_age_s(self, now: float) -> float:
         """Time since the oldest block was written, to the hour; 0 without blocks. ``now``: seconds since 1970."""
-        oldest = min((step for step, count in self.ages.items() if count), default=None)
-        return 0.0 if oldest is None else max(0.0, now - oldest * AGE_STEP_S)
+        return max(0.0, now - min(self.ages) * AGE_STEP_S) if self.ages else 0.0
 
     def _make_room(self, shape: SlotShape) -> list[Entry]:
         """The entries to evict for one more of this shape; none where none can be."""
