@@ -190,13 +190,13 @@ class BlockClient(AdminClient):
             generation = self._session.generation
             self._session.open_pool(outcome)
 
-        fd, opened = self._wait_for(start)
+        file, opened = self._wait_for(start)
+        size, offset = opened.pool_bytes, opened.offset_bytes
         try:
-            mapping = mmap.mmap(fd, opened.pool_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=opened.offset_bytes)
+            with file:
+                mapping = mmap.mmap(file.fileno(), size, mmap.MAP_SHARED, mmap.PROT_READ, offset=offset)
         except (OSError, ValueError) as error:
             raise DaemonUnavailable(f"The daemon's pool cannot be mapped here: {error}.") from error
-        finally:
-            os.close(fd)
         self._pool = (generation, np.frombuffer(mapping, dtype=np.uint8))
         return self._pool
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import FileIO
 from typing import TypeVar, cast
 
 from kvoffd_client.admin_client import AdminSession
@@ -17,8 +18,8 @@ from kvoffd_proto.messages import HeartbeatReply
 
 T = TypeVar("T")
 
-OpenedPool = tuple[int, PoolOpened]
-"""The pool's descriptor, which is the caller's to close, and where the pool lies in its file."""
+OpenedPool = tuple[FileIO, PoolOpened]
+"""The pool's file, and where the pool lies in it. A file that nobody waits for any more is closed by its deletion."""
 
 
 @dataclass(eq=False)
@@ -63,7 +64,7 @@ class BlockSession(AdminSession):
             if not isinstance(message, PoolOpened):
                 return None
             fd = self._socket_link.take_descriptor()
-            return DaemonUnavailable("The pool came without its descriptor.") if fd is None else (fd, message)
+            return DaemonUnavailable("The pool came without its descriptor.") if fd is None else (FileIO(fd), message)
 
         self._exchange(lambda: self._socket_link.send_over_lifeline(OpenPool()), result_of, outcome)
 
