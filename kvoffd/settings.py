@@ -169,7 +169,7 @@ def _parse_disks(value: object) -> tuple[DiskSize, ...]:
     names = [disk.directory for disk in disks]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{quoted(name)} is there twice; give each directory once")
+            raise ValueError(f"{quoted(name)} is given twice; give each directory once")
         if "," in name:
             raise ValueError(f"{quoted(name)} has a comma in it, which is kept for lists; choose another directory")
     return disks

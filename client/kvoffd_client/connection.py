@@ -246,9 +246,9 @@ class Connection(Generic[S]):
         self._sleeping_until = 0.0
         if repr(error) != self._last_error:
             self._last_error = repr(error)
-            log.error("The kvoffd client failed inside; it connects again.", exc_info=error)
+            log.error("The kvoffd client failed internally; it connects again.", exc_info=error)
         try:
-            self.session.disconnect(f"The client failed inside: {error!r}.", time.monotonic())
+            self.session.disconnect(f"The client failed internally: {error!r}.", time.monotonic())
         except Exception:
             log.exception("The kvoffd client could not put its session in order.")
             self._link.close()

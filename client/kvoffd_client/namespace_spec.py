@@ -109,7 +109,7 @@ class Geometry(NamespaceSpec):
         unknown = [rank for rank, shards in enumerate(reply.shards) if shards is None]
         if unknown:
             raise BlockUnavailable(
-                f"Nobody has told what the shards of rank {unknown[0]} in the namespace {reply.label!r} are made of; "
+                f"The daemon does not know the layout of rank {unknown[0]}'s shards in the namespace {reply.label!r}; "
                 "start its engine once."
             )
         shards = tuple(tuple(of_rank or ()) for of_rank in reply.shards)

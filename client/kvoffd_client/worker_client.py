@@ -115,7 +115,7 @@ class WorkerClient(SessionClient[WorkerSession]):
                 session.abandon_stores(time.monotonic())
                 connection.flush()
         while not connection.wait(lambda: not session.has_any(wanted), LOAD_WAIT_S):
-            log.warning("Still waiting for loads: the daemon neither finishes them nor dies.")
+            log.warning("Still waiting for loads: the daemon neither finishes them nor ends.")
 
     def unregister(self, timeout_s: float) -> bool:
         """Give the registration up for good and wait until the daemon touches the memory no more.

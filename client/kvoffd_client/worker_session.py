@@ -117,21 +117,21 @@ class WorkerSession(Session):
 
     def abandon_stores(self, now: float) -> None:
         """Close the lifeline, so that the daemon commits no running store; the stores fail here and now."""
-        self.disconnect("Running stores were given up at a fence; the client connects again.", now)
+        self.disconnect("Running stores were abandoned at a fence; the client connects again.", now)
 
     def unregister(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Give the registration up for good; whether the daemon confirmed that is appended to ``outcome``."""
         self.registration_wanted = False
         if self.phase is not Phase.READY:
             if self.phase is not Phase.WAITING:
-                self.disconnect("The registration was given up.", now)
+                self.disconnect("The registration was ended.", now)
             outcome.append(not self.jobs and not self._draining)
             return
 
         def on_reply(reply: ReplyOrError, reply_now: float) -> None:
             outcome.append(isinstance(reply, m.Done) and not self._draining)
             if not isinstance(reply, m.Done):
-                self.disconnect("The daemon did not confirm that it let go of the worker's memory.", reply_now)
+                self.disconnect("The daemon did not confirm that it released the worker's memory.", reply_now)
             self.on_change()
 
         self.request(m.Unregister(self.next_request_id(), self.token, self._registration_id), on_reply, now, timeout_s)

@@ -182,7 +182,7 @@ class Namespace:
         # Six times as fast as slicing.
         split: list[bytes] = np.frombuffer(keys, self._key_type).tolist()
         if distinct and len(set(split)) != len(split):
-            raise BadKeys(f"A key of group {group} is there twice in one store; send each key once.")
+            raise BadKeys(f"A key of group {group} occurs twice in one store; send each key once.")
         return split
 
     def shard_bytes(self, rank: int) -> tuple[int, ...] | None:

@@ -217,11 +217,11 @@ def check_geometry(fd: int, wanted: Geometry) -> None:
     found = read_geometry(fd)
     if found.pool_bytes != wanted.pool_bytes:
         raise BadTable(
-            f"The pool that is there has {format_size(found.pool_bytes)} ({found.pool_bytes} bytes), and "
+            f"The existing pool has {format_size(found.pool_bytes)} ({found.pool_bytes} bytes), and "
             f"{format_size(wanted.pool_bytes)} ({wanted.pool_bytes} bytes) are configured."
         )
     if found != wanted:
-        raise BadTable(f"The pool that is there is cut into regions of {found.region_bytes} bytes, not as this one.")
+        raise BadTable(f"The existing pool is cut into regions of {found.region_bytes} bytes, not as this one.")
 
 
 def read_boot_id(path: Path = Path("/proc/sys/kernel/random/boot_id")) -> bytes:

@@ -49,7 +49,7 @@ def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.
     disks = _disks(context, session)
     context.sessions.check_not_stopping()
     if not os.path.isabs(message.directory) or "\0" in message.directory:
-        raise KvoffdError(f"{message.directory!r} is no absolute path; name the directory by one.", ErrorCode.MALFORMED)
+        raise KvoffdError(f"{message.directory!r} is not an absolute path; give one.", ErrorCode.MALFORMED)
     if message.size_bytes < MIN_DISK_BYTES:
         raise KvoffdError(
             f"{format_size(message.size_bytes)} are too little for a disk tier; give it {format_size(MIN_DISK_BYTES)} "
@@ -109,14 +109,14 @@ def restore_namespace(context: Context, session: Session, message: b.RestoreName
     context.block_access.admit(session, write=True)
     if len(message.shards) != message.world_size:
         raise BadGeometry(
-            f"Shards of {len(message.shards)} ranks are described, of a world of {message.world_size}; describe all."
+            f"The request describes shards of {len(message.shards)} of {message.world_size} ranks; describe all."
         )
     sizes = [[b.shard_bytes_of(shard) for shard in shards] for shards in message.shards]
     for nbytes in {size for by_group in sizes for size in by_group}:
         context.cache.slots.slot_bytes(max(nbytes, 1))
     for by_group in sizes:
         if len(by_group) != len(message.groups):
-            raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace {len(message.groups)}.")
+            raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace has {len(message.groups)}.")
     known = {namespace.fingerprint: namespace for namespace in context.cache.namespaces}.get(message.namespace)
     if known is not None:
         known.check_same(message.world_size, message.key_bytes, message.groups)

@@ -63,7 +63,7 @@ class AdminKeys(NamedTuple):
         except CurveKeyError as error:
             raise AdminServerError(f"admin_address cannot be served: {error}") from error
         except zmq.ZMQError as error:  # this ZeroMQ has no CURVE, or the 40 characters are no number
-            raise AdminServerError(f"admin_address cannot be served: ZeroMQ takes no such key ({error}).") from error
+            raise AdminServerError(f"admin_address cannot be served: ZeroMQ refuses the key ({error}).") from error
 
 
 class AdminServer:
@@ -162,7 +162,7 @@ class AdminServer:
                 self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 self._service.context.replies_dropped[drop_reason(error)] += 1
-                logger.debug("An administrator did not take the answer: %s.", error)
+                logger.debug("A reply to an administrator could not be sent: %s.", error)
         return True
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -120,7 +120,7 @@ class Sessions:
         # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.
         if free <= 0 or len(session.segments) >= max(free, ALWAYS_ATTACHABLE):
             raise KvoffdError(
-                f"Descriptors are short: the session has {len(session.segments)} attached and {free} are left for all. "
+                f"Too few descriptors are left: the session has {len(session.segments)}, {free} are free for all. "
                 "Register them, or raise the daemon's limit of open files.",
                 ErrorCode.TOO_MANY,
             )

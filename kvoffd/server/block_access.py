@@ -94,7 +94,9 @@ def _prefix(digits: str) -> tuple[bytes, int | None]:
     try:
         return bytes.fromhex(digits[: len(digits) & ~1]), int(digits[-1], 16) if len(digits) % 2 else None
     except ValueError:
-        raise KvoffdError(f"{digits[:80]!r} is no beginning of a key; give hex digits.", ErrorCode.BAD_KEYS) from None
+        raise KvoffdError(
+            f"{digits[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS
+        ) from None
 
 
 @dataclass(eq=False)
@@ -121,7 +123,9 @@ class BlockWriter:
         """
         # A write whose copy hangs has its answer, but still holds its slots.
         if len(session.jobs) + len(session.hanging) >= MAX_WRITES:
-            raise KvoffdError(f"{MAX_WRITES} puts of the session run; wait for their replies.", ErrorCode.TOO_MANY)
+            raise KvoffdError(
+                f"{MAX_WRITES} puts of the session are running; wait for their replies.", ErrorCode.TOO_MANY
+            )
         keys = namespace.split(message.group, message.keys, distinct=True)
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
@@ -158,7 +162,7 @@ class BlockWriter:
         max_bytes = self.cache.slots.pool_bytes // WRITE_OF_POOL
         if (wanted := sum(lengths) * len(keys)) > max_bytes and len(keys) > 1:
             raise KvoffdError(
-                f"The blocks have {wanted} bytes together, and one request may bring {max_bytes}; put fewer at a time.",
+                f"The blocks have {wanted} bytes together, and one request may carry {max_bytes}; put fewer at a time.",
                 ErrorCode.TOO_LARGE,
             )
         return lengths
@@ -172,7 +176,7 @@ class BlockWriter:
         if message.segment_id not in session.segments:
             raise KvoffdError(f"No descriptor was attached as segment {message.segment_id}.", ErrorCode.UNKNOWN_SEGMENT)
         if len(session.staging) >= (limit := self.config.max_registrations):
-            raise KvoffdError(f"The session puts from {limit} segments, its limit; use one again.", ErrorCode.TOO_MANY)
+            raise KvoffdError(f"The session puts from {limit} segments, its limit; reuse one.", ErrorCode.TOO_MANY)
         mapped: list[EngineMemory | KvoffdError] = []
         handle = MemfdHandle(message.segment_id, message.segment_bytes)
         # Memory of the host is mapped at once.
@@ -263,4 +267,4 @@ class BlockWrite(Job):
                 checksum, expected = next(found)
                 if checksum not in (0, expected):
                     wrong = f"key {self.keys[number].hex()} (rank {ticket.rank})"
-        return f"The bytes of {wrong} do not have the checksum that was given for them; nothing was put."
+        return f"The bytes of {wrong} do not match the checksum given for them; nothing was put."

@@ -284,7 +284,9 @@ class Daemon:
                 now = time.monotonic()
                 if now - self._tick_failed_at >= TICK_FAILURES_LOGGED_S:
                     self._tick_failed_at = now
-                    logger.exception("Regular work failed inside the daemon; it is tried again, told once a minute.")
+                    logger.exception(
+                        "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
+                    )
 
     async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
@@ -352,8 +354,8 @@ async def _until(condition: Callable[[], bool], deadline: float) -> None:
 def _give_up() -> None:
     """End the process on the spot: its EOF fails what no thread will ever finish, and lets engines go on."""
     logger.critical(
-        "A copy in host memory does not come back, and engines wait for it. The daemon ends; when it is started again "
-        "they connect by themselves. The kernel's log (dmesg) may say what hangs."
+        "A copy in host memory does not end, and engines wait for it. The daemon ends; when it is started again the "
+        "engines connect by themselves. The kernel's log (dmesg) may say what hangs."
     )
     logging.shutdown()
     os._exit(EXIT_STUCK)

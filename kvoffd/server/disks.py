@@ -113,7 +113,7 @@ class Disks:
         if disk.state is State.SERVING:
             disk.state = State.DRAINING
             disk.tier.drain()
-            logger.info("%s is drained: what is there is read, nothing more is written.", directory)
+            logger.info("%s is drained: its blocks are still read, nothing more is written.", directory)
 
     def detach(self, directory: str) -> None:
         """Give a directory up, or what failed to be opened. Raises KvoffdError where it is not known."""
@@ -167,7 +167,7 @@ class Disks:
         hanging = [disk.size.directory for disk in self._disks.values() if disk.tier is not None and disk.tier.hangs]
         return [
             *[disk.problem for disk in self._disks.values() if disk.problem],
-            *[f"A call to the disk at {name} does not come back; look at it (dmesg)." for name in hanging],
+            *[f"A call to the disk at {name} does not return; see the kernel's log (dmesg)." for name in hanging],
         ]
 
     def __iter__(self) -> Iterator[Disk]:
@@ -188,7 +188,7 @@ class Disks:
                 continue
             patience_s = 0.0 if disk.tier.hangs else max(0.0, until - time.monotonic())
             if not disk.tier.close(patience_s):
-                logger.warning("The disk at %s does not come back; it is left as it is.", disk.size.directory)
+                logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
                 closed = False
         return closed
 
@@ -221,7 +221,9 @@ class Disks:
         except OpeningStopped:
             self._post(lambda: self._forget(disk))
         except Exception as error:
-            problem = error.message if isinstance(error, KvoffdError) else f"It failed inside the daemon: {error!r}."
+            problem = (
+                error.message if isinstance(error, KvoffdError) else f"Opening it failed inside the daemon: {error!r}."
+            )
             if not isinstance(error, KvoffdError):
                 logger.exception("The disk at %s could not be opened.", disk.size.directory)
             self._post(lambda: self._failed(disk, problem))

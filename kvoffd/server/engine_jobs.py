@@ -269,7 +269,7 @@ def wrong_bytes(check: ChecksumCheck) -> str:
     """What the log says of a slot that does not hold what was stored in it."""
     return (
         f"The bytes of key {check.block.key.hex()} (group {check.block.group}, rank {check.rank}) at pool offset "
-        f"{check.offset} are not those that were stored: the block is dropped and its slot not used any more. "
+        f"{check.offset} do not match their checksum: the block is dropped and its slot not used any more. "
         "Something wrote over them, or the machine's memory fails."
     )
 

@@ -80,7 +80,7 @@ class _Connection(Lifeline):
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._fds += fds
         if flags & socket.MSG_CTRUNC:
-            raise lifeline.LifelineError("More descriptors came with one message than are taken.")
+            raise lifeline.LifelineError("More descriptors came with one message than are accepted.")
         if not data:
             raise EOFError
         for body in self._buffer.feed(data):
@@ -170,7 +170,7 @@ class LifelineServer:
         for connection in list(self._connections):
             session = connection.session
             if session.role is None and session.opened_at < overdue:
-                logger.warning("Session %d said no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
+                logger.warning("Session %d sent no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
                 self._end(connection)
 
     def forget(self, connection: _Connection) -> None:

@@ -65,7 +65,7 @@ def health(context: Context, session: Session, message: m.Health) -> m.HealthRep
     problems = list(context.memory.problems)
     if lost := context.cache.integrity.mismatches:
         problems.append(
-            f"{lost} slot{'' if lost == 1 else 's'} of the pool lost what was stored there. The blocks are dropped "
+            f"{lost} slot{'' if lost == 1 else 's'} of the pool did not match the checksum. The blocks are dropped "
             "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
         )
     if context.disks is not None:

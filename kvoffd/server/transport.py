@@ -92,7 +92,7 @@ class Transport:
             sent = self.flush()
         except Exception:
             # The loop that serves engines must outlive whatever went wrong with one message.
-            logger.exception("A turn of the message loop failed.")
+            logger.exception("An iteration of the message loop failed.")
             read = sent = True
         if read or sent:
             self.wake()

@@ -122,7 +122,7 @@ def foreign_owner(status: os.stat_result, what: str) -> str:
     if status.st_uid == os.geteuid() and not status.st_mode & 0o077:
         return ""
     return (
-        f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; {what} is believed only if "
+        f"belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; {what} is used only if "
         f"it belongs to the daemon's user ({os.geteuid()}) and nobody else may open it (0600)"
     )
 

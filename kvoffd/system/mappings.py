@@ -110,7 +110,9 @@ def _check_memfd(fd: int, size_bytes: int) -> None:
     # The order matters: only behind the seal can the size no longer fall.
     size = os.fstat(fd).st_size
     if size < size_bytes:
-        raise UnsafeSegment(f"The memfd has {size} bytes but was said to have {size_bytes}; size it before it is sent.")
+        raise UnsafeSegment(
+            f"The memfd has {size} bytes but was declared with {size_bytes}; size it before it is sent."
+        )
     # A fault that finds no huge page left is a SIGBUS.
     if filesystem_magic(fd) != TMPFS_MAGIC:
         raise UnsafeSegment(

@@ -37,7 +37,7 @@ class Notifier:
             return
         if address[0] not in "/@":
             logger.warning(
-                "NOTIFY_SOCKET is %r, neither a path nor an abstract socket; systemd is told nothing.", address
+                "NOTIFY_SOCKET is %r, neither a path nor an abstract socket; systemd is not notified.", address
             )
             return
         self._address = f"\0{address[1:]}" if address[0] == "@" else address
@@ -123,7 +123,7 @@ class Notifier:
             self._socket.sendmsg([text.encode(errors="replace")], ancillary, 0, self._address)
         except OSError as error:
             if not self._failed:
-                logger.warning("systemd cannot be told %r over %r: %s.", text, self._address, error)
+                logger.warning("systemd cannot be notified of %r over %r: %s.", text, self._address, error)
             self._failed = True
 
 

@@ -49,7 +49,7 @@ def reset(llm: LLM) -> dict[str, object]:
     deadline = time.monotonic() + RESET_DEADLINE_S
     while not llm.reset_prefix_cache():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"vLLM did not let go of its prefix cache within {RESET_DEADLINE_S:.0f} s")
+            raise RuntimeError(f"vLLM did not reset its prefix cache within {RESET_DEADLINE_S:.0f} s")
         time.sleep(RESET_POLL_S)
     return {"reset": True}
 

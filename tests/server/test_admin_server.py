@@ -360,7 +360,7 @@ def config(door: Door, **changes: str) -> Config:
         ("admin_key_file", "", "holds no secret key"),
         ("admin_key_file", "short\n", "holds no secret key"),
         ("admin_key_file", "x" * 39 + "\xff", "no file of keys"),
-        ("admin_key_file", "%" * 40, "takes no such key"),
+        ("admin_key_file", "%" * 40, "refuses the key"),
         ("admin_clients_file", None, "cannot be read: No such file"),
         ("admin_clients_file", "short admin\n", "no public key"),
         ("admin_clients_file", "x" * 39 + "\xff", "no file of keys"),
@@ -436,7 +436,7 @@ def test_while_nobody_judges_keys_nobody_comes_in(door: Door, monkeypatch: pytes
 def test_keygen_writes_over_nothing(door: Door, capsys: pytest.CaptureFixture[str]) -> None:
     before = (door.files / "admin.key").read_text()
     assert main(["keygen", str(door.files / "admin.key")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert (door.files / "admin.key").read_text() == before
     assert (door.files / "admin.key").stat().st_mode & 0o777 == 0o600
 

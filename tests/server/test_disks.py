@@ -175,7 +175,7 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None
     disk = rig.result = FakeDisk(hangs=True)
     rig.attach()
     rig.opened()
-    assert "does not come back" in rig.disks.problems[0]
+    assert "does not return" in rig.disks.problems[0]
     assert not rig.disks.close(60.0), "its threads may still be in the pool"
     assert disk.closes == [0.0]
 

@@ -46,7 +46,7 @@ def test_a_load_that_hangs_ends_the_daemon_and_the_next_one_serves_its_blocks(da
         assert result.error is ErrorCode.SESSION_ENDED
         assert waited_s > DEADLINE_S + OVERDUE_GRACE_S + STUCK_AFTER_S
         assert daemon.process.wait(10) == EXIT_STUCK
-        assert "A copy in host memory does not come back" in daemon.log
+        assert "A copy in host memory does not end" in daemon.log
         daemon.start()
         assert engine.wait_ready(20)
         assert engine.lookup(KEYS) == 8

@@ -116,7 +116,7 @@ def test_a_verified_load_of_a_flipped_byte_fails_and_the_slot_is_quarantined(poo
         with AdminClient(daemon.directory) as admin:
             health = admin.health()
         assert not health.healthy
-        assert "1 slot of the pool lost what was stored there" in health.problems[0]
+        assert "1 slot of the pool did not match the checksum" in health.problems[0]
         assert key(1).hex() in daemon.log
         assert engine.store(1).ok
         assert engine.lookup(1) == [2]

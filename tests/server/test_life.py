@@ -206,4 +206,4 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
     for _ in range(3):
         daemon._tick()
     assert ticked == ["service", "lifelines"] * 3
-    assert len(caplog.records) == 1, "told once a minute"
+    assert len(caplog.records) == 1, "logged once a minute"

@@ -285,7 +285,7 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_more_than_the_file_system_has_is_refused_and_leaves_nothing(pool_file: Path, tmp_path: Path) -> None:
-    assert "can be had" in refused(pool_file, tmp_path, "500TiB")
+    assert "are available" in refused(pool_file, tmp_path, "500TiB")
     assert not pool_file.exists()
 
 

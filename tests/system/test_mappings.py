@@ -80,7 +80,7 @@ def test_a_file_that_could_shrink_is_refused(seals: int) -> None:
 
 
 def test_a_file_smaller_than_it_was_said_to_be_is_refused() -> None:
-    with memfd(size=SIZE - 1) as fd, pytest.raises(UnsafeSegment, match=f"has {SIZE - 1} bytes .* have {SIZE}"):
+    with memfd(size=SIZE - 1) as fd, pytest.raises(UnsafeSegment, match=f"has {SIZE - 1} bytes .* with {SIZE}"):
         map_memfd(fd, SIZE)
 
 

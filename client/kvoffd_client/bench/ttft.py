@@ -47,7 +47,7 @@ def bench_engine(directory: Path, progress: Progress, model: str, tokens: int, p
         progress("the same prompts from the engine's own cache")
         own, _ = _first_tokens(llm, texts[1:])
         _wait_for_stores(directory)
-        _wait(llm.reset_prefix_cache, "vLLM did not let go of its prefix cache")
+        _wait(llm.reset_prefix_cache, "vLLM did not reset its prefix cache")
         progress("the same prompts from the pool")
         warm, again = _first_tokens(llm, texts[1:])
         del llm

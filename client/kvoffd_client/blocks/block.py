@@ -200,8 +200,8 @@ class Block(Closing):
         for shard in self.shards:
             if shard.checksum and checksum_of(shard.data.data) != shard.checksum:
                 raise BlockDamaged(
-                    f"The shard of rank {shard.rank} of block {self.key.hex()} does not have its checksum; "
-                    "`kvoffd-cli scrub` has the daemon look at all of them."
+                    f"The shard of rank {shard.rank} of block {self.key.hex()} does not match its checksum; "
+                    "`kvoffd-cli scrub` checks all of them."
                 )
 
     def close(self) -> None:

@@ -216,7 +216,7 @@ class BlockFile(Closing):
         namespace, blocks = metadata.get("namespace", ""), metadata.get("blocks", "")
         if metadata.get("checksum") != _metadata_checksum(namespace, blocks):
             raise BlockFileError(
-                f"{self.path} is damaged: its list of blocks does not have its checksum. Export again."
+                f"{self.path} is damaged: its list of blocks does not match its checksum. Export again."
             )
         try:
             self.geometry = Geometry.of_json(namespace)
@@ -271,7 +271,7 @@ class BlockFile(Closing):
             if checksum_of(data[start:end]) != expected:
                 raise BlockFileError(
                     f"{self.path} is damaged: the bytes of block {entry.key.hex()} (group {entry.group}, rank {rank}) "
-                    "do not have their checksum. Export or copy it again."
+                    "do not match their checksum. Export or copy it again."
                 )
             start = end
 

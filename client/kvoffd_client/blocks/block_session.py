@@ -103,7 +103,7 @@ class BlockSession(AdminSession):
         try:
             send()
         except OSError as error:
-            on_answer(DaemonUnavailable(f"The daemon's lifeline takes nothing ({error.strerror or error})."))
+            on_answer(DaemonUnavailable(f"The daemon does not read its lifeline ({error.strerror or error})."))
             return
         self._on_answer = on_answer
 

@@ -211,7 +211,7 @@ class _PartialFile:
         return True
 
     def _cannot_resume(self, why: str) -> BlockFileError:
-        return BlockFileError(f"{self._path} cannot be gone on with: {why}. Remove it or name another file.")
+        return BlockFileError(f"{self._path} cannot be resumed: {why}. Remove it or name another file.")
 
     def _is_whole(self, entry: Entry) -> bool:
         at = self._header_room + self.data_bytes

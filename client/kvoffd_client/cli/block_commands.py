@@ -223,7 +223,7 @@ def put(
 ) -> int:
     """Put one block from a file into the pool.
 
-    Exit status: 0 done, 1 a block of that key was there already, 2 an error.
+    Exit status: 0 done, 1 a block of that key was in the pool already, 2 an error.
     """
     from kvoffd_client import BlockFile
 

@@ -87,9 +87,9 @@ def _traffic_text(below: BelowStats) -> Text:
     speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""
     missed = sum(below.failed_promotions.values())
     return Text(
-        f"up: {format_count(below.promoted_blocks)} blocks ({format_size(below.promoted_bytes)}){speed}, "
-        f"{format_count(below.pending_blocks)} on their way, {format_count(missed)} did not come\n"
-        f"down: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
+        f"promoted: {format_count(below.promoted_blocks)} blocks ({format_size(below.promoted_bytes)}){speed}, "
+        f"{format_count(below.pending_blocks)} pending, {format_count(missed)} failed\n"
+        f"written: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
         f"{printable(below.write_mode)}, now {budget}"
     )
 
@@ -107,7 +107,7 @@ def attach(
 ) -> int:
     """Use one more directory, until the daemon ends.
 
-    Name it in the daemon's configuration to have it used after that. Blocks that are there already are found.
+    Name it in the daemon's configuration to use it beyond that. The blocks in its file are found.
 
     Exit status: 0 it serves, 1 it cannot be used, 2 an error.
     """

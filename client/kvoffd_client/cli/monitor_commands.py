@@ -141,7 +141,7 @@ def health(context: typer.Context, directory: Directory = None, json: Json = Fal
 def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """Print KV cache events as they happen.
 
-    Until Ctrl-C. With --json, one object per line; messages that did not arrive are told on stderr.
+    Until Ctrl-C. With --json, one object per line; messages that did not arrive are reported on stderr.
     """
     labels: dict[bytes, str] = {}
     last: int | None = None

@@ -214,7 +214,7 @@ def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str
         yield f"{pinned} pinned by operators; see kvoffd-cli block ls --pinned", "dim"
     if pool.quarantined_bytes:
         lost = format_size(pool.quarantined_bytes)
-        yield f"{lost} in quarantine: lost what was stored there; see kvoffd-cli health", "red"
+        yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"
     touched = pool.usable_bytes + pool.quarantined_bytes
     if touched < pool.pool_bytes:
         yield f"starting: {percent(touched, pool.pool_bytes)} of the pool's memory is touched", "yellow"

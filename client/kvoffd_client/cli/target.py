@@ -70,7 +70,7 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
         return default_directory() if directory is None else directory
     if directory is not None:
         raise CliError("--address and --directory name two daemons; give one of them.")
-    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's machine.")
+    raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
 
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:

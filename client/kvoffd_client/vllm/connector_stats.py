@@ -26,7 +26,7 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     FAILED_LOADS: OffloadingCounterMetadata(documentation="Loads that failed; their requests were recomputed."),
     FAILED_STORES: OffloadingCounterMetadata(documentation="Stores of which at least one block was not stored."),
     DISK_WAITS_ENDED: OffloadingCounterMetadata(
-        documentation="Requests that did not wait, or not any longer, for blocks on their way from disk."
+        documentation="Requests that did not wait, or stopped waiting, for blocks to come from disk."
     ),
     DEFERRED_STORES: OffloadingCounterMetadata(
         documentation="Stores put off since the kvoffd daemon's credit was used up."

@@ -110,7 +110,7 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.withdraw(self._sender.waiting)
         if not client.unregister(UNREGISTER_TIMEOUT_S):
             logger.warning(
-                "kvoffd: the daemon did not confirm within %.0f s that it has let go of the KV cache; the memory may "
+                "kvoffd: the daemon did not confirm within %.0f s that it has released the KV cache; the memory may "
                 "stay allocated until it does.",
                 UNREGISTER_TIMEOUT_S,
             )

@@ -396,8 +396,8 @@ class DiskTier(Tier):
         if hangs and not self.hangs:
             self._events.error(
                 "hung",
-                f"A call of {self.name} has not come back for {longest_s:.0f} s; the tier takes nothing until it does. "
-                "Look at the device (dmesg).",
+                f"A call of {self.name} has not returned for {longest_s:.0f} s; the tier takes no jobs until it does. "
+                "See the kernel's log (dmesg).",
             )
         if self.hangs and not hangs:
             logger.info("%s answers again.", self.name)

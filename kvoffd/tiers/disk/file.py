@@ -239,7 +239,7 @@ class DiskFile:
         try:
             for done in allocate_in_steps(self.calls, self.fd, size, _ALLOCATE_STEP_BYTES):
                 if self._should_stop():
-                    raise OpeningStopped(f"{self.path} was not made: told to stop.")
+                    raise OpeningStopped(f"{self.path} was not made: its opening was stopped.")
                 if done:
                     self._on_progress("allocating", done, size)
         except OSError as error:

@@ -86,7 +86,7 @@ def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable
     found: dict[TierKey, Entry] = {}
     for region in regions:
         if should_stop():
-            raise OpeningStopped(f"{file.path} was not opened: told to stop.")
+            raise OpeningStopped(f"{file.path} was not opened: its opening was stopped.")
         try:
             _read_region(file, regions, region, found)
         except OSError as error:

@@ -115,7 +115,7 @@ class CopyCalls:
         self.lost = False
         self._batch: BatchCopy | None = driver.batch_copy()
         if self._batch is None:
-            _log.info("%s: the driver knows no batches (CUDA 12.8 does); pieces are copied one by one.", name)
+            _log.info("%s: the driver supports no batches (CUDA 12.8 does); pieces are copied one by one.", name)
 
     def launch(self, step: Step, stream: int) -> None:
         """Put a step into the stream. Raises CudaError; a part of the step may be in the stream all the same."""
@@ -180,7 +180,7 @@ class _GpuCopier:
                 self._driver.destroy_event(event)
             self._driver.destroy_stream(self._stream)
         except CudaError as error:
-            _log.warning("A stream could not be given up: %s", error.message)
+            _log.warning("A stream could not be destroyed: %s", error.message)
 
     def _launch_steps(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
         steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)

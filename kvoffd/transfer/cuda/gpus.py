@@ -74,7 +74,7 @@ class Gpu:
             return None
         return (
             f"{self.device} does not answer. Its engines get no blocks, and those that wait for a load wait until the "
-            "GPU comes back or the daemon is restarted; see the driver's log (dmesg)."
+            "GPU answers again or the daemon is restarted; see the driver's log (dmesg)."
         )
 
     def load_of(self, direction: Direction) -> DirectionLoad:
@@ -165,7 +165,7 @@ class Gpu:
             self._driver.set_context(0)
             self._driver.release_context(self.device.ordinal)
         except CudaError as error:
-            _log.warning("%s: its context could not be given up: %s", self.device, error.message)
+            _log.warning("%s: its context could not be released: %s", self.device, error.message)
         _log.info("%s is not in use any more.", self.device)
 
 

@@ -17,7 +17,7 @@ _MAX_SEGMENT_BYTES = 1 << 56
 
 _ADVICE = {
     1: "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or GPU.",
-    205: "The driver cannot map it: container runtimes that split GPUs up between containers forbid that.",
+    205: "The driver cannot map the memory: container runtimes that split GPUs up between containers forbid that.",
     217: "This GPU cannot reach the memory of the one it lies on; the engine must export memory of its own GPU.",
     400: "The handle is stale: the engine has freed the memory, or has ended.",
     711: "The GPU has as many peers as it can have.",
@@ -118,7 +118,7 @@ class GpuMappings:
             base, size = self._driver.address_range(known.address)
             if export.size_bytes > base + size - known.address:
                 raise OutOfBounds(
-                    f"The allocation has {base + size - known.address} bytes but was said to have {export.size_bytes}."
+                    f"The allocation has {base + size - known.address} bytes but was declared with {export.size_bytes}."
                 )
             return GpuSegment(known.address, export.size_bytes, undo.pop_all())
 

@@ -104,7 +104,7 @@ class PinnedPool:
             return None
         return (
             f"{format_size(refused_bytes)} of the pool could not be pinned, so GPU copies of them are slow; the log "
-            "has the driver's reason. A limit on locked memory, or too little memory, are the usual ones."
+            "has the driver's reason. A limit on locked memory, or too little memory, are the usual reasons."
         )
 
 

@@ -79,7 +79,7 @@ def test_a_handle_is_not_taken_for_the_memory_of_another_registration(stub: Stub
 
 def test_memory_smaller_than_it_was_said_to_be_is_refused(stub: StubCuda, mappings: GpuMappings) -> None:
     buffer = stub.allocate(SIZE)
-    with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was said to have {SIZE + 1}"):
+    with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes but was declared with {SIZE + 1}"):
         mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
     assert (stub.ranges(Ranges.IPC), mappings._open) == (0, {})
 
