@@ -130,6 +130,7 @@ class BlockWriter:
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
         job = BlockWrite(next(self._ids), session, staging, self, keys, answer)
+        job.accepted_at = self.runner.clock()
         try:
             plan = self._plan(job, namespace, message, lengths)
         except BaseException:

@@ -67,6 +67,8 @@ class EngineJobs:
 
     def start(self, job: StoreJob | LoadJob, groups: Sequence[GroupTransfer]) -> None:
         """Accept a job, or raise KvoffdError and change nothing. A block that is not there fails the accepted load."""
+        # Not once it is planned: to take slots in a full pool is part of what the job costs its engine.
+        job.accepted_at = self.runner.clock()
         registration = job.client_memory
         block_ids = _check(registration, groups, job.direction)
         plans: list[Plan] = []

@@ -59,7 +59,7 @@ class JobRunner:
 
     def start(self, job: Job, plan: Plan) -> None:
         """Run a job that was accepted. It ends, maybe at once, whatever becomes of its copy."""
-        job.nbytes, job.accepted_at = plan.nbytes, self.clock()
+        job.nbytes = plan.nbytes
         job.client_memory.job_started()
         job.session.jobs[job.id] = job
         self._running[job] = None

@@ -6,15 +6,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.cache_harness import CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
+from kvoffd.cache.pins import StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, StoreJob
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
-from kvoffd.transfer.engine import Outcome
+from kvoffd.transfer.engine import Outcome, Transfer
+from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import PageRef, TensorLayout
+from kvoffd_proto.messages import GroupTransfer
 
 WRITING, READY, ABSENT = 1, 2, 0
 
@@ -84,3 +88,29 @@ def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
     assert refusal.value.code is ErrorCode.TOO_MANY
     session.hanging.clear()
     jobs.check_limits(session, 2)
+
+
+def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
+    rig = CacheHarness()
+    namespace, runner = rig.open(), runner_of(rig)
+    transfers: list[Transfer] = []
+    registration = SimpleNamespace(
+        namespace=namespace,
+        rank=0,
+        layouts=build_layouts([(2**30, SLOT_UNIT)], [TensorLayout(0, 0, SLOT_UNIT, 1)], [[PageRef(0, SLOT_UNIT)]], 1),
+        memory=SimpleNamespace(node=None, engine=SimpleNamespace(submit=transfers.append)),
+        job_started=lambda: None,
+    )
+    begin_store = rig.cache.begin_store
+
+    def slow_begin_store(*arguments: Any) -> StoreTicket:
+        rig.clock.now += 2.0
+        return begin_store(*arguments)
+
+    rig.cache.begin_store = slow_begin_store  # type: ignore[method-assign]
+    session = cast(Any, SimpleNamespace(jobs={}, store_bytes=0))
+    jobs = EngineJobs(Config(), rig.cache, 0, runner)
+    accepted_at = rig.clock.now
+    job = StoreJob(1, session, cast(Any, registration), jobs)
+    jobs.start(job, [GroupTransfer(0, keys_of(1), bytes(4))])
+    assert (job.accepted_at, transfers[0].deadline) == (accepted_at, accepted_at + 30.0)
