@@ -213,7 +213,7 @@ class SimDaemon:
             request = None
         cache, before = service.context.cache, None
         if cache._LeasedBlocks__deferred is None:  # type: ignore[attr-defined]  # else looking would enter pins
-            before = cache.pool_usage(), len(cache.leases), service.context.runner.unfinished
+            before = self._holdings()
         sent = len(service.context.outbox.replies)
         service.handle(dealer.name, frame)
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
@@ -223,7 +223,7 @@ class SimDaemon:
         if self._world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
         if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
-            after = cache.pool_usage(), len(cache.leases), service.context.runner.unfinished
+            after = self._holdings()
             if before is not None and before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
         if self.disk is not None and request is not None and replies and isinstance(replies[0], m.Done):
