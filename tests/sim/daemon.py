@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 from kvoffd.cache.cache import PoolUsage
+from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.disks import Disks
+from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import Direction, Outcome
+from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -36,6 +39,14 @@ TICK_S = 0.25
 HELLO_DEADLINE_S = 10.0
 UNTRACED = (m.StatsReply, m.HealthReply)
 """Replies with figures of the test's real process, which differ from run to run."""
+
+
+def job_end_bound_s(config: Config) -> float:
+    """Seconds until every job has its result.
+
+    A store is answered a grace after its deadline; for a load that hangs the daemon ends some seconds later.
+    """
+    return config.job_deadline_s + OVERDUE_GRACE_S + STUCK_AFTER_S + 4 * TICK_S
 
 
 class Descriptors:

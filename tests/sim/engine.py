@@ -127,6 +127,7 @@ class Engine:
                     self.waiting -= 1  # it is too long for this engine
                 return
             self.waiting -= 1
+            self.world.last_prompt_at = self.clock.now
             blocks = []
             for free in self._free:
                 blocks.append(free[:count])

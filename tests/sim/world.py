@@ -13,7 +13,7 @@ from tests.sim.audit import Readable
 from tests.sim.client import SimClient
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content, Corpus
-from tests.sim.daemon import Descriptors, FailureLog, SimDaemon
+from tests.sim.daemon import Descriptors, FailureLog, SimDaemon, job_end_bound_s
 from tests.sim.disk import Device
 from tests.sim.engine import Engine
 from tests.sim.hostile import Hostile
@@ -21,8 +21,8 @@ from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
 
-IDLE_DEADLINE_S = 30.0
-"""Virtual seconds in which everything must become idle once no more faults happen."""
+OWN_WAITS_S = 10.0
+"""The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
 MAX_STEPS = 200_000
 POOL_SIZES = (96 * 1024, 200 * 1024, 400 * 1024, 800 * 1024)
 
@@ -67,6 +67,8 @@ class World:
         self.descriptors = Descriptors()
         self.longest_lookup_s = 0.0
         self.longest_job_s = 0.0
+        self.last_prompt_at = self.clock.now
+        """When an engine last began to serve a prompt. A new engine gets prompts for as long as a run lasts."""
         self.network = Network(self.clock, self.faults, scenario.rng("network"))
         self._lives = 0
         self._engines_made = 0
@@ -186,7 +188,10 @@ class World:
 
     def _run_until_idle(self, reason: object) -> None:
         assert callable(reason)
-        until = self.clock.now + IDLE_DEADLINE_S
+        config = self.daemon.config
+        # A prompt's load and store may each take as long as a job may; then its lease and half-stored blocks time out.
+        quiet_s = 2 * job_end_bound_s(config) + config.lease_ttl_s + config.half_stored_timeout_s + OWN_WAITS_S
+        began_at = self.clock.now
         count = 0
         while True:
             self._step()
@@ -195,8 +200,8 @@ class World:
                 why = reason()
                 if why is None:
                     return
-                if self.clock.now > until:
-                    raise Broken(f"after {IDLE_DEADLINE_S:.0f} quiet seconds {why}")
+                if self.clock.now > max(began_at, self.last_prompt_at) + quiet_s:
+                    raise Broken(f"after {quiet_s:.0f} quiet seconds {why}")
 
     def _run_until(self, when: float) -> None:
         while self.clock.next_at() <= when:
