@@ -29,7 +29,7 @@ def test_an_idle_daemon_with_an_engine_takes_under_half_a_percent_of_a_core_and_
     with FakeEngine(daemon.directory) as engine, AdminClient(daemon.directory) as admin:
         engine.fill([0], seed=1)
         assert engine.store([bytes(32)], [0]).ok
-        # Other work on the host makes the same wake-ups cost more, sometimes three times as much: a bare loop says how much.
+        # Other work on the host makes the same wake-ups cost up to three times as much: a bare loop says how much.
         before = admin.stats()
         excess: list[float] = []
         while not excess or (min(excess) > 0 and len(excess) < 3):
