@@ -84,6 +84,7 @@ def test_a_gpu_whose_context_is_lost_is_taken_into_use_again(stub_machine: MakeM
         failed = worker.ask("store", job_id=2, keys=bytes([2] * 32).hex(), blocks=[1])
         # The daemon also ends the session of a lost GPU at its next tick, which the client may see first.
         assert (failed["ok"], failed["error"] in ("COPY_FAILED", "SESSION_ENDED")) == (False, True)
+        assert "context on a GPU is lost" in machine.daemon.log
         wait_until(lambda: machine.driver_log().count("context of 0 made") >= 4)  # two exporters, the daemon twice
         for engine, key in ((worker, 3), (other, 4)):
             engine.wait_ready()
