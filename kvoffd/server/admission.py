@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
+LOST_GPU_PATIENCE_S = 5.0
+"""How long a session whose GPU failed goes on, so that its client acknowledges what failed. Clients do so at each
+heartbeat."""
 
 
 def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
@@ -149,8 +152,19 @@ class Sessions:
             logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)
 
     def end_those_with_lost_gpus(self) -> None:
-        """End the sessions whose GPU failed, so that they may register again."""
+        """End the sessions whose GPU failed, so that they may register again.
+
+        A client that sees the end of its lifeline knows no more of a job than that. So it first gets the completions of
+        what failed there, with their reasons, unless it does not acknowledge them within ``LOST_GPU_PATIENCE_S``.
+        """
+        now = self._runner.clock()
         for session in list(self):
-            if any(registration.memory.engine.lost for registration in session.registrations.values()):
-                logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
-                self.end(session, session.lifeline.close)
+            if not any(registration.memory.engine.lost for registration in session.registrations.values()):
+                continue
+            if session.gpu_lost_at is None:
+                session.gpu_lost_at = now
+            waited_s = now - session.gpu_lost_at
+            if (session.jobs or len(session.completions)) and waited_s < LOST_GPU_PATIENCE_S:
+                continue
+            logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
+            self.end(session, session.lifeline.close)

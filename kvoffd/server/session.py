@@ -202,6 +202,8 @@ class Session:
     """Unanswered jobs by id."""
     hanging: set[Job] = field(default_factory=set)
     """Jobs that have their answer but whose copy may still touch the client's memory."""
+    gpu_lost_at: float | None = None
+    """When the GPU of one of its registrations was first found to have failed."""
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
     _on_drained: Callable[[], None] | None = None
