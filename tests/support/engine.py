@@ -182,10 +182,10 @@ class EngineProcess(Starting):
     def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None) -> list[Completion]:
         return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, salt=salt))
 
-    def forget(self) -> None:
-        """Clear the engine's own prefix cache, so that only the daemon has the blocks."""
+    def forget(self, connector: bool = False) -> None:
+        """Clear the engine's own prefix cache, so that only the daemon has the blocks; and the connector's if asked."""
         # It refuses while blocks are in use, as by stores under way.
-        wait_until(lambda: self.call("reset"), interval_s=0.05)
+        wait_until(lambda: self.call("reset", connector=connector), interval_s=0.05)
 
     def metrics(self) -> dict[str, float]:
         value: dict[str, float] = self.call("metrics")

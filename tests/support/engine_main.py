@@ -81,6 +81,21 @@ def reset(llm: Any, connector: bool = False) -> bool:
     return bool(llm.reset_prefix_cache(reset_connector=connector))
 
 
+def flip_weights(llm: Any) -> None:
+    """Turn every weight matrix upside down, in place; again to have it back. No method of vLLM's is called for it."""
+
+    def flip(worker: Any) -> None:
+        for parameter in worker.get_model().parameters():
+            parameter.data.copy_(parameter.data.flip(0))
+
+    llm.collective_rpc(flip)
+
+
+def reload_weights(llm: Any, path: str) -> None:
+    """Load the weights of another checkpoint in place, by vLLM's own method."""
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+
 def metrics(llm: Any) -> dict[str, float]:
     """The engine's counters and gauges by name."""
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
@@ -92,7 +107,14 @@ def cached_by_source(llm: Any) -> dict[str, float]:
     return {metric.labels["source"]: metric.value for metric in llm.get_metrics() if metric.name == name}
 
 
-COMMANDS = {"cached_by_source": cached_by_source, "generate": generate, "reset": reset, "metrics": metrics}
+COMMANDS = {
+    "cached_by_source": cached_by_source,
+    "flip_weights": flip_weights,
+    "generate": generate,
+    "metrics": metrics,
+    "reload_weights": reload_weights,
+    "reset": reset,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -52,9 +52,9 @@ TINY_GEMMA3 = Shape(hidden=128, intermediate=256, layers=6, heads=4, kv_heads=2,
 DEMO_LLAMA = Shape(hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64)
 
 
-def make_tiny_llama(path: Path) -> Path:
+def make_tiny_llama(path: Path, seed: int = 0) -> Path:
     """Write a Llama of 4 layers, all of full attention, into the directory ``path``; at once when it is there."""
-    return _write(path, _llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed=0))
+    return _write(path, _llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
 
 
 def make_demo_llama(path: Path) -> Path:

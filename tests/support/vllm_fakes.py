@@ -35,12 +35,11 @@ class FakeSchedulerClient:
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
-    resets: int = 0
-    reset_works: bool = True
+    joined: list[NamespaceSpec] = field(default_factory=list)
     closed: bool = False
 
     def join(self, namespace: NamespaceSpec) -> None:
-        """Does nothing: the namespace is joined from the start."""
+        self.joined.append(namespace)
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         self.again.append(again)
@@ -76,10 +75,6 @@ class FakeSchedulerClient:
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
-
-    def reset(self, timeout_s: float = 2.0) -> bool:
-        self.resets += 1
-        return self.reset_works
 
     def take_events(self) -> list[KvEvent]:
         taken, self.events = self.events, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import pickle
 from collections.abc import Iterator
@@ -15,13 +16,21 @@ from support.vllm_config import cache_config, make_config
 from support.vllm_fakes import FakeWorkerClient, block_hash, key
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, KvoffdHandshake, KvoffdWorkerMetadata
+from kvoffd_client.vllm.connector_metadata import (
+    FailedJob,
+    KeyedSpec,
+    KvoffdConnectorMetadata,
+    KvoffdWorkerMetadata,
+)
+from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
@@ -51,8 +60,9 @@ def worker(config: Any) -> tuple[KvoffdConnector, FakeWorkerClient]:
     connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
     client = FakeWorkerClient()
     connector.connector_worker.worker = KvoffdWorker(
-        lambda: client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1
+        lambda _: client, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1
     )
+    connector.connector_worker.worker.join(NamespaceSpec.named("model"))
     return connector, client
 
 
@@ -118,32 +128,124 @@ def test_the_kv_cache_is_allocated_where_the_daemon_can_reach_it(config: Any) ->
     assert [memory.size_bytes for memory in connector.connector_worker.spec.setup.memory.memories] == [4096]
 
 
-def told(connector: KvoffdConnector) -> KvoffdHandshake:
-    handshake = connector.get_handshake_metadata()
-    assert handshake is not None
-    received = pickle.loads(pickle.dumps(handshake))  # noqa: S301 - our own bytes
-    assert isinstance(received, KvoffdHandshake)
-    return received
+def step(scheduler: KvoffdConnector, workers: list[KvoffdConnector], tokens: int = 0) -> KvoffdConnectorMetadata | None:
+    """One step of an engine, as far as the namespace goes; what the scheduler had to tell its workers."""
+    meta = scheduler.build_connector_meta(empty_step(tokens))
+    reports = None
+    for worker in workers:
+        worker.handle_preemptions(pickle.loads(pickle.dumps(meta)))  # noqa: S301 - our own bytes
+        report = worker.build_connector_worker_meta()
+        reports = report if reports is None or report is None else reports.aggregate(report)
+    scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=reports))
+    return meta if isinstance(meta, KvoffdConnectorMetadata) else None
 
 
-def test_the_scheduler_joins_the_namespace_its_workers_tell_it(
+def empty_step(tokens: int) -> Any:
+    output = SchedulerOutput.make_empty()
+    output.total_num_scheduled_tokens = tokens
+    return output
+
+
+def make_worker(config: Any, rank: int = 0) -> tuple[KvoffdConnector, list[NamespaceSpec]]:
+    """A worker's connector with memory, and the namespaces that it registered in."""
+    connector = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+    half = connector.connector_worker
+    half.spec.config = dataclasses.replace(
+        half.spec.config, parallel=dataclasses.replace(half.spec.config.parallel, rank=rank)
+    )
+    joined: list[NamespaceSpec] = []
+
+    def connect(namespace: NamespaceSpec) -> Any:
+        joined.append(namespace)
+        return FakeWorkerClient()
+
+    half.worker = KvoffdWorker(connect, blocks_per_chunk=1, key_bytes=32, fence_timeout_s=1)
+    half._weights = LiveWeights(lambda: [config.test_model])
+    half._digest = half._weights.digest()
+    return connector, joined
+
+
+def test_workers_report_what_is_in_memory_and_register_in_the_namespace_that_the_scheduler_makes_of_it(
     config: Any, scheduler: KvoffdConnector, said: list[str]
 ) -> None:
-    workers = [KvoffdConnector(config, KVConnectorRole.WORKER, cache_config()) for _ in range(2)]
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): told(item) for rank, item in enumerate(workers)})
-    assert any(told(workers[0]).namespace.fingerprint.hex()[:16] in line for line in said)
-    assert scheduler.get_handshake_metadata() is None
+    config.test_model = torch.nn.Linear(4, 4)
+    worker, joined = make_worker(config)
+    assert scheduler.has_pending_push_work(), "an engine that has started makes empty steps until this is done"
+    first = step(scheduler, [worker])
+    assert first is not None
+    assert (first.generation, first.namespace) == (0, None)
+    second = step(scheduler, [worker])
+    assert second is not None
+    assert joined == [second.namespace] == [scheduler._manager.namespace.current]
+    assert step(scheduler, [worker]) is None, "all is said"
+    assert any(joined[0].fingerprint.hex()[:16] in line for line in said)
+    # A reset, as of a pause: nobody is asked before something is computed.
+    scheduler.reset_cache()
+    assert step(scheduler, [worker]) is None
+    before = config.test_model.weight.detach().clone()
+    with torch.no_grad():
+        config.test_model.weight.add_(1)
+    third = step(scheduler, [worker], tokens=1)
+    assert third is not None
+    assert third.generation == 1
+    step(scheduler, [worker])
+    assert [namespace.fingerprint != joined[0].fingerprint for namespace in joined] == [False, True]
+    with torch.no_grad():
+        config.test_model.weight.copy_(before)
+    scheduler.reset_cache()
+    step(scheduler, [worker], tokens=1)
+    step(scheduler, [worker])
+    assert joined[2] == joined[0]
+
+
+def test_a_worker_whose_weights_were_changed_stores_nothing_until_they_are_named(
+    config: Any, scheduler: KvoffdConnector
+) -> None:
+    config.test_model = torch.nn.Linear(4, 4)
+    worker, joined = make_worker(config)
+    step(scheduler, [worker])
+    step(scheduler, [worker])
+    half = worker.connector_worker
+    half._weights.changed = True
+    step(scheduler, [worker], tokens=1)
+    assert half.worker.registered is None
+    keyed = KeyedSpec.of([key(1)], {(0).to_bytes(4, "big"): 0})
+    assert half.worker.submit_store(9, GPULoadStoreSpec([4], group_sizes=[1], block_indices=[0]), keyed)
+    assert [result.failed.error for result in half.worker.get_finished()] == [ErrorCode.UNSUPPORTED]
+    for _ in range(2):
+        step(scheduler, [worker], tokens=1)
+    assert joined == [joined[0]] * 2, "the weights were the same after all"
 
 
 def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
-    config: Any, scheduler: KvoffdConnector, said: list[str]
+    model: Path, config: Any, tmp_path: Path, said: list[str]
 ) -> None:
-    agreed = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
+    config.test_model = torch.nn.Linear(4, 4)
+    agreed, _ = make_worker(config)
     config.model_config.dtype = torch.bfloat16
-    other = KvoffdConnector(config, KVConnectorRole.WORKER, cache_config())
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): told(agreed), (0, 1): told(other)})
+    other, _ = make_worker(config, rank=1)
+    config.parallel_config.world_size = 2
+    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    step(scheduler, [agreed, other])
     assert any("disagree on" in line and "weights_dtype" in line for line in said)
     assert not scheduler._manager.client.ready
+    assert not scheduler.has_pending_push_work()
+    scheduler.shutdown()
+
+
+def test_an_engine_whose_model_cannot_be_found_shares_nothing_and_says_so(
+    config: Any, scheduler: KvoffdConnector, said: list[str]
+) -> None:
+    config.test_model = torch.nn.Linear(4, 4)
+    worker, joined = make_worker(config)
+    worker.connector_worker._weights = worker.connector_worker._digest = None
+    for _ in range(2):
+        step(scheduler, [worker])
+        scheduler.reset_cache()
+        step(scheduler, [worker], tokens=1)
+        step(scheduler, [worker])
+    assert joined[0].fingerprint != joined[1].fingerprint
+    assert any("used by no other engine" in line for line in said)
 
 
 def test_a_failed_load_is_received_and_failed_and_no_assertion_ends_the_worker(
@@ -199,21 +301,6 @@ def test_a_report_about_jobs_from_before_a_reset_is_passed_over(scheduler: Kvoff
     scheduler.connector_scheduler._stale_job_threshold = 10
     meta = KvoffdWorkerMetadata(completed_jobs={3: 1}, failed_jobs={3: FailedJob(ErrorCode.NOT_READY)})
     scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-
-
-def test_a_reset_waits_for_the_reports_of_all_workers_about_running_jobs(scheduler: KvoffdConnector) -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import TransferJobStatus
-
-    half = scheduler.connector_scheduler
-    half._job_counter = 4
-    half._jobs[3] = TransferJobStatus(req_id="gone", pending_count=2, keys={key(1)}, is_store=True)
-    assert scheduler.reset_cache()
-    assert scheduler.has_pending_push_work()
-    for _ in range(2):
-        assert scheduler.has_pending_push_work()
-        meta = KvoffdWorkerMetadata(completed_jobs={3: 1})
-        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta))
-    assert not scheduler.has_pending_push_work()
 
 
 def test_vllms_warning_about_stores_put_off_is_dropped_and_others_are_not(scheduler: KvoffdConnector) -> None:

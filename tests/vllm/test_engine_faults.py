@@ -228,15 +228,6 @@ def test_a_daemon_that_hangs_is_a_cache_miss(harness: Harness) -> None:
     assert answer.finish == "length"
 
 
-def test_resetting_the_connector_drops_the_namespace(harness: Harness) -> None:
-    harness.ensure_stored()
-    assert harness.engine.call("reset", connector=True)
-    harness.until(lambda stats: ready_blocks(stats) == 0)
-    answers = harness.engine.generate(harness.prompts)
-    assert tokens(answers) == harness.expected
-    assert [answer.cached for answer in answers] == [0, 0, 0]
-
-
 def test_vllms_subscriber_reads_stores_and_removals_from_the_engine_and_from_the_daemon(harness: Harness) -> None:
     harness.ensure_daemon()
     wanted = prompt(70, 10 * BLOCK_TOKENS)

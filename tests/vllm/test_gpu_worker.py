@@ -14,6 +14,7 @@ from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from support.waiting import wait_until
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.cuda.export import ExportDriver, GpuSegment, export_segments
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.vllm.connector_metadata import KeyedSpec
@@ -84,15 +85,17 @@ class Harness:
     def __init__(self) -> None:
         self.events: list[GpuEvent] = []
         self.clients = [FakeWorkerClient(), FakeWorkerClient()]
+        unused = iter(self.clients)
         self.gpu_failed = False
         self.sender = OrderedSender(self.record)
         self.worker = KvoffdWorker(
-            iter(self.clients).__next__,
+            lambda _: next(unused),
             blocks_per_chunk=1,
             key_bytes=KEY_BYTES,
             fence_timeout_s=1.5,
             sender=self.sender,
         )
+        self.worker.join(NamespaceSpec.named("model"))
 
     def record(self) -> GpuEvent:
         if self.gpu_failed:
@@ -190,16 +193,16 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Har
     first, second = harness.clients
     harness.worker.submit_store(1, BLOCKS, KEYED)
     first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
-    harness.worker.unregister()
-    harness.worker.unregister()
+    harness.worker.sleep()
+    harness.worker.sleep()
     assert (first.unregistered, first.closed) == (1, True)
     assert harness.failures() == {1: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
     assert harness.worker.usable, "the scheduler must not give the daemon up for a nap"
     assert harness.worker.credit_bytes is None
     harness.worker.submit_store(2, BLOCKS, KEYED)
     assert harness.failures() == {2: ErrorCode.UNSUPPORTED}
-    harness.worker.restore()
-    harness.worker.restore()
+    harness.worker.wake()
+    harness.worker.wake()
     harness.worker.submit_store(3, BLOCKS, KEYED)
     harness.events[-1].happened.set()
     harness.events[0].happened.set()
@@ -208,7 +211,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Har
 
 
 def test_an_engine_that_is_not_asleep_is_not_woken(harness: Harness) -> None:
-    harness.worker.restore()
+    harness.worker.wake()
     assert not harness.clients[0].closed
     harness.worker.submit_store(1, BLOCKS, KEYED)
     harness.events[0].happened.set()

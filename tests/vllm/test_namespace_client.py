@@ -43,7 +43,6 @@ def test_before_the_namespace_is_known_nothing_is_there_and_nothing_fails() -> N
     assert not client.ready
     assert client.credit_bytes == 0
     assert client.take_events() == []
-    assert client.reset()
     client.release(1)
     client.invalidate([])
     client.close()

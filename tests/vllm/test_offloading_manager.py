@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
-from support.waiting import wait_until
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
+from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, MemoryReport
 from kvoffd_client.vllm.connector_stats import (
     CONNECTED,
     DEFERRED_STORES,
@@ -17,6 +20,7 @@ from kvoffd_client.vllm.connector_stats import (
     LATE_LOOKUPS,
     LOOKUPS,
 )
+from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_proto.errors import ErrorCode
@@ -34,11 +38,23 @@ class Harness:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         suffix = (0).to_bytes(4, "big")
+        client = cast(NamespaceClient, self.client)
         self.manager = KvoffdManager(
-            LookupSettings(self.client, {suffix: 0}, 0.1, 1.0, self.clock),
+            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock),
             StoreWindow({suffix: SHARD_BYTES}),
             KvEventTranslator((0,)),
+            EngineNamespace(1, client, self.clock),
         )
+        self.report("weights")
+
+    def report(self, weights: str) -> None:
+        """The worker reports these weights, and that its memory is registered."""
+        namespace = self.manager.namespace
+        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation)
+        namespace.report({0: report})
+        assert namespace.current is not None
+        namespace.news()
+        namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
 
     def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
         """A new request, its lookup answered when ``ready`` is given."""
@@ -196,6 +212,10 @@ def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstandi
 def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
     harness = Harness()
     harness.client.ready = False
+    context = harness.request("first")
+    assert harness.results(context) == [LookupResult.RETRY] * 3, "it has just begun to connect"
+    harness.manager.on_request_finished(context)
+    harness.clock.now += 0.2
     context = harness.request()
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
     assert harness.results(context) == [LookupResult.MISS] * 3
@@ -210,26 +230,37 @@ def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off() -> None:
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
 
 
-def test_a_reset_drops_the_namespace_after_running_jobs_ended_and_believes_nothing_before() -> None:
+def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named() -> None:
     harness = Harness()
     context = harness.request(ready={block_hash(1)})
     lease_id = harness.client.asked[0][0].lease_id
-    harness.manager.prepare_store(KEYS[1:], context)
-    harness.client.reset_works = False
-    harness.manager.reset.begin(reports_due=2)
+    harness.manager.namespace.leave(engine_cache_kept=False)
     harness.manager.reset_cache()
     assert harness.client.released == [lease_id]
+    assert not harness.manager.has_pending_work(), "nobody wants anything yet"
     assert harness.results(context) == [LookupResult.MISS] * 3
+    harness.manager.namespace.ask()
+    assert harness.results(context) == [LookupResult.RETRY] * 3
+    assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again"
     assert harness.manager.has_pending_work()
-    harness.manager.reset.report(1)
-    assert harness.client.resets == 0
-    harness.manager.reset.report(1)
-    assert not harness.manager.has_pending_work()
-    wait_until(lambda: harness.client.resets > 0)
-    assert harness.manager.prepare_store(KEYS, context).keys_to_store == []
-    harness.client.reset_works = True
-    wait_until(lambda: harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS)
-    harness.manager.shutdown()
+    harness.report("weights")
+    stored = harness.manager.prepare_store(KEYS, context)
+    assert stored is not None
+    assert stored.keys_to_store == KEYS
+    harness.manager.begin_lookup("r", [KEYS])
+    harness.client.answer({block_hash(1)})
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context)[0] is LookupResult.HIT
+
+
+def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
+    harness = Harness()
+    context = harness.request(ready=set())
+    harness.manager.namespace.leave(engine_cache_kept=True)
+    harness.report("other weights")
+    stored = harness.manager.prepare_store(KEYS, context)
+    assert stored is not None
+    assert stored.keys_to_store == []
 
 
 def test_events_reach_vllm_with_its_own_group_ids() -> None:

@@ -17,22 +17,26 @@ from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, registration_of
 from kvoffd_client.vllm.offloading_spec import EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, JobResult
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
+NAMESPACE = NamespaceSpec.named("model")
 LEASED = KeyedSpec(KEYED.groups, lease_id=77)
 
 
 def make_worker(client: FakeWorkerClient | None) -> KvoffdWorker:
-    return KvoffdWorker(
-        lambda: client,
+    worker = KvoffdWorker(
+        lambda _: client,
         blocks_per_chunk=1,
         key_bytes=KEY_BYTES,
         fence_timeout_s=1.5,
     )
+    worker.join(NAMESPACE)
+    return worker
 
 
 def only_result(worker: KvoffdWorker) -> KvoffdTransferResult:
@@ -92,11 +96,11 @@ def test_memory_of_another_device_is_refused_with_a_sentence() -> None:
 def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_on() -> None:
     private = caches_in(torch.zeros(8192, dtype=torch.int8))
     spec = SimpleNamespace(
-        setup=EngineSetup(ConnectorOptions(), NamespaceSpec.named("private"), (0,), (512,)),
+        setup=EngineSetup(ConnectorOptions(), NAMESPACE, (0,), (512,)),
         config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
         blocks_per_chunk=1,
     )
-    client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private)
+    client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private, NAMESPACE)
     assert client is None
     worker = make_worker(client)
     assert worker.submit_store(1, BLOCKS, KEYED)
@@ -171,3 +175,29 @@ def test_shutdown_closes_the_client() -> None:
     client = FakeWorkerClient()
     make_worker(client).shutdown()
     assert client.closed
+
+
+def test_a_worker_is_registered_in_one_namespace_at_a_time_and_without_one_fails_every_job() -> None:
+    first, second = FakeWorkerClient(), FakeWorkerClient()
+    clients = {"one": first, "other": second}
+    worker = KvoffdWorker(
+        lambda namespace: cast(WorkerClient, clients[namespace.label]),
+        blocks_per_chunk=1,
+        key_bytes=KEY_BYTES,
+        fence_timeout_s=1,
+    )
+    assert worker.usable
+    assert worker.registered is None
+    assert worker.submit_store(1, BLOCKS, KEYED)
+    assert not only_result(worker).success
+    one, other = NamespaceSpec.named("one"), NamespaceSpec.named("other")
+    worker.join(one)
+    worker.join(one)
+    assert worker.registered == one.fingerprint
+    worker.submit_store(2, BLOCKS, KEYED)
+    worker.join(other)
+    assert (first.unregistered, first.closed, second.closed) == (1, True, False)
+    assert worker.registered == other.fingerprint
+    worker.leave()
+    assert (second.unregistered, worker.registered) == (1, None)
+    assert worker.usable

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,15 +22,15 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
-    KvoffdHandshake,
+    KvoffdConnectorMetadata,
     KvoffdWorkerMetadata,
-    NamespacesDiffer,
-    common_namespace,
+    MemoryReport,
 )
 from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
+from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
@@ -53,13 +53,34 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         self._connector_worker_meta = KvoffdWorkerMetadata()
         self.failed_recving: set[str] = set()
         self._last_report: tuple[int | None, bool] = (None, True)
+        self._weights: LiveWeights | None = None
+        self._digest: str | None = None
+        self._generation = 0
+        self._last_memory: MemoryReport | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """As vLLM's; the registration also describes the layers' pages."""
+        """As vLLM's; names the weights, and has the registration describe the layers' pages."""
+        self._weights = LiveWeights.of_caller()
+        self._digest = self._weights.digest() if self._weights is not None else None
         setup = self._kvoffd_spec.setup
         groups = [self.kv_cache_config.kv_cache_groups[group_id].layer_names for group_id in setup.group_ids]
         setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
         super().register_kv_caches(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to."""
+        worker, weights = self._kvoffd_worker, self._weights
+        if weights is not None and weights.changed:
+            # Stores that wait to be sent may hold blocks of these weights or of those, so they must fail.
+            worker.leave()
+        if isinstance(kv_connector_metadata, KvoffdConnectorMetadata):
+            generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
+            if generation is not None and generation > self._generation:
+                self._generation = generation
+                self._digest = weights.digest() if weights is not None else None
+            if namespace is not None and generation == self._generation and not self._changed:
+                worker.join(namespace)
+        super().handle_preemptions(kv_connector_metadata)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return requests whose stores (always none) and loads ended, the failed ones among them."""
@@ -83,12 +104,23 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
     def build_connector_worker_meta(self) -> KvoffdWorkerMetadata | None:
         """Return this worker's report to the scheduler half; None when there is nothing new."""
         worker = self._kvoffd_worker
+        setup = self._kvoffd_spec.setup
         report = (worker.credit_bytes, worker.usable)
-        if not self._connector_worker_meta.completed_jobs and report == self._last_report:
+        assert setup.namespace is not None, "a worker has one"
+        memory = MemoryReport(setup.namespace, self._digest, self._generation, self._changed, worker.registered)
+        told = memory == self._last_memory
+        if not self._connector_worker_meta.completed_jobs and report == self._last_report and told:
             return None
         meta, self._connector_worker_meta = self._connector_worker_meta, KvoffdWorkerMetadata()
         meta.credit_bytes, meta.usable = self._last_report = report
+        if not told:
+            meta.memory = {self._kvoffd_spec.config.parallel.rank: memory}
+            self._last_memory = memory
         return meta
+
+    @property
+    def _changed(self) -> bool:
+        return self._weights is not None and self._weights.changed
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -134,7 +166,6 @@ class KvoffdConnector(OffloadingConnector):
         else:
             _choose_load_failure_policy(transfer_config, options)
             StoreRefusalFilter.install(STORE_LOGGER)
-        self._reset_jobs: dict[int, int] = {}
 
     # --- worker ---
 
@@ -145,17 +176,12 @@ class KvoffdConnector(OffloadingConnector):
     def unregister_kv_caches(self) -> None:
         """0.33, before sleep: no transfer runs any more. The daemon lets go of the memory before this returns."""
         if isinstance(worker := self._worker_half.worker, KvoffdWorker):
-            worker.unregister()
+            worker.sleep()
 
     def restore_kv_caches(self) -> None:
         """0.33, after sleep: the same addresses, other memory."""
         if isinstance(worker := self._worker_half.worker, KvoffdWorker):
-            worker.restore()
-
-    def get_handshake_metadata(self) -> KvoffdHandshake | None:
-        """Return what vLLM hands to the scheduler half once the KV caches are registered."""
-        namespace = self._setup.namespace
-        return KvoffdHandshake(namespace) if namespace is not None else None
+            worker.wake()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As get_finished(), with the requests whose load failed."""
@@ -166,24 +192,6 @@ class KvoffdConnector(OffloadingConnector):
 
     # --- scheduler ---
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
-        """Join the namespace that all workers derived. Where they disagree the engine runs without kvoffd."""
-        namespaces = [item.namespace for item in metadata.values() if isinstance(item, KvoffdHandshake)]
-        if not namespaces:
-            return
-        try:
-            namespace = common_namespace(namespaces)
-        except NamespacesDiffer as reason:
-            logger.error("kvoffd: the engine runs without the daemon. %s Please report this.", reason)
-            return
-        self._manager.client.join(namespace)
-        logger.info(
-            "kvoffd: namespace %s (%s), daemon in %s.",
-            namespace.fingerprint.hex()[:16],
-            namespace.label,
-            self._setup.options.socket_directory,
-        )
-
     def on_new_request(self, request: Any) -> None:
         """Look all keys of the request up now, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
@@ -191,6 +199,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
+        self._manager.namespace.ask()
         self._begin_lookup(request)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
@@ -200,6 +209,17 @@ class KvoffdConnector(OffloadingConnector):
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """As vLLM's, with what the workers must be told about the namespace."""
+        namespace = self._manager.namespace
+        if scheduler_output.total_num_scheduled_tokens > 0:
+            namespace.ask()  # the weights that compute these tokens must be named
+        meta = super().build_connector_meta(scheduler_output)
+        generation, joined = namespace.news()
+        if generation is None:
+            return meta
+        return KvoffdConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
+
     def update_connector_output(self, connector_output: Any) -> None:
         """Take the workers' reports: failures first, so that nothing that failed is used again."""
         meta = connector_output.kv_connector_worker_meta
@@ -207,19 +227,17 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.workers_report(meta.credit_bytes, meta.usable)
             for job_id, failed in meta.failed_jobs.items():
                 self._job_failed(job_id, failed)
-            for job_id in self._reset_jobs.keys() & meta.completed_jobs.keys():
-                self._reset_report(job_id, meta.completed_jobs[job_id])
+            self._manager.namespace.report(meta.memory)
         super().update_connector_output(connector_output)
 
     def reset_cache(self) -> bool | None:
-        """Drop the whole namespace in the daemon, for all engines that share it: its blocks are of other weights now.
+        """Use nothing of the daemon until the workers have named the weights in their memory anew.
 
-        Until that is confirmed every lookup is a miss. Jobs that still run are waited for first, since stores among
-        them bring blocks of before.
+        vLLM resets when an engine is paused or put to sleep, and before or after its weights were changed. Nothing is
+        dropped in the daemon: blocks of unchanged weights are found again, and other engines keep theirs.
         """
-        due = {job_id: job.pending_count for job_id, job in self.connector_scheduler._jobs.items()}
-        self._reset_jobs.update(due)
-        self._manager.reset.begin(sum(due.values()))
+        cache = self._kv_cache_manager
+        self._manager.namespace.leave(engine_cache_kept=cache is None or cache.usage > 0)
         return super().reset_cache()
 
     @classmethod
@@ -249,12 +267,6 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.store_failed(failed)
         else:
             self._manager.load_failed(job.req_id, job.keys, failed)
-
-    def _reset_report(self, job_id: int, count: int) -> None:
-        self._manager.reset.report(count)
-        self._reset_jobs[job_id] -= count
-        if self._reset_jobs[job_id] <= 0:
-            del self._reset_jobs[job_id]
 
     @property
     def _manager(self) -> KvoffdManager:

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
 from kvoffd_client.namespace_spec import NamespaceSpec
@@ -94,19 +96,61 @@ class FailedJob:
     keys: tuple[tuple[int, bytes], ...] = ()
 
 
+@dataclass(frozen=True)
+class MemoryReport:
+    """What one worker says of its memory. Sent when something of it is new.
+
+    Only the workers can tell. They hold the model, and loading it changes the configuration that they see (vLLM turns
+    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
+    as it was.
+
+    Attributes:
+        namespace: what the worker derived from its configuration; it does not name the weights.
+        weights: digest of the live weights; None where vLLM's model was not found.
+        generation: the scheduler's number of the digest; see ``KvoffdConnectorMetadata``.
+        changed: the weights may have changed since the digest was taken.
+        registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
+    """
+
+    namespace: NamespaceSpec
+    weights: str | None
+    generation: int
+    changed: bool = False
+    registered: bytes | None = None
+
+
+@dataclass
+class KvoffdConnectorMetadata(OffloadingConnectorMetadata):
+    """Scheduler to workers. The two last fields are set only where they say something new.
+
+    They travel here, and not in vLLM's handshake, since MultiConnector passes each child its own metadata, but gives
+    the first child's handshake to all of them.
+
+    Attributes:
+        generation: raised after each reset or change of weights; a worker whose digest has a smaller number takes it
+            anew before it computes anything in this step.
+        namespace: what the workers of this generation are to register their memory in.
+    """
+
+    generation: int | None = None
+    namespace: NamespaceSpec | None = None
+
+
 @dataclass
 class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
-    """Worker to scheduler: what ended, what failed, and how much more may be stored.
+    """Worker to scheduler: what ended, what failed, how much more may be stored, and what is in memory.
 
     Attributes:
         failed_jobs: by job id; the first rank's report stands.
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
         usable: False where a worker's memory cannot be shared with the daemon, so that kvoffd must stay out of the way.
+        memory: by rank; only ranks with news.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
     credit_bytes: int | None = None
     usable: bool = True
+    memory: dict[int, MemoryReport] = field(default_factory=dict)
 
     def aggregate(self, other: Any) -> KvoffdWorkerMetadata:
         """Merge the reports of two ranks."""
@@ -119,20 +163,8 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
             failed_jobs={**other.failed_jobs, **self.failed_jobs},
             credit_bytes=min((c for c in (self.credit_bytes, other.credit_bytes) if c is not None), default=None),
             usable=self.usable and other.usable,
+            memory=self.memory | other.memory,
         )
-
-
-@dataclass(frozen=True)
-class KvoffdHandshake(KVConnectorHandshakeMetadata):
-    """One worker's message to the scheduler: the namespace that it derived from its configuration.
-
-    Only the workers derive it. They hold the model, and loading it changes the configuration they see (vLLM turns
-    ``kv_cache_dtype: auto`` into the checkpoint's there, some models rewrite their config); the scheduler's copy stays
-    as it was. vLLM carries this message after the KV caches were registered and before the first request, so both
-    halves speak of the same namespace by construction.
-    """
-
-    namespace: NamespaceSpec
 
 
 class NamespacesDiffer(Exception):

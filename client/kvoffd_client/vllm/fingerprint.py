@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_proto.messages import GroupSpec
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the meaning of a field, or of the bytes in a slot, changes."""
 
-MAX_DESCRIPTION_BYTES = 65_536
+MAX_DESCRIPTION_BYTES = 65_000
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,10 @@ def digest(value: object) -> str:
 
 
 def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
-    """Return the namespace of an engine. ``label`` is for display only and goes into no fingerprint."""
+    """Return the namespace of an engine's configuration. ``label`` is for display only and goes into no fingerprint."""
     canonical = canonical_json({"format": FORMAT, **asdict(factors)})
-    fingerprint = hashlib.sha256(canonical.encode()).digest()
     return NamespaceSpec(
-        fingerprint=fingerprint,
+        fingerprint=_fingerprint(canonical),
         label=label[:256],
         world_size=factors.world_size,
         key_bytes=factors.key_bytes,
@@ -130,3 +130,13 @@ def namespace_of(factors: EngineFactors, label: str) -> NamespaceSpec:
         if len(canonical) <= MAX_DESCRIPTION_BYTES
         else canonical_json({"digest": digest(canonical)}),
     )
+
+
+def with_live_weights(namespace: NamespaceSpec, weights: Sequence[str]) -> NamespaceSpec:
+    """Return the namespace of an engine with these weights in memory: one digest for each worker, by rank."""
+    canonical = canonical_json({**json.loads(namespace.description), "live_weights": digest(list(weights))})
+    return replace(namespace, fingerprint=_fingerprint(canonical), description=canonical)
+
+
+def _fingerprint(canonical: str) -> bytes:
+    return hashlib.sha256(canonical.encode()).digest()

@@ -1,19 +1,21 @@
-"""The scheduler half's connection to the daemon: made once the namespace is known, reset after a change of weights."""
+"""Which namespace an engine is in, and the scheduler half's connection to the daemon, made once that is known."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.scheduler_session import LookupFuture
+from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
+from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys
 
-CONFIRM_TIMEOUT_S = 2.0
-PAUSE_S = 0.2
+PATIENCE_S = 10.0
+"""How long an engine waits in steps for its workers' reports, and then for the daemon to have their memory."""
 
 
 class NamespaceClient:
@@ -54,10 +56,6 @@ class NamespaceClient:
         if self._client is not None:
             self._client.invalidate(groups)
 
-    def reset(self, timeout_s: float = 2.0) -> bool:
-        # Without a namespace there is nothing to drop.
-        return self._client is None or self._client.reset(timeout_s)
-
     def take_events(self) -> list[KvEvent]:
         return self._client.take_events() if self._client is not None else []
 
@@ -67,64 +65,143 @@ class NamespaceClient:
             self._client.close()
 
 
-class NamespaceReset:
-    """Drops the namespace's blocks after a change of weights: asks the daemon, in a thread, until it confirms.
+class EngineNamespace:
+    """Finds the namespace of an engine in its workers' reports, at the start and whenever the weights may have changed.
 
-    The engine never waits for it. While ``due``, nothing that the daemon holds may be used: it is of other weights.
-    ``drop`` drops the namespace, waits at most the given seconds, and returns whether the daemon confirmed.
+    While it is not known, nothing may be looked up, loaded or stored. vLLM resets its caches when an engine is paused,
+    before the weights change, so a reset does not ask the workers at once: they take the digest in the first step after
+    it that computes something, or has a request to schedule.
+
+    Args:
+        world_size: workers of the engine.
+        client: the scheduler half's connection.
+        clock: what time is measured with, as time.monotonic().
+
+    Attributes:
+        generation: counts resets and changes of weights.
+        current: the namespace; None while it is not known.
     """
 
-    def __init__(self, drop: Callable[[float], bool]) -> None:
-        self._drop = drop
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._reports_due = 0
-        self._again = False
+    def __init__(self, world_size: int, client: NamespaceClient, clock: Callable[[], float]) -> None:
+        self._world_size = world_size
+        self._client = client
+        self._clock = clock
+        self.generation = 0
+        self.current: NamespaceSpec | None = None
+        self._last: NamespaceSpec | None = None
+        self._reports: dict[int, MemoryReport] = {}
+        self._waiting_since: float | None = None
+        self._asked = True
+        self._to_tell = False
+        self._failed = False
+        self._engine_cache_kept = False
+        self._engine_cache_stale = False
 
     @property
-    def due(self) -> bool:
-        """Whether a reset was asked for and is not confirmed."""
-        return self._thread is not None
+    def registered(self) -> bool:
+        """Whether the namespace is known, the daemon answers, and has the memory of all workers under it."""
+        current = self.current
+        if current is None or not self._client.ready:
+            return False
+        return all(report.registered == current.fingerprint for report in self._reports.values())
 
     @property
-    def flushing(self) -> bool:
-        """Whether jobs from before the reset still run in the workers; then the engine must keep stepping."""
-        return self._reports_due > 0
+    def may_store(self) -> bool:
+        """Whether what vLLM offers was computed with the weights that the namespace names."""
+        return self.current is not None and not self._engine_cache_stale
 
-    def begin(self, reports_due: int) -> None:
-        """Begin a reset while ``reports_due`` worker reports of running jobs are still to come (see ``report``).
+    @property
+    def soon(self) -> bool:
+        """Whether steps, empty ones too, will make the namespace known or the workers registered; for PATIENCE_S."""
+        if self._failed or not self._asked or self.registered:
+            return False
+        if self.waited_s < PATIENCE_S:
+            return True
+        if self.current is None:
+            self._fail("Its workers did not report what is in their memory.")
+        self._asked = False
+        return False
 
-        Stores among these jobs hold blocks of the old weights, so the daemon is asked once they have ended.
-        """
-        with self._lock:
-            self._reports_due += reports_due
-            self._again = True
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="kvoffd-reset", daemon=True)
-                self._thread.start()
+    @property
+    def needs_steps(self) -> bool:
+        """Whether the engine must make steps, empty ones too, for the workers to report or to be told."""
+        return self._to_tell or (self.current is None and self.soon)
 
-    def report(self, count: int) -> None:
-        self._reports_due = max(0, self._reports_due - count)
-        self._wake.set()
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the workers were first asked, or the namespace was found."""
+        return 0.0 if self._waiting_since is None else self._clock() - self._waiting_since
 
-    def close(self) -> None:
-        """Give up. Does not wait."""
-        self._closed = True
-        self._wake.set()
+    def ask(self) -> None:
+        """Have the workers asked in the next step, if the namespace is not known: somebody wants to use it now."""
+        self._asked = self._asked or self.current is None
 
-    def _run(self) -> None:
-        while not self._closed:
-            self._wake.clear()
-            if self._reports_due == 0:
-                self._again = False
-                if self._drop(CONFIRM_TIMEOUT_S):
-                    with self._lock:
-                        if not self._again:
-                            self._thread = None
-                            break
-                    continue
-            self._wake.wait(PAUSE_S)
-        if not self._closed:
-            logger.info("kvoffd: the daemon dropped all blocks of this engine's namespace.")
+    def news(self) -> tuple[int | None, NamespaceSpec | None]:
+        """Return what the workers must be told in this step: the generation to report, the namespace to register in."""
+        if self.current is None:
+            if not self._asked or self._failed:
+                return None, None
+            if self._waiting_since is None:
+                self._waiting_since = self._clock()
+            return self.generation, None
+        tell, self._to_tell = self._to_tell, False
+        return (self.generation, self.current) if tell else (None, None)
+
+    def leave(self, engine_cache_kept: bool) -> None:
+        """The weights may be others from now on. ``engine_cache_kept``: vLLM's own cache still has blocks of before."""
+        self.generation += 1
+        self._reports.clear()
+        self.current = None
+        self._asked = False
+        self._waiting_since = None
+        self._engine_cache_kept = engine_cache_kept
+        self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
+
+    def report(self, reports: Mapping[int, MemoryReport]) -> None:
+        """Take the workers' reports."""
+        for rank, report in reports.items():
+            if report.generation != self.generation:
+                continue
+            if report.changed:
+                # Nobody reset vLLM's own cache, which still has blocks of the weights before.
+                self.leave(engine_cache_kept=True)
+                return
+            self._reports[rank] = report
+        if self.current is None and len(self._reports) == self._world_size:
+            self._decide([self._reports[rank] for rank in sorted(self._reports)])
+
+    def _decide(self, reports: Sequence[MemoryReport]) -> None:
+        try:
+            namespace = common_namespace([report.namespace for report in reports])
+        except NamespacesDiffer as reason:
+            self._fail(f"{reason} Please report this.")
+            return
+        weights = [report.weights for report in reports if report.weights is not None]
+        if len(weights) < len(reports):
+            logger.warning(
+                "kvoffd: the model of this engine was not found in its workers, so nobody knows which weights are in "
+                "memory. Its blocks are used by no other engine, and not after a restart or reset."
+            )
+            weights = [uuid.uuid4().hex]
+        namespace = with_live_weights(namespace, weights)
+        changed = self._last is not None and self._last.fingerprint != namespace.fingerprint
+        if changed and self._engine_cache_kept:
+            self._engine_cache_stale = True
+            logger.warning(
+                "kvoffd: the weights were changed, and vLLM's own cache was not reset with nothing running. Nothing is "
+                "stored until it is: call reset_prefix_cache with reset_running_requests and reset_connector."
+            )
+        self.current = self._last = namespace
+        self._to_tell = True
+        self._waiting_since = self._clock()
+        self._client.join(namespace)
+        logger.info(
+            "kvoffd: namespace %s (%s)%s.",
+            namespace.fingerprint.hex()[:16],
+            namespace.label,
+            ", of the changed weights" if changed else "",
+        )
+
+    def _fail(self, reason: str) -> None:
+        self._failed = True
+        logger.error("kvoffd: the engine runs without the daemon. %s", reason)

@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.namespace_client import NamespaceReset
+from kvoffd_client.vllm.namespace_client import EngineNamespace
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
@@ -122,11 +122,15 @@ class KvoffdManager(OffloadingManager):
 
     Attributes:
         client: the connection to the daemon.
-        reset: drops the namespace in the daemon; begun before reset_cache() is called.
+        namespace: which namespace the engine is in. It was left before reset_cache() is called.
     """
 
     def __init__(
-        self, lookup_settings: LookupSettings, store_window: StoreWindow, event_translator: KvEventTranslator | None
+        self,
+        lookup_settings: LookupSettings,
+        store_window: StoreWindow,
+        event_translator: KvEventTranslator | None,
+        namespace: EngineNamespace,
     ) -> None:
         self.client = lookup_settings.client
         self._lookup_settings = lookup_settings
@@ -137,7 +141,7 @@ class KvoffdManager(OffloadingManager):
         self._loading: dict[str, PendingLookup] = {}
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
-        self.reset = NamespaceReset(self.client.reset)
+        self.namespace = namespace
         self._usable = True
         self._credit_reported = False
 
@@ -196,7 +200,12 @@ class KvoffdManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         lookups = self._lookups.get(req_context.req_id)
-        if lookups is None or not self._may_use_daemon:
+        if lookups is None:
+            return LookupResult.MISS
+        if self._namespace_soon:
+            self._deferred.add(req_context.req_id)
+            return LookupResult.RETRY
+        if not self._may_use_daemon:
             return LookupResult.MISS
         status = lookups.status(key)
         if status is KeyStatus.HIT:
@@ -231,7 +240,9 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         lookups = self._lookups.get(req_context.req_id)
         wanted: list[OffloadKey] = []
-        if self._may_use_daemon and self.client.ready:
+        if self.namespace.current is None and self.namespace.soon:
+            return None  # vLLM offers it again
+        if self._may_use_daemon and self.namespace.may_store and self.client.ready:
             window = self._store_window
             wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
         if wanted:
@@ -254,7 +265,7 @@ class KvoffdManager(OffloadingManager):
             lookups.release()
 
     def has_pending_work(self) -> bool:
-        return bool(self._deferred) or self.reset.flushing
+        return bool(self._deferred) or self.namespace.needs_steps
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         translator = self._event_translator
@@ -273,13 +284,20 @@ class KvoffdManager(OffloadingManager):
         return self._counters.take(self.client.ready)
 
     def shutdown(self) -> None:
-        self.reset.close()
         self.client.close()
 
     @property
     def _may_use_daemon(self) -> bool:
-        """Whether the workers can share their memory, and no reset makes the daemon's blocks stale."""
-        return self._usable and not self.reset.due
+        """Whether the workers can share their memory, and it is known which blocks are of the weights in it."""
+        return self._usable and self.namespace.current is not None
+
+    @property
+    def _namespace_soon(self) -> bool:
+        """Whether a request should wait a moment: the namespace is about to be known, or the workers registered."""
+        namespace = self.namespace
+        if not self._usable or not namespace.soon:
+            return False
+        return namespace.current is None or namespace.waited_s < self._lookup_settings.deadline_s
 
 
 def _reason(failed: FailedJob) -> str:

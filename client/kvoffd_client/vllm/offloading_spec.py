@@ -26,7 +26,7 @@ from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.connector_stats import DEFINITIONS
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_client.vllm.request_lookups import LookupSettings
@@ -39,7 +39,7 @@ class EngineSetup:
     """What the connector knows and vLLM's spec interface has no place for.
 
     Attributes:
-        namespace: what a worker derived; None in the scheduler, which is told by the workers.
+        namespace: what a worker derived from its configuration; None in the scheduler, which is told by the workers.
         group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
         memory: where a worker's KV cache is allocated.
@@ -81,13 +81,13 @@ class KvoffdSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return this worker's half, which registers in the background."""
+        """Return this worker's half, which registers in the background once it is told its namespace."""
         if self._worker is None:
             namespace = self.setup.namespace
             assert namespace is not None, "a worker has one"
             on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
             self._worker = KvoffdWorker(
-                lambda: self.connect_worker(kv_caches),
+                lambda namespace: self.connect_worker(kv_caches, namespace),
                 blocks_per_chunk=self.blocks_per_chunk,
                 key_bytes=namespace.key_bytes,
                 fence_timeout_s=self.setup.options.store_fence_timeout_s,
@@ -95,10 +95,9 @@ class KvoffdSpec(OffloadingSpec):
             )
         return self._worker
 
-    def connect_worker(self, kv_caches: CanonicalKVCaches) -> WorkerClient | None:
+    def connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
         """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
         setup, rank = self.setup, self.config.parallel.rank
-        assert setup.namespace is not None, "a worker has one"
         try:
             registration = registration_of(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, setup.layers)
         except NotShareable as reason:
@@ -106,9 +105,9 @@ class KvoffdSpec(OffloadingSpec):
             return None
         return WorkerClient(
             setup.options.socket_directory,
-            setup.namespace,
+            namespace,
             registration,
-            name=self._name(setup.namespace, f"worker {rank}"),
+            name=self._name(namespace, f"worker {rank}"),
             software=_software(),
         )
 
@@ -127,9 +126,10 @@ class KvoffdSpec(OffloadingSpec):
                 options=options.client_options,
             )
 
+        client = NamespaceClient(connect)
         return KvoffdManager(
             LookupSettings(
-                client=NamespaceClient(connect),
+                client=client,
                 positions={suffix: index for index, suffix in enumerate(suffixes)},
                 deadline_s=options.lookup_deadline_ms / 1000,
                 refresh_s=options.lookup_refresh_ms / 1000,
@@ -139,6 +139,7 @@ class KvoffdSpec(OffloadingSpec):
             ),
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,
+            EngineNamespace(self.config.parallel.world_size, client, time.monotonic),
         )
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:

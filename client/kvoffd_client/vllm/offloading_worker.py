@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffd_client.cuda.order import OrderedSender
+from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.worker_client import WorkerClient
@@ -28,9 +29,10 @@ class KvoffdTransferResult(TransferResult):
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. A job that cannot be done ends as failed; none is ever refused.
 
+    Without a namespace (see ``join``) every job fails at once.
+
     Args:
-        connect: makes a client with the KV memory registered, at first and after the engine's sleep; None when the
-            memory cannot be shared, then every job fails at once.
+        connect: makes a client with the KV memory registered in a namespace; None when the memory cannot be shared.
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
@@ -39,7 +41,7 @@ class KvoffdWorker(OffloadingWorker):
 
     def __init__(
         self,
-        connect: Callable[[], WorkerClient | None],
+        connect: Callable[[NamespaceSpec], WorkerClient | None],
         *,
         blocks_per_chunk: int,
         key_bytes: int,
@@ -47,7 +49,8 @@ class KvoffdWorker(OffloadingWorker):
         sender: OrderedSender | None = None,
     ) -> None:
         self._connect = connect
-        self._client = connect()
+        self._client: WorkerClient | None = None
+        self._namespace: NamespaceSpec | None = None
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
@@ -58,8 +61,13 @@ class KvoffdWorker(OffloadingWorker):
 
     @property
     def usable(self) -> bool:
-        """Whether this worker's memory can be shared with the daemon, now or after the engine's sleep."""
-        return self._client is not None or self._asleep
+        """Whether this worker's memory can be shared with the daemon, as far as is known."""
+        return self._client is not None or self._namespace is None or self._asleep
+
+    @property
+    def registered(self) -> bytes | None:
+        """Fingerprint of the namespace in which the daemon has the memory now; None for none."""
+        return self._namespace.fingerprint if self._namespace and self._client and self._client.ready else None
 
     @property
     def credit_bytes(self) -> int | None:
@@ -100,12 +108,20 @@ class KvoffdWorker(OffloadingWorker):
         if self._client is not None:
             self._client.fence(sorted(job_ids), self._fence_timeout_s)
 
-    def unregister(self) -> None:
-        """Have the daemon let go of the KV memory, which the engine is about to give up. Jobs fail from now on."""
-        client, self._client = self._client, None
+    def join(self, namespace: NamespaceSpec) -> None:
+        """Register the KV memory in this namespace, leaving another one. Repeatable."""
+        if self._namespace is not None and self._namespace.fingerprint == namespace.fingerprint:
+            return
+        self.leave()
+        self._namespace = namespace
+        if not self._asleep:
+            self._client = self._connect(namespace)
+
+    def leave(self) -> None:
+        """Have the daemon let go of the KV memory. Jobs fail from now on, until another ``join``."""
+        client, self._client, self._namespace = self._client, None, None
         if client is None:
             return
-        self._asleep = True
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         if not client.unregister(UNREGISTER_TIMEOUT_S):
@@ -117,11 +133,18 @@ class KvoffdWorker(OffloadingWorker):
         client.close()
         self._local_results.extend(_transfer_result(result) for result in client.take_results())
 
-    def restore(self) -> None:
-        """Register the KV memory again after the engine's sleep: other memory at the same addresses."""
+    def sleep(self) -> None:
+        """The engine is about to give up the KV memory."""
+        self._asleep = True
+        namespace = self._namespace
+        self.leave()
+        self._namespace = namespace
+
+    def wake(self) -> None:
+        """There is KV memory again, other memory at the same addresses."""
         if self._asleep:
             self._asleep = False
-            self._client = self._connect()
+            self._client = self._connect(self._namespace) if self._namespace is not None else None
 
     def shutdown(self) -> None:
         if self._sender is not None:

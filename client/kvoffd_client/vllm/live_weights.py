@@ -1,0 +1,150 @@
+"""What a worker has in its memory: a digest of the live models, and whether they may have changed since it was taken.
+
+A configuration names a checkpoint. Training updates weights in place, and an engine that sleeps may wake up with
+others, so only the tensors themselves tell what KV blocks were computed with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from vllm.model_executor.parameter import SharedWeightParameter
+from vllm.v1.worker.worker_base import WorkerBase
+
+from kvoffd_client.vllm.log import logger
+
+PIECE_BYTES = 64
+PIECES = 16
+"""Taken of each tensor, spread over it. Training moves all of a tensor's numbers; whoever edits single ones in place
+should change the ``salt``."""
+
+CHANGING_METHODS = (
+    "apply_model",
+    "checkpoint_restore",
+    "finish_weight_update",
+    "load_model",
+    "reload_weights",
+    "reset_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "wake_up",
+)
+"""Methods of vLLM's workers (0.32, 0.33) after which the weights may be others: v1/worker/gpu_worker.py."""
+
+
+class LiveWeights:
+    """The models of one worker. ``models`` returns those that are in memory: the model, and a draft model if any.
+
+    Attributes:
+        changed: the weights may be others than those of the last digest.
+    """
+
+    def __init__(self, models: Callable[[], list[torch.nn.Module]]) -> None:
+        self._models = models
+        self.changed = False
+
+    @classmethod
+    def of_caller(cls) -> LiveWeights | None:
+        """Return the weights of the worker that is calling, None where no caller is a model runner.
+
+        vLLM hands connectors no model. It registers the KV caches from inside its model runner, in a method of its
+        worker, with other connectors in between perhaps, so both are among the callers.
+        """
+        runner = worker = None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, WorkerBase):
+                worker = worker or caller
+            elif callable(getattr(caller, "get_model", None)):
+                runner = runner or caller
+            frame = frame.f_back
+        if runner is None:
+            return None
+        weights = cls(lambda: _models_of(runner))
+        if worker is not None:
+            weights.watch(worker)
+        return weights
+
+    def watch(self, worker: Any) -> None:
+        """Have every call of a method that changes weights noticed. The methods do what they did."""
+        for name in CHANGING_METHODS:
+            if callable(method := getattr(worker, name, None)):
+                setattr(worker, name, self._noticing(method))
+
+    def digest(self) -> str:
+        """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
+
+        The same weights give the same digest in every process that splits them over as many workers.
+        """
+        began = time.monotonic()
+        self.changed = False
+        total = hashlib.sha256()
+        samples: list[torch.Tensor] = []
+        for number, model in enumerate(self._models()):
+            for name, tensor in _tensors(model):
+                total.update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+                samples.extend(_sample(tensor))
+        for device in dict.fromkeys(sample.device for sample in samples):
+            # One copy per device: each would wait for the device anew.
+            joined = torch.cat([sample for sample in samples if sample.device == device])
+            total.update(joined.cpu().numpy().tobytes())
+        logger.info("kvoffd: named the weights by %d samples in %.3f s.", len(samples), time.monotonic() - began)
+        return total.hexdigest()
+
+    def _noticing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.changed = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.changed = True
+
+        return call
+
+
+def _models_of(runner: Any) -> list[torch.nn.Module]:
+    draft = runner.get_draft_model() if callable(getattr(runner, "get_draft_model", None)) else None
+    return [model for model in (runner.get_model(), draft) if isinstance(model, torch.nn.Module)]
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield from _plain(name, tensor)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the tensors that hold the bytes: some of vLLM's and TorchAO's parameters are made of several."""
+    if isinstance(tensor, SharedWeightParameter):
+        for index, partition in tensor.partitions.items():
+            yield from _plain(f"{name}.{index}", partition)
+    elif is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
+    else:
+        yield name, tensor
+
+
+def _sample(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return pieces of a tensor's memory, from its first byte to its last, on its device."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return []
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    length = (last + 1) * tensor.element_size()
+    begin = tensor.storage_offset() * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    memory.set_(tensor.untyped_storage(), begin, (length,), (1,))
+    if length <= PIECES * PIECE_BYTES:
+        return [memory]
+    step = (length - PIECE_BYTES) // (PIECES - 1)
+    return [memory[at : at + PIECE_BYTES] for at in range(0, PIECES * step, step)]

@@ -1,0 +1,127 @@
+"""The digest of the weights in a worker's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.worker.worker_base import WorkerBase
+
+from kvoffd_client.vllm.live_weights import CHANGING_METHODS, PIECE_BYTES, PIECES, LiveWeights
+
+
+class Model(torch.nn.Module):
+    """A large matrix, one that is not contiguous, a small one, and a buffer as fp8 scales are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.large = torch.nn.Parameter(torch.randn(512, 512, generator=generator))
+        self.turned = torch.nn.Parameter(torch.randn(64, 96, generator=generator).t())
+        self.small = torch.nn.Parameter(torch.randn(3, generator=generator).to(torch.bfloat16))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("nothing", torch.empty(0))
+
+
+def digest(*models: torch.nn.Module) -> str:
+    return LiveWeights(lambda: list(models)).digest()
+
+
+def test_equal_weights_have_one_digest_whatever_memory_they_are_in() -> None:
+    assert digest(Model()) == digest(Model())
+
+
+def test_a_draft_model_counts() -> None:
+    assert len({digest(Model()), digest(Model(), Model())}) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.large.data.mul_(1.001),
+        lambda model: model.turned.data.add_(0.5),
+        lambda model: model.small.data.neg_(),
+        lambda model: model.scale.fill_(2),
+        lambda model: setattr(model, "small", torch.nn.Parameter(model.small.data.float())),
+        lambda model: model.large.data[-1].add_(1),
+        lambda model: model.large.data[0].add_(1),
+        lambda model: model.register_buffer("more", torch.ones(1)),
+    ],
+)
+def test_every_change_is_another_digest(change: Callable[[Any], None]) -> None:
+    model = Model()
+    before = digest(model)
+    with torch.no_grad():
+        change(model)
+    assert digest(model) != before
+
+
+def test_of_a_large_tensor_no_more_than_the_samples_are_read() -> None:
+    model = Model()
+    before = digest(model)
+    step = (512 * 512 * 4 - PIECE_BYTES) // (PIECES - 1)
+    with torch.no_grad():
+        model.large.view(-1)[(PIECE_BYTES + 4) // 4 : step // 4] += 1
+    assert digest(model) == before
+
+
+class Runner:
+    """What of vLLM's model runners counts: get_model, get_draft_model, and that it calls the connector."""
+
+    def __init__(self, draft: torch.nn.Module | None) -> None:
+        self.model, self.draft = Model(), draft
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def get_draft_model(self) -> torch.nn.Module | None:
+        return self.draft
+
+    def initialize_kv_cache(self) -> LiveWeights | None:
+        return LiveWeights.of_caller()
+
+
+class Worker(WorkerBase):
+    """A worker that changes weights in two of vLLM's ways."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.model_runner: Any = runner
+
+    def initialize(self) -> LiveWeights | None:
+        return self.model_runner.initialize_kv_cache()  # type: ignore[no-any-return]
+
+    def reload_weights(self, factor: float) -> str:
+        self.model_runner.model.large.data.mul_(factor)
+        return "reloaded"
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        raise RuntimeError("no such file")
+
+
+@pytest.mark.parametrize("draft", [None, Model()])
+def test_the_models_are_found_among_the_callers_and_changes_by_vllms_methods_are_noticed(draft: Any) -> None:
+    worker = Worker(Runner(draft))
+    weights = worker.initialize()
+    assert weights is not None
+    before = weights.digest()
+    assert before == digest(*filter(None, [Model(), draft]))
+    assert not weights.changed
+    assert worker.reload_weights(2.0) == "reloaded"
+    assert weights.changed
+    assert weights.digest() != before
+    assert not weights.changed
+    with pytest.raises(RuntimeError, match="no such file"):
+        worker.load_model()
+    assert weights.changed, "nobody knows how far it came"
+
+
+def test_where_no_caller_has_a_model_there_is_none() -> None:
+    assert LiveWeights.of_caller() is None
+
+
+def test_the_methods_that_change_weights_are_vllms() -> None:
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+    assert [name for name in CHANGING_METHODS if not hasattr(GpuWorker, name)] == []
