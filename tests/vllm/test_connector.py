@@ -23,6 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput
 import kvoffd_client.vllm
 import kvoffd_client.vllm.connector as connector_module
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm import engine_requirements
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
@@ -106,10 +107,10 @@ def test_a_key_nobody_reads_is_told(model: Path, tmp_path: Path, said: list[str]
 def test_sleep_mode_is_refused_where_vllm_does_not_tell_of_it(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KvoffdConnector.supports_sleep_mode(config.kv_transfer_config)
     config.model_config.enable_sleep_mode = True
-    monkeypatch.setattr(connector_module, "HAS_SLEEP_HOOKS", False)
+    monkeypatch.setattr(engine_requirements, "HAS_SLEEP_HOOKS", False)
     with pytest.raises(ValueError, match="sleep mode"):
         KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    monkeypatch.setattr(connector_module, "HAS_SLEEP_HOOKS", True)
+    monkeypatch.setattr(engine_requirements, "HAS_SLEEP_HOOKS", True)
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
 
 
@@ -230,6 +231,21 @@ def test_workers_that_disagree_turn_kvoffd_off_and_say_on_what(
     assert any("disagree on" in line and "weights_dtype" in line for line in said)
     assert not scheduler._manager.client.ready
     assert not scheduler.has_pending_push_work()
+    scheduler.shutdown()
+
+
+def test_workers_on_several_machines_turn_kvoffd_off(
+    config: Any, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    config.test_model = torch.nn.Linear(4, 4)
+    config.parallel_config.world_size = 2
+    workers = [make_worker(config, rank=rank)[0] for rank in range(2)]
+    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+    machines = iter(["one", "other"])
+    monkeypatch.setattr(connector_module, "machine_id", machines.__next__)
+    step(scheduler, workers)
+    assert any("on several machines" in line for line in said)
+    assert scheduler._manager.namespace.current is None
     scheduler.shutdown()
 
 

@@ -108,7 +108,7 @@ CHANGES: dict[str, tuple[str, object]] = {
     "world_size": ("parallel_config.world_size", 2),
     "model_config": ("model_config.hf_config.rope_theta", 50_000.0),
     "blocks_per_chunk": ("kv_transfer_config.kv_connector_extra_config", {"blocks_per_chunk": 4}),
-    "canonical_layout": ("kv_transfer_config.kv_connector_extra_config", {"canonical_layout": True}),
+    "context_parallel_interleave": ("parallel_config.cp_kv_cache_interleave_size", 16),
 }
 
 

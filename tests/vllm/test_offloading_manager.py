@@ -34,7 +34,7 @@ SHARD_BYTES = 1000
 class Harness:
     """A manager of one group and its fake client."""
 
-    def __init__(self) -> None:
+    def __init__(self, **roles: bool) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         suffix = (0).to_bytes(4, "big")
@@ -44,6 +44,7 @@ class Harness:
             StoreWindow({suffix: SHARD_BYTES}),
             KvEventTranslator((0,)),
             EngineNamespace(1, client, self.clock),
+            **roles,
         )
         self.report("weights")
 
@@ -259,6 +260,22 @@ def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
     harness.manager.namespace.leave(engine_cache_kept=True)
     harness.report("other weights")
     stored = harness.manager.prepare_store(KEYS, context)
+    assert stored is not None
+    assert stored.keys_to_store == []
+
+
+def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
+    producer = Harness(loads=False)
+    context = producer.request()
+    assert producer.client.asked == []
+    assert producer.results(context) == [LookupResult.MISS] * 3
+    stored = producer.manager.prepare_store(KEYS, context)
+    assert stored is not None
+    assert stored.keys_to_store == KEYS
+    consumer = Harness(stores=False)
+    context = consumer.request(ready=HASHES)
+    assert consumer.results(context) == [LookupResult.HIT] * 3
+    stored = consumer.manager.prepare_store([key(9)], context)
     assert stored is not None
     assert stored.keys_to_store == []
 

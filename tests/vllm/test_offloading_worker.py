@@ -99,6 +99,7 @@ def test_a_worker_without_shareable_memory_fails_every_job_and_the_engine_goes_o
         setup=EngineSetup(ConnectorOptions(), NAMESPACE, (0,), (512,)),
         config=SimpleNamespace(parallel=SimpleNamespace(rank=0)),
         blocks_per_chunk=1,
+        replicated_layout=False,
     )
     client = KvoffdSpec.connect_worker(cast(KvoffdSpec, spec), private, NAMESPACE)
     assert client is None

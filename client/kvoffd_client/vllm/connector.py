@@ -27,6 +27,7 @@ from kvoffd_client.vllm.connector_metadata import (
     MemoryReport,
 )
 from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
+from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, machine_id
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
@@ -37,7 +38,6 @@ from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 
 SPEC_NAME = "KvoffdSpec"
-HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -107,7 +107,9 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         setup = self._kvoffd_spec.setup
         report = (worker.credit_bytes, worker.usable)
         assert setup.namespace is not None, "a worker has one"
-        memory = MemoryReport(setup.namespace, self._digest, self._generation, self._changed, worker.registered)
+        memory = MemoryReport(
+            setup.namespace, self._digest, self._generation, machine_id(), self._changed, worker.registered
+        )
         told = memory == self._last_memory
         if not self._connector_worker_meta.completed_jobs and report == self._last_report and told:
             return None
@@ -143,11 +145,8 @@ class KvoffdConnector(OffloadingConnector):
     connector_worker: Any
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        if vllm_config.model_config.enable_sleep_mode and not HAS_SLEEP_HOOKS:
-            raise ValueError(
-                f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no "
-                "KV cache; start it without sleep mode, or use vLLM 0.33."
-            )
+        check_engine(vllm_config)
+        check_groups(kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         if unknown and role == KVConnectorRole.SCHEDULER:
@@ -241,6 +240,12 @@ class KvoffdConnector(OffloadingConnector):
         return super().reset_cache()
 
     @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """As vLLM's, which asks before it builds anything: what cannot be served is refused here already."""
+        check_engine(vllm_config)
+        return super().get_required_kvcache_layout(vllm_config)
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Asked by 0.33, which tells us before sleep unmaps the memory that the daemon copies from and to."""
         return True
@@ -294,7 +299,10 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
     namespace = None
     if role == KVConnectorRole.WORKER:
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
-    return EngineSetup(options, namespace, group_ids, shard_bytes)
+    transfer = vllm_config.kv_transfer_config
+    return EngineSetup(
+        options, namespace, group_ids, shard_bytes, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+    )
 
 
 def _choose_load_failure_policy(kv_transfer_config: Any, options: ConnectorOptions) -> None:

@@ -108,6 +108,7 @@ class MemoryReport:
         namespace: what the worker derived from its configuration; it does not name the weights.
         weights: digest of the live weights; None where vLLM's model was not found.
         generation: the scheduler's number of the digest; see ``KvoffdConnectorMetadata``.
+        machine: what tells the worker's machine from others.
         changed: the weights may have changed since the digest was taken.
         registered: fingerprint of the namespace in which the daemon has this worker's memory; None for none.
     """
@@ -115,6 +116,7 @@ class MemoryReport:
     namespace: NamespaceSpec
     weights: str | None
     generation: int
+    machine: str = ""
     changed: bool = False
     registered: bytes | None = None
 

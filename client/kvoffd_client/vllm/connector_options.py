@@ -14,7 +14,6 @@ VLLM_KEYS = frozenset(
     {
         "block_size",
         "blocks_per_chunk",
-        "canonical_layout",
         "offload_prompt_only",
         "self_describing_kv_events",
         "spec_module_path",
@@ -22,6 +21,11 @@ VLLM_KEYS = frozenset(
     }
 )
 
+# Options of vLLM's own offloading that cannot be followed, and why.
+REFUSED = {
+    "canonical_layout": "it keeps each tensor parallel rank's shards as they are (engines of one size share them)",
+    "sync_load_budget_bytes": "a load that fails inside a step cannot be recomputed",
+}
 
 BEST_EFFORT = "best_effort"
 WAIT = "wait"
@@ -89,11 +93,11 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
     for key in extra_config:
         if key in OWN_KEYS or key in VLLM_KEYS:
             continue
-        if key == "sync_load_budget_bytes":
+        if key in REFUSED:
             if extra_config[key]:
                 raise ValueError(
-                    "kv_connector_extra_config: sync_load_budget_bytes cannot be used with KvoffdConnector, since a "
-                    "load that fails inside a step cannot be recomputed; leave it out."
+                    f"kv_connector_extra_config: {key} cannot be used with KvoffdConnector, since {REFUSED[key]}; "
+                    "leave it out."
                 )
             continue
         near = difflib.get_close_matches(key, OWN_KEYS, n=1, cutoff=0.75)

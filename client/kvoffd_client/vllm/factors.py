@@ -30,6 +30,21 @@ PROBE_TOKENS = tuple(range(1, 17))
 # These say where a configuration came from, not what is in it.
 VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 
+# Fields of MultiModalConfig; see ``_multimodal``.
+MULTIMODAL_FIELDS = (
+    "language_model_only",
+    "media_io_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "mm_hasher_algorithm",
+    "mm_processor_kwargs",
+    "video_pruning_method",
+    "video_pruning_rate",
+)
+
+# Speculative methods that draft without a KV cache of their own.
+METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 256
@@ -67,13 +82,14 @@ def collect_factors(vllm_config: Any, kv_cache_config: Any, options: ConnectorOp
         pipeline_parallel=parallel.pipeline_parallel_size,
         prefill_context_parallel=parallel.prefill_context_parallel_size,
         decode_context_parallel=parallel.decode_context_parallel_size,
-        world_size=parallel.world_size,
+        context_parallel_interleave=parallel.cp_kv_cache_interleave_size,
+        world_size=1 if offloading.replicated_layout else parallel.world_size,
         kv_layout=str(kv_cache_config.kv_cache_layout or offloading.kv_cache_layout or ""),
-        canonical_layout=offloading.canonical_layout,
         device_type=str(current_platform.device_type),
         device_name=_device_name(),
         attention_backend=_attention_backend(vllm_config, kv_cache_config),
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
+        multimodal=_multimodal(model),
         speculative=_speculative(vllm_config),
         salt=options.salt,
         groups=tuple(
@@ -129,9 +145,6 @@ def _private_id(vllm_config: Any, algorithm: str) -> str:
             algorithm,
         )
         return engine_id
-    # Scales found at run time differ from engine to engine and are not stored with the blocks.
-    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
-        return engine_id
     return ""
 
 
@@ -142,16 +155,35 @@ def _config_digest(model: Any) -> str:
     return digest({"config": plain, "max_model_len": length, "model_impl": str(model.model_impl)})
 
 
-def _speculative(vllm_config: Any) -> str:
-    speculative = vllm_config.speculative_config
-    if speculative is None:
+def _multimodal(model: Any) -> str:
+    """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
+
+    Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine.
+    """
+    if model.multimodal_config is None:
         return ""
-    draft = speculative.draft_model_config
-    factors: dict[str, object] = {"method": str(speculative.method), "tokens": speculative.num_speculative_tokens}
-    if draft is not None:
-        factors["model"] = weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}"
-        factors["config"] = _config_digest(draft)
-    return digest(factors)
+    return digest({name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS})
+
+
+def _speculative(vllm_config: Any) -> str:
+    """Return a digest of the draft model, whose layers have KV of their own; empty where nothing is added.
+
+    How many tokens are drafted changes no block: what is kept was computed with the tokens that were accepted. Only
+    drafts of several tokens in one pass of the draft model may write its layers' KV differently.
+    """
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or str(speculative.method) in METHODS_WITHOUT_KV:
+        return ""
+    return digest(
+        {
+            "method": str(speculative.method),
+            "model": weights_identity(draft.model) or f"{draft.model} {draft.revision or ''}",
+            "config": _config_digest(draft),
+            "tensor_parallel": speculative.draft_tensor_parallel_size,
+            "tokens_in_parallel": speculative.num_speculative_tokens if speculative.parallel_drafting else 0,
+        }
+    )
 
 
 def _attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:

@@ -57,12 +57,14 @@ class EngineFactors:
         hash_algorithm: prefix caching's hash.
         hash_probe: hash of a fixed token list, in hex: algorithm, seed and scheme in one value.
         hash_lookahead_tokens: tokens after a block that its hash covers too (0.33, speculative decoding).
-        private: empty; or the engine's id, when nobody else can share its blocks (random hash seed, scales of its own).
-        world_size: workers, hence shards of a block.
+        private: empty; or the engine's id, when nobody else can share its blocks (random hash seed).
+        context_parallel_interleave: tokens that a rank of context parallelism holds in a row.
+        world_size: shards of a block: workers, or 1 where all of them have the same bytes.
         device_name: the device model, since kernels of another one may lay out pages differently.
         attention_backend: the backends in use.
         model_runner: v1 or v2.
-        speculative: digest of what speculative decoding adds (draft layers have KV), empty for none.
+        multimodal: digest of what changes the embeddings of images and is not in their hashes, empty for text.
+        speculative: digest of a draft model whose layers have KV, empty for none.
         groups: KV cache groups, by index on the wire.
     """
 
@@ -85,13 +87,14 @@ class EngineFactors:
     pipeline_parallel: int
     prefill_context_parallel: int
     decode_context_parallel: int
+    context_parallel_interleave: int
     world_size: int
     kv_layout: str
-    canonical_layout: bool
     device_type: str
     device_name: str
     attention_backend: str
     model_runner: str
+    multimodal: str
     speculative: str
     salt: str
     groups: tuple[GroupFactors, ...]

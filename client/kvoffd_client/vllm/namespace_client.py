@@ -176,6 +176,12 @@ class EngineNamespace:
         except NamespacesDiffer as reason:
             self._fail(f"{reason} Please report this.")
             return
+        if len({report.machine for report in reports}) > 1:
+            self._fail(
+                "Its workers are on several machines, and a daemon has the blocks of one. Use tensor and pipeline "
+                "parallelism within a machine, and data parallelism between machines."
+            )
+            return
         weights = [report.weights for report in reports if report.weights is not None]
         if len(weights) < len(reports):
             logger.warning(

@@ -118,7 +118,8 @@ def _removal(keys: list[OffloadKey], medium: Medium) -> list[OffloadingEvent]:
 class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. Where the daemon is away or slow, every answer is a miss.
 
-    ``event_translator`` is None when the engine publishes no KV events.
+    ``event_translator`` is None when the engine publishes no KV events. Without ``loads`` everything is a miss, without
+    ``stores`` nothing is stored: vLLM's kv_role.
 
     Attributes:
         client: the connection to the daemon.
@@ -131,6 +132,9 @@ class KvoffdManager(OffloadingManager):
         store_window: StoreWindow,
         event_translator: KvEventTranslator | None,
         namespace: EngineNamespace,
+        *,
+        loads: bool = True,
+        stores: bool = True,
     ) -> None:
         self.client = lookup_settings.client
         self._lookup_settings = lookup_settings
@@ -142,6 +146,8 @@ class KvoffdManager(OffloadingManager):
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
         self.namespace = namespace
+        self._loads = loads
+        self._stores = stores
         self._usable = True
         self._credit_reported = False
 
@@ -153,7 +159,7 @@ class KvoffdManager(OffloadingManager):
         lookups = self._lookups.get(request_id)
         if lookups is None:
             return
-        if self._may_use_daemon and lookups.refresh(groups):
+        if self._loads and self._may_use_daemon and lookups.refresh(groups):
             self._counters.count(stats.LOOKUPS)
         if lookups.count_disk_wait():
             self._counters.count(stats.DISK_WAITS_ENDED)
@@ -200,7 +206,7 @@ class KvoffdManager(OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         lookups = self._lookups.get(req_context.req_id)
-        if lookups is None:
+        if lookups is None or not self._loads:
             return LookupResult.MISS
         if self._namespace_soon:
             self._deferred.add(req_context.req_id)
@@ -240,9 +246,9 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         lookups = self._lookups.get(req_context.req_id)
         wanted: list[OffloadKey] = []
-        if self.namespace.current is None and self.namespace.soon:
+        if self._stores and self.namespace.current is None and self.namespace.soon:
             return None  # vLLM offers it again
-        if self._may_use_daemon and self.namespace.may_store and self.client.ready:
+        if self._stores and self._may_use_daemon and self.namespace.may_store and self.client.ready:
             window = self._store_window
             wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
         if wanted:

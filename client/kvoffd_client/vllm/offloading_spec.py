@@ -42,6 +42,8 @@ class EngineSetup:
         namespace: what a worker derived from its configuration; None in the scheduler, which is told by the workers.
         group_ids: vLLM's ids of the offloaded groups, by index on the wire.
         shard_bytes: about the bytes of one worker's shard of a block, per group on the wire.
+        loads: kv_role is kv_consumer or kv_both.
+        stores: kv_role is kv_producer or kv_both.
         memory: where a worker's KV cache is allocated.
         layers: what the pages of a worker's layers are, per group on the wire; empty until vLLM has allocated them.
     """
@@ -50,6 +52,8 @@ class EngineSetup:
     namespace: NamespaceSpec | None
     group_ids: tuple[int, ...]
     shard_bytes: tuple[int, ...]
+    loads: bool = True
+    stores: bool = True
     memory: SharedKvMemory = field(default_factory=SharedKvMemory)
     layers: tuple[tuple[LayerSpec, ...], ...] = ()
 
@@ -71,6 +75,8 @@ class KvoffdSpec(OffloadingSpec):
         if setup is None:
             raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
         self.setup = setup
+        # All ranks have the same bytes: vLLM has rank 0 alone store, and all ranks load its shard.
+        self.replicated_layout = config.replicated_layout
         self._manager: KvoffdManager | None = None
         self._worker: KvoffdWorker | None = None
 
@@ -98,8 +104,9 @@ class KvoffdSpec(OffloadingSpec):
     def connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient | None:
         """Return a client with the memory registered, or None, with one warning, when it cannot be shared."""
         setup, rank = self.setup, self.config.parallel.rank
+        shard = 0 if self.replicated_layout else rank
         try:
-            registration = registration_of(kv_caches, setup.memory.memories, rank, self.blocks_per_chunk, setup.layers)
+            registration = registration_of(kv_caches, setup.memory.memories, shard, self.blocks_per_chunk, setup.layers)
         except NotShareable as reason:
             logger.warning("kvoffd: worker %d stores and loads nothing. %s", rank, reason)
             return None
@@ -140,6 +147,8 @@ class KvoffdSpec(OffloadingSpec):
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,
             EngineNamespace(self.config.parallel.world_size, client, time.monotonic),
+            loads=setup.loads,
+            stores=setup.stores,
         )
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:

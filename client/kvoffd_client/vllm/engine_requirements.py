@@ -1,0 +1,73 @@
+"""What kvoffd cannot serve is refused at the engine's start, with a sentence that says what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
+
+HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
+
+
+def check_engine(vllm_config: Any) -> None:
+    """Raise ValueError where an engine of this configuration (vllm.config.VllmConfig) cannot use kvoffd."""
+    reason = _problem(vllm_config)
+    if reason:
+        raise ValueError(f"kvoffd cannot serve this engine: {reason}")
+
+
+def check_groups(kv_cache_config: Any) -> None:
+    """Raise ValueError where no KV cache group of the engine (KVCacheConfig) can be kept outside it."""
+    if not get_offloading_group_ids(kv_cache_config):
+        raise ValueError(
+            "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
+            "with prefix caching). Start it without --kv-transfer-config."
+        )
+
+
+def machine_id() -> str:
+    """Return what tells this machine from another one, the same in all its containers; empty where it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _problem(vllm_config: Any) -> str:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        return (
+            f"vLLM runs on {current_platform.device_name or 'another platform'}, and kvoffd moves KV blocks of NVIDIA "
+            "GPUs and of CPUs only. Start it without --kv-transfer-config."
+        )
+    if model.is_encoder_decoder:
+        return (
+            "vLLM gives no KV connector the cache of an encoder-decoder model. Start it without --kv-transfer-config."
+        )
+    if parallel.nnodes_within_dp > 1:
+        return (
+            f"its workers are on {parallel.nnodes_within_dp} nodes, and a daemon has the blocks of one node. Use "
+            "tensor and pipeline parallelism within a node, and data parallelism between nodes."
+        )
+    if model.enable_sleep_mode and not HAS_SLEEP_HOOKS:
+        return (
+            f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no KV "
+            "cache. Start it without sleep mode, or use vLLM 0.33."
+        )
+    multimodal = model.multimodal_config
+    if (
+        multimodal is not None
+        and not multimodal.language_model_only
+        and multimodal.mm_processor_cache_gb == 0
+        and not vllm_config.cache_config.enable_prefix_caching
+    ):
+        return (
+            "with prefix caching off and mm_processor_cache_gb=0 vLLM does not hash images but numbers them, so one "
+            "user's image would be taken for another's. Start it with --enable-prefix-caching, or with an "
+            "--mm-processor-cache-gb above 0."
+        )
+    return ""

@@ -1,0 +1,92 @@
+"""Engines that kvoffd cannot serve are refused at their start."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.models import make_tiny_llama
+from support.vllm_config import cache_config, make_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvoffd_client.vllm import engine_requirements
+from kvoffd_client.vllm.connector import KvoffdConnector
+from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    model: Path = make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
+    config = make_config(model, {"directory": "/nowhere"})
+    check_engine(config)
+    return config
+
+
+@pytest.fixture
+def config(served: Any) -> Any:
+    config = copy.copy(served)
+    config.model_config = copy.copy(served.model_config)
+    config.parallel_config = copy.copy(served.parallel_config)
+    config.cache_config = copy.copy(served.cache_config)
+    return config
+
+
+def refused(config: Any, match: str) -> None:
+    """It is refused when vLLM asks for the layout, before it builds anything, and by the constructor."""
+    with pytest.raises(ValueError, match=f"kvoffd cannot serve this engine: .*{match}"):
+        KvoffdConnector.get_required_kvcache_layout(config)
+    with pytest.raises(ValueError, match=match):
+        KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
+
+
+def test_an_encoder_decoder_model(config: Any) -> None:
+    config.model_config.__dict__["is_encoder_decoder"] = True  # vLLM computes it once
+    refused(config, "encoder-decoder")
+
+
+def test_workers_of_one_replica_on_several_nodes(config: Any) -> None:
+    config.parallel_config.nnodes = 2
+    refused(config, "on 2 nodes")
+
+
+def test_replicas_on_several_nodes_are_served(config: Any) -> None:
+    config.parallel_config.nnodes = 2
+    config.parallel_config.data_parallel_size = 2
+    config.parallel_config.data_parallel_size_local = 1
+    assert config.parallel_config.nnodes_within_dp == 1
+    check_engine(config)
+
+
+@pytest.mark.parametrize("platform", ["rocm", "xpu"])
+def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name=platform)
+    monkeypatch.setattr(engine_requirements, "current_platform", other)
+    refused(config, f"vLLM runs on {platform}")
+
+
+def test_images_that_are_numbered_and_not_hashed(config: Any) -> None:
+    images = SimpleNamespace(language_model_only=False, mm_processor_cache_gb=0)
+    config.model_config.multimodal_config = images
+    config.cache_config.enable_prefix_caching = False
+    refused(config, "mm_processor_cache_gb=0")
+    config.cache_config.enable_prefix_caching = True
+    check_engine(config)
+    config.cache_config.enable_prefix_caching = False
+    images.mm_processor_cache_gb = 4
+    check_engine(config)
+    config.model_config.multimodal_config = SimpleNamespace(language_model_only=True, mm_processor_cache_gb=0)
+    check_engine(config)
+
+
+def test_a_model_without_a_kv_cache(config: Any) -> None:
+    empty = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    with pytest.raises(ValueError, match="kvoffd cannot serve this engine: its model keeps nothing"):
+        KvoffdConnector(config, KVConnectorRole.WORKER, empty)
+
+
+def test_this_machine_has_a_name() -> None:
+    assert machine_id() == machine_id() != ""
