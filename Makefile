@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-overhead bench-peers soak fuzz chaos exposure clean
+.PHONY: help venv demo test shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -20,8 +20,11 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
-test: $(VENV)/.engine ## run every test that needs no GPU; PYTEST_ARGS adds arguments
-	$(BIN)/pytest -m 'not gpu' $(PYTEST_ARGS)
+test: $(VENV)/.engine ## run every test that needs no GPU, but for the shapes; PYTEST_ARGS adds arguments
+	$(BIN)/pytest -m 'not gpu and not shapes' $(PYTEST_ARGS)
+
+shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
+	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
 
 lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 	$(BIN)/ruff check .
