@@ -37,12 +37,14 @@ class Completion:
         logprobs: their log probabilities.
         cached: prompt tokens that were not computed.
         finish: why it ended, ``length`` when all went well.
+        transfer: kv_transfer_params for another engine; None where no connector gave any.
     """
 
     tokens: list[int]
     logprobs: list[float]
     cached: int
     finish: str
+    transfer: dict[str, Any] | None = None
 
 
 class EngineProcess(Starting):
@@ -179,8 +181,11 @@ class EngineProcess(Starting):
         self.begin(command, **arguments)
         return self.finish()
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None) -> list[Completion]:
-        return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, salt=salt))
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None, transfer: Any = None
+    ) -> list[Completion]:
+        """``transfer`` has each prompt's kv_transfer_params."""
+        return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, salt=salt, transfer=transfer))
 
     def forget(self, connector: bool = False) -> None:
         """Clear the engine's own prefix cache, so that only the daemon has the blocks; and the connector's if asked."""

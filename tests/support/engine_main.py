@@ -56,11 +56,27 @@ def serve(connection: Connection[Any, Any], llm: Any) -> None:
             connection.send(("error", f"{type(error).__name__}: {error}"))
 
 
-def generate(llm: Any, prompts: list[list[int]], max_tokens: int, salt: str | None = None) -> list[dict[str, Any]]:
-    """Greedy tokens of every prompt, with their log probabilities."""
+def generate(
+    llm: Any,
+    prompts: list[list[int]],
+    max_tokens: int,
+    salt: str | None = None,
+    transfer: list[dict[str, Any]] | None = None,
+) -> list[dict[str, Any]]:
+    """Greedy tokens of every prompt, with log probabilities. ``transfer`` has the kv_transfer_params of each."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, detokenize=False, logprobs=1, ignore_eos=True)
+    sampling = [
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0,
+            detokenize=False,
+            logprobs=1,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": params} if params is not None else None,
+        )
+        for params in transfer or [None] * len(prompts)
+    ]
     inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
     results = []
     for output in llm.generate(inputs, sampling, use_tqdm=False):
@@ -71,6 +87,7 @@ def generate(llm: Any, prompts: list[list[int]], max_tokens: int, salt: str | No
                 "logprobs": [next(iter(step.values())).logprob for step in completion.logprobs],
                 "cached": output.num_cached_tokens,
                 "finish": completion.finish_reason,
+                "transfer": output.kv_transfer_params,
             }
         )
     return results

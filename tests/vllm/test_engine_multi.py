@@ -1,0 +1,229 @@
+"""Real engines with NIXL beside kvoffd in vLLM's MultiConnector, in both orders: a prefill and a decode engine.
+
+The prefill engine names kvoffd first, the decode engine NIXL first, so a decode takes its prompt from the prefill
+engine where it can, and from kvoffd otherwise.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engine import (
+    BLOCK_TOKENS,
+    Completion,
+    EngineProcess,
+    completions,
+    full_blocks,
+    prompt,
+    wait_connected,
+    wait_stats,
+)
+from support.faulty_daemon import FaultyDaemon
+from support.models import make_tiny_llama
+
+from kvoffd_client import AdminClient
+from kvoffd_proto.messages import StatsReply
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+LENGTHS = [700, 400, 550]
+PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS)]
+STORED = sum(length // BLOCK_TOKENS for length in LENGTHS)
+FULL = [full_blocks(length) for length in LENGTHS]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def nixl(role: str) -> dict[str, Any]:
+    """NIXL, whose leases last on a busy machine: a thread of each engine polls, which leaves two cores little."""
+    options = {"kv_lease_duration": 300}
+    return {"kv_connector": "NixlConnector", "kv_role": role, "kv_connector_extra_config": options}
+
+
+class Pair:
+    """A daemon, a prefill and a decode engine, and what the prompts give where nothing is loaded."""
+
+    def __init__(self, model: Path, roles: tuple[str, str]) -> None:
+        self.daemon = FaultyDaemon("256MiB")
+        self.prefill, self.decode = (
+            self._engine(model, connectors)
+            for connectors in (
+                [self._kvoffd(roles[0]), nixl("kv_producer")],
+                [nixl("kv_consumer"), self._kvoffd(roles[1])],
+            )
+        )
+
+    def _kvoffd(self, role: str) -> dict[str, Any]:
+        options = {"directory": str(self.daemon.directory), "lookup_deadline_ms": 10_000}
+        return {"kv_connector": "KvoffdConnector", "kv_role": role, "kv_connector_extra_config": options}
+
+    def _engine(self, model: Path, connectors: list[dict[str, Any]]) -> EngineProcess:
+        return EngineProcess(
+            model,
+            self.daemon.directory,
+            transfer={
+                "kv_connector": "MultiConnector",
+                "kv_buffer_device": "cpu",
+                "kv_connector_extra_config": {"connectors": [{"kv_buffer_device": "cpu", **c} for c in connectors]},
+            },
+            environ={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), "UCX_TLS": "tcp,posix,sysv,self"},
+        )
+
+    def start(self) -> None:
+        self.daemon.start()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(EngineProcess.start, [self.prefill, self.decode]))
+        with AdminClient(self.daemon.directory) as admin:
+            wait_connected(admin, 2)
+
+    def forget_all(self) -> None:
+        """Nobody has any block."""
+        self.forget_engines()
+        with AdminClient(self.daemon.directory) as admin:
+            admin.clear()
+
+    def forget_engines(self) -> None:
+        self.prefill.forget()
+        self.decode.forget()
+
+    def until_stored(self, blocks: int = STORED) -> StatsReply:
+        with AdminClient(self.daemon.directory) as admin:
+            return wait_stats(admin, lambda stats: ready_blocks(stats) == blocks)
+
+    def prefill_and_decode(self) -> tuple[list[Completion], list[Completion]]:
+        """As a router does it: one token of the prefill engine, the rest of the decode engine."""
+        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+        first = self.prefill.generate(PROMPTS, max_tokens=1, transfer=[wanted] * len(PROMPTS))
+        answers = self.decode.generate(PROMPTS, transfer=[answer.transfer for answer in first])
+        return first, answers
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.decode.close()
+        self.daemon.close()
+
+
+def ready_blocks(stats: StatsReply) -> int:
+    return sum(item.ready_blocks for item in stats.namespaces)
+
+
+def tokens(answers: list[Completion]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def cached(answers: list[Completion]) -> list[int]:
+    return [answer.cached for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path) -> Iterator[Pair]:
+    made = Pair(model, ("kv_both", "kv_both"))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def expected(pair: Pair) -> list[list[int]]:
+    """What one engine computes that loads nothing."""
+    pair.forget_all()
+    cold = pair.prefill.generate(PROMPTS)
+    assert cached(cold) == [0, 0, 0]
+    pair.until_stored()
+    return tokens(cold)
+
+
+@pytest.mark.parametrize("order", ["prefill", "decode"])
+def test_in_both_orders_what_was_stored_is_loaded(pair: Pair, expected: list[list[int]], order: str) -> None:
+    pair.forget_all()
+    engine: EngineProcess = getattr(pair, order)
+    cold = engine.generate(PROMPTS)
+    pair.until_stored()
+    engine.forget()
+    warm = engine.generate(PROMPTS)
+    assert tokens(cold) == tokens(warm) == expected
+    assert cached(cold) == [0, 0, 0]
+    assert cached(warm) == FULL
+
+
+@pytest.mark.shapes
+def test_a_decode_takes_the_prompt_over_nixl_and_later_from_kvoffd(pair: Pair, expected: list[list[int]]) -> None:
+    pair.forget_all()
+    first, answers = pair.prefill_and_decode()
+    assert cached(first) == [0, 0, 0]
+    assert tokens(answers) == expected
+    loaded = pair.until_stored().load.bytes
+    # A transfer over NIXL may fail on a busy machine; its request is recomputed.
+    assert pair.decode.call("cached_by_source")["p2p"] > 0
+    pair.forget_engines()
+    again = pair.decode.generate(PROMPTS)
+    assert tokens(again) == expected
+    assert cached(again) == FULL
+    assert pair.until_stored().load.bytes > loaded
+
+
+@pytest.mark.shapes
+def test_a_prefill_from_kvoffd_is_served_over_nixl(pair: Pair, expected: list[list[int]]) -> None:
+    pair.forget_all()
+    pair.prefill.generate(PROMPTS)
+    pair.until_stored()
+    pair.forget_engines()
+    first, answers = pair.prefill_and_decode()
+    assert cached(first) == FULL
+    assert tokens(answers) == expected
+
+
+def test_a_load_that_fails_below_multiconnector_is_recomputed(pair: Pair, expected: list[list[int]]) -> None:
+    assert "kv_load_failure_policy was 'fail' and is now 'recompute'" in pair.prefill.log
+    pair.forget_all()
+    pair.prefill.generate(PROMPTS)
+    pair.until_stored()
+    pair.forget_engines()
+    with pair.daemon.fault("load slow 30"):
+        pair.prefill.begin("generate", prompts=PROMPTS, max_tokens=8)
+        with AdminClient(pair.daemon.directory) as admin:
+            wait_stats(admin, lambda stats: stats.load.running_jobs + stats.load.queued_jobs >= len(LENGTHS))
+        pair.daemon.kill()
+        answers = completions(pair.prefill.finish())
+    assert [answer.finish for answer in answers] == ["length"] * len(LENGTHS)
+    assert tokens(answers) == expected
+
+
+@pytest.mark.shapes
+def test_a_producer_stores_and_never_loads_and_a_consumer_loads_and_never_stores(model: Path) -> None:
+    pair = Pair(model, ("kv_producer", "kv_consumer"))
+    try:
+        pair.start()
+        cold = pair.prefill.generate(PROMPTS)
+        pair.until_stored()
+        pair.forget_engines()
+        again = pair.prefill.generate(PROMPTS)
+        assert cached(again) == [0, 0, 0]
+        taken = pair.decode.generate(PROMPTS)
+        assert cached(taken) == FULL
+        pair.decode.generate([prompt(40, 900)])
+        pair.decode.forget()
+        [unknown] = pair.decode.generate([prompt(40, 900)])
+        assert unknown.cached == 0
+        stats = pair.until_stored()
+        assert stats.store.failed_jobs == 0
+        assert tokens(cold) == tokens(again) == tokens(taken)
+    finally:
+        pair.close()
