@@ -58,39 +58,74 @@ def serve(connection: Connection[Any, Any], llm: Any) -> None:
 
 def generate(
     llm: Any,
-    prompts: list[list[int]],
+    prompts: list[Any],
     max_tokens: int,
     salt: str | None = None,
+    sampling: dict[str, Any] | None = None,
     transfer: list[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy tokens of every prompt, with log probabilities. ``transfer`` has the kv_transfer_params of each."""
-    from vllm import SamplingParams
+    """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
-    sampling = [
-        SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0,
-            detokenize=False,
-            logprobs=1,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": params} if params is not None else None,
-        )
+    ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
+    ``transfer`` has the kv_transfer_params of each.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted = {"max_tokens": max_tokens, "temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
+    wanted.update(sampling or {})
+    if "structured_outputs" in wanted:
+        wanted["structured_outputs"] = StructuredOutputsParams(**wanted["structured_outputs"])
+    inputs = [input_of(prompt) | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
+    every = [
+        SamplingParams(**wanted, extra_args={"kv_transfer_params": params} if params is not None else None)
         for params in transfer or [None] * len(prompts)
     ]
-    inputs = [{"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
-    results = []
-    for output in llm.generate(inputs, sampling, use_tqdm=False):
-        completion = output.outputs[0]
-        results.append(
-            {
-                "tokens": list(completion.token_ids),
-                "logprobs": [next(iter(step.values())).logprob for step in completion.logprobs],
-                "cached": output.num_cached_tokens,
-                "finish": completion.finish_reason,
-                "transfer": output.kv_transfer_params,
-            }
-        )
-    return results
+    return [
+        {
+            "tokens": [token for sample in output.outputs for token in sample.token_ids],
+            "logprobs": [next(iter(step.values())).logprob for sample in output.outputs for step in sample.logprobs],
+            "cached": output.num_cached_tokens,
+            "finish": output.outputs[0].finish_reason,
+            "transfer": output.kv_transfer_params,
+        }
+        for output in llm.generate(inputs, every, use_tqdm=False)
+    ]
+
+
+def input_of(prompt: Any) -> dict[str, Any]:
+    """vLLM's input for token ids, for an array of embeddings (tokens, hidden size), or what is one already."""
+    if isinstance(prompt, dict):
+        return prompt
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt}
+    import torch
+
+    return {"prompt_embeds": torch.from_numpy(prompt)}
+
+
+def abort(llm: Any, prompt: list[int], steps: int) -> None:
+    """Begin a request and abort it after so many steps of the engine."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(max_tokens=200, temperature=0, detokenize=False, ignore_eos=True)
+    internal = engine.add_request("aborted", {"prompt_token_ids": prompt}, sampling)
+    for _ in range(steps):
+        engine.step()
+    engine.abort_request([internal], internal=True)
+
+
+def embed(llm: Any, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
+    """The embedding of every prompt, by a pooling model, and how many of its tokens were not computed."""
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
+    return [(list(output.outputs.embedding), output.num_cached_tokens) for output in outputs]
+
+
+def nap(llm: Any, level: int) -> None:
+    """Sleep, and wake up again."""
+    llm.sleep(level)
+    llm.wake_up()
 
 
 def reset(llm: Any, connector: bool = False) -> bool:
@@ -125,10 +160,13 @@ def cached_by_source(llm: Any) -> dict[str, float]:
 
 
 COMMANDS = {
+    "abort": abort,
     "cached_by_source": cached_by_source,
+    "embed": embed,
     "flip_weights": flip_weights,
     "generate": generate,
     "metrics": metrics,
+    "nap": nap,
     "reload_weights": reload_weights,
     "reset": reset,
 }

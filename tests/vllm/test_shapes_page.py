@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Collecting imports vLLM and torch.
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "client" / "SHAPES.md"
 RESULTS = ("works", "refused", "not run")
@@ -36,7 +39,7 @@ def rows() -> list[list[str]]:
 def tests() -> dict[str, list[str]]:
     """The marks of every test of the connector, of engines elsewhere and of GPUs, by its name for pytest."""
     command = [sys.executable, "-c", COLLECT, "tests/vllm", "tests/gpu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("collected ")] or [""]
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
     found: dict[str, list[str]] = json.loads(line.partition(" ")[2])

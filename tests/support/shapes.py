@@ -1,0 +1,213 @@
+"""One engine shape from cold to warm, and models of many architectures to make shapes of."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvoffd_client import AdminClient, ClientOptions
+from kvoffd_proto.messages import StatsReply
+
+from .daemon import DaemonProcess
+from .engine import Completion, EngineProcess, completions, prompt, wait_connected
+from .models import make_tiny_llama
+from .waiting import wait_until
+
+PROMPTS: Sequence[Any] = [prompt(1, 900), prompt(2, 333)]
+# Workers of tensor parallelism spin on a small machine, and another process may get no CPU for half a minute.
+PATIENCE_S = 100.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is special about an engine.
+
+    Attributes:
+        make: writes its model into a directory.
+        settings: of vLLM's ``LLM``, and of ``EngineProcess``.
+        extra: options of the connector.
+        environ: variables of the engine's processes.
+        request: arguments of the command ``generate`` beside the prompts.
+        prompts: token ids, or whatever the command ``generate`` takes.
+        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives.
+        workers: how many processes register memory.
+        varies: a prompt that vLLM has in its own prefix cache may get other tokens than a cold one, since its kernels
+            compute the rest in another order.
+    """
+
+    make: Callable[[Path], Path] = make_tiny_llama
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    request: Mapping[str, Any] = field(default_factory=dict)
+    prompts: Sequence[Any] = field(default_factory=lambda: PROMPTS)
+    cached: Sequence[int] | None = None
+    workers: int = 1
+    varies: bool = False
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The same prompts, in the order of the fields.
+
+    Attributes:
+        cold: on an empty cache.
+        own: from the engine's own prefix cache.
+        warm: after that was cleared.
+        restarted: in a new process.
+        stats: what the daemon said afterwards.
+        namespaces: how many there are.
+    """
+
+    cold: list[Completion]
+    own: list[Completion]
+    warm: list[Completion]
+    restarted: list[Completion]
+    stats: StatsReply
+    namespaces: int
+
+
+def run_shape(shape: Shape, model: Path, daemon: DaemonProcess) -> Runs:
+    """Start the engine twice and ask it four times."""
+    options = {"lookup_deadline_ms": 1000 * PATIENCE_S, **shape.extra}
+    environ = dict(shape.environ)
+    engine = EngineProcess(model, daemon.directory, extra_config=options, environ=environ, **shape.settings)
+
+    def ask() -> list[Completion]:
+        """One prompt after the other: in a batch, what else is in it may change a kernel's rounding."""
+        request = {"max_tokens": 8, **shape.request}
+        return [
+            answer
+            for each in shape.prompts
+            for answer in completions(engine.call("generate", prompts=[each], **request))
+        ]
+
+    with AdminClient(daemon.directory, ClientOptions(request_timeout_s=PATIENCE_S)) as admin:
+        try:
+            engine.start()
+            wait_connected(admin, shape.workers, PATIENCE_S)
+            cold, own = ask(), ask()
+            wait_stored(admin)
+            engine.forget()
+            warm = ask()
+            engine.kill()
+            engine.start()
+            wait_connected(admin, shape.workers, PATIENCE_S)
+            restarted = ask()
+            return Runs(cold, own, warm, restarted, admin.stats(), len(admin.namespaces().namespaces))
+        finally:
+            engine.close()
+
+
+def check_runs(shape: Shape, runs: Runs) -> None:
+    """Nothing changed an answer, and every full block came back."""
+    assert [answer.cached for answer in runs.cold] == [0] * len(runs.cold)
+    expected = list(shape.cached or [answer.cached for answer in runs.own])
+    assert all(expected)
+    tokens = [answer.tokens for answer in runs.own]
+    assert shape.varies or tokens == [answer.tokens for answer in runs.cold], "vLLM's own prefix cache"
+    for answers in (runs.warm, runs.restarted):
+        assert [answer.cached for answer in answers] == expected
+        assert [answer.tokens for answer in answers] == tokens
+        assert {answer.finish for answer in answers} == {"length"}
+    assert len({tuple(answer.tokens) for answer in runs.cold}) == len(runs.cold), (
+        "prompts should differ in their answers"
+    )
+    assert runs.stats.load.bytes > 0
+    assert (runs.stats.load.failed_jobs, runs.stats.store.failed_jobs, runs.stats.leases) == (0, 0, 0)
+    assert runs.namespaces == 1
+
+
+def wait_stored(admin: AdminClient) -> None:
+    """Until blocks are there and no more come: answers do not wait for stores."""
+    seen: list[tuple[int, int, int]] = []
+
+    def quiet() -> bool:
+        stats = admin.stats()
+        ready = sum(item.ready_blocks for item in stats.namespaces)
+        seen.append((ready, stats.store.running_jobs, stats.store.queued_jobs))
+        return seen[-1] == (ready, 0, 0) and ready > 0 and seen[-6:] == [seen[-1]] * 6
+
+    wait_until(quiet, PATIENCE_S, explain=lambda: seen[-6:], interval_s=0.1)
+
+
+def make_transformers_model(path: Path, config_class: str, **settings: Any) -> Path:
+    """Write a model of a class of ``transformers`` with random weights into ``path``; its sizes are in ``settings``.
+
+    As in ``models``, each matrix is scaled by its fan-in, so that tokens depend on far KV bytes.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        import transformers
+
+        config = getattr(transformers, config_class)(**{**COMMON, **settings})
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() >= 2 and "conv1d" not in name:
+                    is_table = "embed" in name and "proj" not in name
+                    parameter.normal_(0, 1.0 if is_table else 1.6 / parameter.shape[-1] ** 0.5)
+        model.save_pretrained(path)
+    return path
+
+
+def add_tokenizer(path: Path, size: int = 1024) -> Path:
+    """Write a tokenizer of bytes, filled up to ``size`` tokens, into the directory ``path``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        names += [f"<unused{number}>" for number in range(size - len(names))]
+        tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+        ).save_pretrained(path)
+    return path
+
+
+def make_tiny_deepseek(path: Path) -> Path:
+    """Write a DeepSeek V2 of four layers (multi-head latent attention) into the directory ``path``."""
+    return make_transformers_model(path, "DeepseekV2Config", **MLA)
+
+
+# vLLM's kernels have the sizes of DeepSeek compiled in: 512 for the latent vector, 64 for its rope.
+MLA = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+
+COMMON = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}

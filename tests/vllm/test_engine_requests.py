@@ -1,0 +1,99 @@
+"""Requests of every kind to one real engine: what it stored it gets back, and after its restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.daemon import DaemonProcess
+from support.engine import Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
+from support.models import TINY_LLAMA, make_tiny_llama
+from support.shapes import add_tokenizer, wait_stored
+
+from kvoffd_client import AdminClient
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+LENGTH = 500
+EMBEDDINGS = np.random.default_rng(3).standard_normal((LENGTH, TINY_LLAMA.hidden), np.float32)
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {"prompts": [prompt(1, LENGTH)]},
+    "several-samples": {
+        "prompts": [prompt(2, LENGTH)],
+        # The likeliest token, but by sampling: vLLM allows n above 1 with no temperature of 0.
+        "sampling": {"n": 3, "temperature": 1.0, "top_k": 1},
+    },
+    "cache-salt": {"prompts": [prompt(1, LENGTH)], "salt": "tenant"},
+    "prompt-logprobs": {"prompts": [prompt(3, LENGTH)], "sampling": {"prompt_logprobs": 1}},
+    "structured-output": {
+        "prompts": [prompt(4, LENGTH)],
+        "sampling": {"structured_outputs": {"regex": "[a-f]{40}"}, "detokenize": True},
+    },
+    "prompt-embeddings": {"prompts": [EMBEDDINGS]},
+    "after-an-abort": {"prompts": [prompt(5, LENGTH)]},
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What each kind of request got, from an empty cache, from the daemon, and from it in a new process."""
+
+    cold: dict[str, Completion]
+    warm: dict[str, Completion]
+    restarted: dict[str, Completion]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    model: Path = add_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
+    with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
+        engine = EngineProcess(
+            model,
+            daemon.directory,
+            skip_tokenizer_init=False,
+            enable_prompt_embeds=True,
+            # Each prompt is computed in several steps, as long ones are.
+            max_num_batched_tokens=128,
+            max_num_seqs=8,
+            scheduling_policy="priority",
+        )
+
+        def ask() -> dict[str, Completion]:
+            asked = {}
+            for name, request in REQUESTS.items():
+                if name == "after-an-abort":
+                    engine.call("abort", prompt=request["prompts"][0], steps=3)
+                (asked[name],) = completions(engine.call("generate", **{"max_tokens": 16, **request}))
+            return asked
+
+        try:
+            engine.start()
+            wait_connected(admin)
+            cold = ask()
+            wait_stored(admin)
+            engine.forget()
+            warm = ask()
+            engine.kill()
+            engine.start()
+            wait_connected(admin)
+            yield Answers(cold, warm, ask())
+            stats = admin.stats()
+            assert (stats.load.failed_jobs, stats.store.failed_jobs, stats.leases) == (0, 0, 0)
+        finally:
+            engine.close()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_request(name: str, answers: Answers) -> None:
+    cold, warm, restarted = answers.cold[name], answers.warm[name], answers.restarted[name]
+    assert warm.tokens == restarted.tokens == cold.tokens
+    assert len(cold.tokens) == 16 * (3 if name == "several-samples" else 1)
+    # Of several samples the last one finds the first one's blocks, and an aborted request has stored what it computed.
+    assert cold.cached == 0 or name in ("several-samples", "after-an-abort")
+    # vLLM reads no cache where it must say how likely each token of the prompt was.
+    expected = 0 if name == "prompt-logprobs" else full_blocks(LENGTH)
+    assert [warm.cached, restarted.cached] == [expected] * 2

@@ -1,0 +1,111 @@
+"""Real engines of many shapes: what an engine stored it gets back, and after its restart, and no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.daemon import DaemonProcess
+from support.engine import EngineProcess, full_blocks, wait_connected
+from support.models import make_tiny_gemma3, make_tiny_llama
+from support.shapes import (
+    PROMPTS,
+    Shape,
+    add_tokenizer,
+    check_runs,
+    make_tiny_deepseek,
+    make_transformers_model,
+    run_shape,
+    wait_stored,
+)
+
+from kvoffd_client import AdminClient
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def of(config_class: str, **settings: Any) -> Callable[[Path], Path]:
+    return lambda path: make_transformers_model(path, config_class, **settings)
+
+
+SHAPES = {
+    "gpt-oss": Shape(
+        of("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=128), {"num_blocks": 800}
+    ),
+    "gemma-3n": Shape(
+        of(
+            "Gemma3nTextConfig",
+            num_hidden_layers=6,
+            layer_types=[*["sliding_attention"] * 2, "full_attention"] * 2,
+            sliding_window=256,
+            num_kv_shared_layers=2,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=1024,
+            laurel_rank=16,
+            activation_sparsity_pattern=[0.0] * 6,
+            tie_word_embeddings=True,
+        ),
+        {"num_blocks": 1600},
+    ),
+    "mla": Shape(make_tiny_deepseek, varies=True),
+    "qwen3-next": Shape(
+        of(
+            "Qwen3NextConfig",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+            num_key_value_heads=4,
+            linear_num_value_heads=2,
+            linear_num_key_heads=2,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+        ),
+        # vLLM's CPU kernel of linear attention takes nothing else.
+        {"num_blocks": 800, "dtype": "bfloat16"},
+        varies=True,
+    ),
+    "fp8-kv": Shape(settings={"kv_cache_dtype": "fp8"}),
+    "small-chunks": Shape(settings={"max_num_batched_tokens": 64, "max_num_seqs": 4}),
+    "prefix-caching-off": Shape(
+        settings={"enable_prefix_caching": False}, cached=[full_blocks(len(each)) for each in PROMPTS]
+    ),
+    "blocks-per-chunk": Shape(extra={"blocks_per_chunk": 4}, cached=[(len(each) - 1) // 128 * 128 for each in PROMPTS]),
+    "generated-tokens": Shape(extra={"offload_prompt_only": False}, request={"max_tokens": 80}),
+    "n-gram": Shape(
+        settings={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
+    ),
+    "sha256-cbor": Shape(settings={"prefix_caching_hash_algo": "sha256_cbor"}),
+    "bfloat16": Shape(settings={"dtype": "bfloat16"}, varies=True),
+    "async-scheduling-is-forced-off": Shape(settings={"async_scheduling": True}),
+    "hybrid-tensor-parallel": Shape(make_tiny_gemma3, {"num_blocks": 1600, "tensor_parallel": 2}, workers=2),
+}
+
+
+@pytest.mark.shapes
+@pytest.mark.parametrize("name", SHAPES)
+def test_shape(name: str, tmp_path: Path) -> None:
+    shape = SHAPES[name]
+    with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+        check_runs(shape, run_shape(shape, shape.make(tmp_path / name), daemon))
+
+
+@pytest.mark.shapes
+def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
+    asked = {"prompts": list(PROMPTS)}
+    with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
+        model = add_tokenizer(make_tiny_llama(tmp_path / "model"))
+        engine = EngineProcess(model, daemon.directory, runner="pooling", convert="embed", skip_tokenizer_init=False)
+        with engine:
+            wait_connected(admin)
+            cold = engine.call("embed", **asked)
+            wait_stored(admin)
+            engine.forget()
+            warm = engine.call("embed", **asked)
+        for (computed, none), (loaded, cached), tokens in zip(cold, warm, PROMPTS, strict=True):
+            assert (none, cached) == (0, full_blocks(len(tokens)))
+            assert loaded == pytest.approx(computed, rel=1e-3, abs=1e-5)
+        assert cold[0][0] != pytest.approx(cold[1][0], rel=1e-2, abs=1e-3)
+        assert admin.stats().load.failed_jobs == 0
