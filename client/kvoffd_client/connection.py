@@ -275,6 +275,12 @@ class SessionClient(Closing, Generic[S]):
         return self._session.epoch
 
     @property
+    def max_keys(self) -> int:
+        """Keys that the daemon takes in one request; 0 when not ready."""
+        limits = self._session.limits
+        return limits.max_keys_per_request if self.ready and limits is not None else 0
+
+    @property
     def credit_bytes(self) -> int:
         """Bytes of stores the daemon lets a session have outstanding, running ones included; 0 when not ready."""
         return self._session.credit_bytes if self.ready else 0

@@ -181,11 +181,9 @@ class EngineProcess(Starting):
         self.begin(command, **arguments)
         return self.finish()
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None, transfer: Any = None
-    ) -> list[Completion]:
-        """``transfer`` has each prompt's kv_transfer_params."""
-        return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, salt=salt, transfer=transfer))
+    def generate(self, prompts: list[Any], max_tokens: int = 8, **arguments: Any) -> list[Completion]:
+        """Have the engine answer these prompts; ``arguments`` are those of ``generate`` in engine_main.py."""
+        return completions(self.call("generate", prompts=prompts, max_tokens=max_tokens, **arguments))
 
     def forget(self, connector: bool = False) -> None:
         """Clear the engine's own prefix cache, so that only the daemon has the blocks; and the connector's if asked."""

@@ -63,13 +63,15 @@ def generate(
     salt: str | None = None,
     sampling: dict[str, Any] | None = None,
     transfer: list[dict[str, Any]] | None = None,
+    adapter: tuple[str, int, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
-    ``transfer`` has the kv_transfer_params of each.
+    ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all.
     """
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
 
     wanted = {"max_tokens": max_tokens, "temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
@@ -81,6 +83,7 @@ def generate(
         SamplingParams(**wanted, extra_args={"kv_transfer_params": params} if params is not None else None)
         for params in transfer or [None] * len(prompts)
     ]
+    lora_request = LoRARequest(*adapter) if adapter else None
     return [
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
@@ -89,7 +92,7 @@ def generate(
             "finish": output.outputs[0].finish_reason,
             "transfer": output.kv_transfer_params,
         }
-        for output in llm.generate(inputs, every, use_tqdm=False)
+        for output in llm.generate(inputs, every, use_tqdm=False, lora_request=lora_request)
     ]
 
 

@@ -57,6 +57,25 @@ def make_tiny_llama(path: Path, seed: int = 0) -> Path:
     return _write(path, _llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
 
 
+def write_lora_adapter(path: Path, seed: int) -> Path:
+    """Write a LoRA adapter of rank 8 for the tiny Llama's queries and values into ``path``, as PEFT does."""
+    from safetensors.numpy import save_file
+
+    random, shape = np.random.default_rng(seed), TINY_LLAMA
+    sizes = {"q_proj": shape.heads * shape.head_dim, "v_proj": shape.kv_heads * shape.head_dim}
+    weights: Weights = {}
+    for layer in range(shape.layers):
+        for name, rows in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = random.standard_normal((8, shape.hidden), np.float32) / 16
+            weights[f"{prefix}.lora_B.weight"] = random.standard_normal((rows, 8), np.float32) / 4
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "target_modules": list(sizes)}
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 def make_demo_llama(path: Path) -> Path:
     """Write the demo's Llama, 8 layers of full attention, into the directory ``path``; at once when it is there."""
     return _write(path, _llama_config(DEMO_LLAMA), lambda: _llama_weights(DEMO_LLAMA, seed=2))

@@ -29,6 +29,7 @@ class FakeSchedulerClient:
     clock: Clock
     ready: bool = True
     credit_bytes: int = 1 << 20
+    max_keys: int = 1000
     problem: str | None = None
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)

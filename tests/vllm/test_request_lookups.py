@@ -7,7 +7,7 @@ import dataclasses
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
 
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT
-from kvoffd_client.vllm.request_lookups import MAX_KEYS_PER_LOOKUP, KeyStatus, LookupSettings, RequestLookups
+from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, RequestLookups
 
 GROUPS = [[key(1), key(2), key(3)], [key(4, group_id=7)]]
 ALL = {block_hash(number) for number in (1, 2, 3, 4)}
@@ -176,13 +176,15 @@ def test_releasing_ends_the_answer_and_the_lookup_on_its_way() -> None:
     assert harness.lookups.is_stored(key(1))
 
 
-def test_keys_beyond_the_limit_of_one_lookup_are_absent_and_ask_no_end_of_lookups() -> None:
+def test_keys_beyond_the_daemons_limit_are_absent_and_ask_no_end_of_lookups_and_it_is_said(said: list[str]) -> None:
     harness = Harness()
-    groups = [[key(number) for number in range(MAX_KEYS_PER_LOOKUP + 5)]]
+    limit = harness.client.max_keys
+    groups = [[key(number) for number in range(limit + 5)]]
     harness.lookups.refresh(groups)
     harness.client.answer({block_hash(0)})
     assert not harness.lookups.refresh(groups)
-    assert harness.statuses(0, MAX_KEYS_PER_LOOKUP + 1) == [KeyStatus.HIT, KeyStatus.MISS]
+    assert harness.statuses(0, limit + 1) == [KeyStatus.HIT, KeyStatus.MISS]
+    assert any(f"takes {limit} in one lookup" in line for line in said)
 
 
 class DiskHarness(Harness):

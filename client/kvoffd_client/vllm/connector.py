@@ -38,6 +38,7 @@ from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
+from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
@@ -172,6 +173,7 @@ class KvoffdConnector(OffloadingConnector):
         else:
             _choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
             StoreRefusalFilter.install(STORE_LOGGER)
+        self._adapters = LoraAdapters()
 
     # --- worker ---
 
@@ -201,6 +203,8 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """Look all keys of the request up now, so that the answer is there when it is scheduled."""
         super().on_new_request(request)
+        if request.lora_request is not None:
+            self._manager.begin_adapter(request.request_id, self._adapters.content_of(request.lora_request))
         self._begin_lookup(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -243,7 +247,10 @@ class KvoffdConnector(OffloadingConnector):
         dropped in the daemon: blocks of unchanged weights are found again, and other engines keep theirs.
         """
         cache = self._kv_cache_manager
-        self._manager.namespace.leave(engine_cache_kept=cache is None or cache.usage > 0)
+        kept = cache is None or cache.usage > 0
+        self._manager.namespace.leave(engine_cache_kept=kept)
+        if not kept:
+            self._adapters.engine_cache_reset()
         return super().reset_cache()
 
     @classmethod

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,15 +36,38 @@ class KeyedSpec(LoadStoreSpec):
     lease_id: int = NO_LEASE
 
     @classmethod
-    def of(cls, keys: Collection[OffloadKey], positions: Mapping[bytes, int], lease_id: int = NO_LEASE) -> KeyedSpec:
-        """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire."""
-        groups: list[list[bytes]] = [[] for _ in positions]
+    def of(
+        cls,
+        keys: Collection[OffloadKey],
+        positions: Mapping[bytes, int],
+        lease_id: int = NO_LEASE,
+        adapter: bytes = b"",
+    ) -> KeyedSpec:
+        """Sort vLLM's keys into groups, in their order. ``positions`` maps group ids to indices on the wire.
+
+        ``adapter`` is the content of the request's LoRA adapter; see ``hashes_of``.
+        """
+        groups: list[list[OffloadKey]] = [[] for _ in positions]
         for key in keys:
-            groups[positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
-        return cls(tuple(b"".join(group) for group in groups), lease_id)
+            groups[positions[key[-GROUP_ID_BYTES:]]].append(key)
+        return cls(tuple(hashes_of(group, adapter) for group in groups), lease_id)
 
     def __repr__(self) -> str:
         return f"KeyedSpec({[len(group) for group in self.groups]} bytes of keys, lease {self.lease_id})"
+
+
+def hashes_of(keys: Iterable[OffloadKey], adapter: bytes = b"") -> bytes:
+    """Return the block hashes of keys as the daemon is to know them, end to end.
+
+    vLLM's hash has the name and path of a request's LoRA adapter, not its content, which is mixed in here.
+    """
+    if not adapter:
+        return b"".join([key[:-GROUP_ID_BYTES] for key in keys])
+    return b"".join([_mixed(key[:-GROUP_ID_BYTES], adapter) for key in keys])
+
+
+def _mixed(block_hash: bytes, adapter: bytes) -> bytes:
+    return hashlib.shake_256(block_hash + adapter).digest(len(block_hash))
 
 
 class TransferMismatch(Exception):

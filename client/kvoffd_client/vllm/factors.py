@@ -261,17 +261,18 @@ def weights_identity(model: str) -> str | None:
     """
     path = Path(model)
     if path.is_file():
-        return _digest_of([path])
+        return digest_of_files([path])
     if not path.is_dir():
         return None
     files = sorted(item for item in path.iterdir() if item.suffix in WEIGHT_SUFFIXES and item.is_file())
     if not any(item.suffix != ".py" for item in files):
         # Weights in a form not known here: the path is all there is to tell them apart.
         return hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
-    return _digest_of(files)
+    return digest_of_files(files)
 
 
-def _digest_of(files: list[Path]) -> str:
+def digest_of_files(files: list[Path]) -> str:
+    """Return a digest of files' names, sizes and samples, as ``weights_identity`` describes."""
     total = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

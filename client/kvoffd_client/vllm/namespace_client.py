@@ -41,6 +41,10 @@ class NamespaceClient:
         return self._client is not None and self._client.ready
 
     @property
+    def max_keys(self) -> int:
+        return self._client.max_keys if self._client is not None else 0
+
+    @property
     def credit_bytes(self) -> int:
         return self._client.credit_bytes if self._client is not None else 0
 

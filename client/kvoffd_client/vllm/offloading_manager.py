@@ -164,6 +164,11 @@ class KvoffdManager(OffloadingManager):
         if lookups.count_disk_wait():
             self._counters.count(stats.DISK_WAITS_ENDED)
 
+    def begin_adapter(self, request_id: str, content: bytes | None) -> None:
+        """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing."""
+        if lookups := self._lookups.get(request_id):
+            lookups.adapter, lookups.outside = content or b"", content is None
+
     def scheduled_without_load(self, request_id: str) -> None:
         """Unpin the blocks of a request that was scheduled and needs none of them."""
         self._deferred.discard(request_id)
@@ -175,8 +180,9 @@ class KvoffdManager(OffloadingManager):
         self._counters.count(stats.FAILED_LOADS)
         if lookups := self._lookups.get(request_id):
             lookups.mark_load_failed()
-        if failed.error in BLOCKS_UNUSABLE:
-            failed_keys = failed.keys or enumerate(KeyedSpec.of(keys, self._positions).groups)
+        if failed.error in BLOCKS_UNUSABLE and (failed.keys or lookups is not None):
+            adapter = lookups.adapter if lookups is not None else b""
+            failed_keys = failed.keys or enumerate(KeyedSpec.of(keys, self._positions, adapter=adapter).groups)
             self.client.invalidate([GroupKeys(group, hashes) for group, hashes in failed_keys if hashes])
         logger.warning(
             "kvoffd: a load of %d blocks failed; request %s is recomputed. %s", len(keys), request_id, _reason(failed)
@@ -235,10 +241,10 @@ class KvoffdManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         lookups = self._lookups.get(req_context.req_id)
         answer = lookups.take() if lookups is not None else None
-        if answer is None:
+        if lookups is None or answer is None:
             return KeyedSpec.of(keys, self._positions)
         self._loading[req_context.req_id] = answer
-        return KeyedSpec.of(keys, self._positions, answer.ticket.lease_id)
+        return KeyedSpec.of(keys, self._positions, answer.ticket.lease_id, lookups.adapter)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._lookup_settings.release(self._loading.pop(req_context.req_id, None))
@@ -246,11 +252,12 @@ class KvoffdManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         lookups = self._lookups.get(req_context.req_id)
         wanted: list[OffloadKey] = []
-        if self._stores and self.namespace.current is None and self.namespace.soon:
-            return None  # vLLM offers it again
-        if self._stores and self._may_use_daemon and self.namespace.may_store and self.client.ready:
-            window = self._store_window
-            wanted = [key for key in keys if key not in window and not (lookups is not None and lookups.is_stored(key))]
+        if lookups is not None and self._stores and not lookups.outside:
+            if self.namespace.current is None and self.namespace.soon:
+                return None  # vLLM offers it again
+            if self._may_use_daemon and self.namespace.may_store and self.client.ready:
+                window = self._store_window
+                wanted = [key for key in keys if key not in window and not lookups.is_stored(key)]
         if wanted:
             if not self._credit_reported:
                 self._store_window.credit_bytes = self.client.credit_bytes
@@ -258,8 +265,9 @@ class KvoffdManager(OffloadingManager):
                 self._counters.count(stats.DEFERRED_STORES)
                 return None
             self._store_window.begin(wanted)
+        adapter = lookups.adapter if lookups is not None else b""
         return PrepareStoreOutput(
-            keys_to_store=wanted, store_spec=KeyedSpec.of(wanted, self._positions), evicted_keys=[]
+            keys_to_store=wanted, store_spec=KeyedSpec.of(wanted, self._positions, adapter=adapter), evicted_keys=[]
         )
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:

@@ -9,13 +9,11 @@ from enum import Enum, auto
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.scheduler_session import LookupFuture
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
+from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
-
-MAX_KEYS_PER_LOOKUP = 60_000
-"""Keys of one lookup; the daemon's default limit is 65,536. Keys beyond it count as absent."""
 
 MIN_RETRY_PAUSE_S = 0.002
 MAX_RETRY_PAUSE_S = 0.05
@@ -108,6 +106,8 @@ class RequestLookups:
         answer: the answer in force; its lease pins what it says is ready.
         pending: a lookup that is not answered yet. The answer in force is kept until it is replaced.
         last_answer: also after its lease was released; tells what need not be stored.
+        adapter: content of the request's LoRA adapter; empty for none.
+        outside: nothing of this request may be looked up or stored.
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         extra_keys: keys that vLLM asked for beside its chunks' (partial tails), and since when.
         from_disk: keys that the daemon read, or was to read, from disk for this request.
@@ -120,6 +120,8 @@ class RequestLookups:
     answer: PendingLookup | None = None
     pending: PendingLookup | None = None
     last_answer: PendingLookup | None = None
+    adapter: bytes = b""
+    outside: bool = False
     load_failed: bool = False
     extra_keys: dict[OffloadKey, float] = field(default_factory=dict)
     failed_at: float = float("-inf")
@@ -135,7 +137,13 @@ class RequestLookups:
         Called before each scan of the keys, never within one, so that a scan sees one answer. True when it sent one.
         """
         self._take_answer()
-        if self.load_failed or self.pending is not None or self._failed_lately or not self.settings.client.ready:
+        if (
+            self.outside
+            or self.load_failed
+            or self.pending is not None
+            or self._failed_lately
+            or not self.settings.client.ready
+        ):
             return False
         count = sum(len(keys) for keys in groups)
         if count == 0 or not self._outdated(count):
@@ -145,7 +153,7 @@ class RequestLookups:
 
     def status(self, key: OffloadKey) -> KeyStatus:
         """Return what is known about a key now."""
-        if self.load_failed:
+        if self.outside or self.load_failed:
             return KeyStatus.MISS
         if self.answer is not None:
             state = self.answer.state(key)
@@ -253,14 +261,22 @@ class RequestLookups:
         return self.settings.clock() - pending.sent_at < self.settings.deadline_s
 
     def _send(self, groups: Sequence[Sequence[OffloadKey]]) -> None:
-        room = MAX_KEYS_PER_LOOKUP // max(1, len(groups))
+        count, limit = sum(map(len, groups)) + len(self.extra_keys), self.settings.client.max_keys
+        room = limit // max(1, len(groups)) if count > limit else count
+        if count > limit:
+            logger.warning_once(  # type: ignore[attr-defined]
+                "kvoffd: a prompt has %d block hashes in its groups, and the daemon takes %d in one lookup; the rest "
+                "is computed. Raise the daemon's max_keys_per_request (and max_frame_size: 32 bytes each).",
+                count,
+                limit,
+            )
         wanted = [list(keys[:room]) for keys in groups]
         beyond = [key for keys in groups for key in keys[room:]]
         for key in self.extra_keys:
             group = wanted[self.settings.positions[key[-GROUP_ID_BYTES:]]]
             if key not in group:  # the daemon refuses a key that is there twice
                 group.append(key)
-        hashes = [b"".join([key[:-GROUP_ID_BYTES] for key in keys]) for keys in wanted]
+        hashes = [hashes_of(keys, self.adapter) for keys in wanted]
         message = [GroupKeys(index, joined) for index, joined in enumerate(hashes) if joined]
         self.timeout_counted = False
         ticket = self.settings.client.lookup(message, again=self.answer is not None and self.answer.ticket.pending)

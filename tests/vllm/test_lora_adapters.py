@@ -1,0 +1,73 @@
+"""The identity of LoRA adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from support.models import write_lora_adapter
+from support.vllm_fakes import key
+from vllm.lora.request import LoRARequest
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
+from kvoffd_client.vllm.lora_adapters import LoraAdapters
+
+
+def request(path: Path | str, int_id: int = 1) -> Any:
+    return LoRARequest("name", int_id, str(path))
+
+
+def test_equal_adapters_are_one_wherever_they_are_and_others_are_not(tmp_path: Path) -> None:
+    one, other = write_lora_adapter(tmp_path / "one", seed=1), write_lora_adapter(tmp_path / "other", seed=2)
+    copied = tmp_path / "copied"
+    shutil.copytree(one, copied)
+    adapters = LoraAdapters()
+    assert (
+        adapters.content_of(request(one)) == adapters.content_of(request(copied)) != adapters.content_of(request(other))
+    )
+    (one / "adapter_config.json").write_text("{}")
+    assert LoraAdapters().content_of(request(one)) != adapters.content_of(request(copied))
+
+
+def test_an_adapter_whose_files_changed_is_unknown_until_a_reset_and_another_load(
+    tmp_path: Path, said: list[str]
+) -> None:
+    path = write_lora_adapter(tmp_path / "one", seed=1)
+    adapters = LoraAdapters()
+    first = adapters.content_of(request(path))
+    assert first is not None
+    write_lora_adapter(path, seed=2)
+    assert adapters.content_of(request(path)) is None
+    assert adapters.content_of(request(path)) is None
+    assert sum("changed after it was loaded" in line for line in said) == 1
+    assert adapters.content_of(request(path, int_id=2)) is None, "vLLM's own cache has blocks of the first"
+    adapters.engine_cache_reset()
+    assert adapters.content_of(request(path)) is None, "the first may still be in memory"
+    second = adapters.content_of(request(path, int_id=2))
+    assert second not in (None, first)
+
+
+def test_an_adapter_without_files_is_unknown(tmp_path: Path) -> None:
+    adapters = LoraAdapters()
+    assert adapters.content_of(request(tmp_path / "nothing")) is None
+    assert adapters.content_of(request("not-there/at-all")) is None
+    (tmp_path / "empty").mkdir()
+    assert adapters.content_of(request(tmp_path / "empty")) is None
+
+
+def test_a_hubs_adapter_is_its_files_in_the_local_cache(tmp_path: Path, monkeypatch: Any) -> None:
+    path = write_lora_adapter(tmp_path / "snapshot", seed=1)
+    monkeypatch.setattr(
+        "kvoffd_client.vllm.lora_adapters.try_to_load_from_cache", lambda repository, name: str(path / name)
+    )
+    assert LoraAdapters().content_of(request("org/adapter")) == LoraAdapters().content_of(request(path))
+
+
+def test_the_content_is_mixed_into_every_key() -> None:
+    keys = [key(1), key(2)]
+    plain = hashes_of(keys)
+    assert plain == b"".join(item[:-GROUP_ID_BYTES] for item in keys)
+    one, other = hashes_of(keys, b"one"), hashes_of(keys, b"other")
+    assert len({plain, one, other}) == 3
+    assert len(one) == len(plain)
