@@ -24,9 +24,15 @@ class Model(torch.nn.Module):
         self.register_buffer("scale", torch.ones(()))
         self.register_buffer("nothing", torch.empty(0))
 
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            self.get_parameter(name).data.copy_(weight)
+
 
 def digest(*models: torch.nn.Module) -> str:
-    return LiveWeights(lambda: list(models)).digest()
+    found = LiveWeights(lambda: list(models)).digest()
+    assert found is not None
+    return found
 
 
 def test_equal_weights_have_one_digest_whatever_memory_they_are_in() -> None:
@@ -56,6 +62,12 @@ def test_every_change_is_another_digest(change: Callable[[Any], None]) -> None:
     with torch.no_grad():
         change(model)
     assert digest(model) != before
+
+
+def test_weights_that_cannot_be_read_have_no_digest() -> None:
+    model = Model()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert LiveWeights(lambda: [model]).digest() is None
 
 
 def test_of_a_large_tensor_no_more_than_the_samples_are_read() -> None:
@@ -115,6 +127,10 @@ def test_the_models_are_found_among_the_callers_and_changes_by_vllms_methods_are
     with pytest.raises(RuntimeError, match="no such file"):
         worker.load_model()
     assert weights.changed, "nobody knows how far it came"
+    weights.digest()
+    # As the worker extensions of training frameworks do, past the worker's methods.
+    worker.model_runner.model.load_weights({"small": torch.zeros(3)})
+    assert weights.changed
 
 
 def test_where_no_caller_has_a_model_there_is_none() -> None:
@@ -122,6 +138,26 @@ def test_where_no_caller_has_a_model_there_is_none() -> None:
 
 
 def test_the_methods_that_change_weights_are_vllms() -> None:
+    from vllm.model_executor.models.llama import LlamaForCausalLM
     from vllm.v1.worker.gpu_worker import Worker as GpuWorker
 
-    assert [name for name in CHANGING_METHODS if not hasattr(GpuWorker, name)] == []
+    owners = (GpuWorker, LlamaForCausalLM)
+    assert [name for name in CHANGING_METHODS if not any(hasattr(owner, name) for owner in owners)] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_that_vllm_packs_for_its_cpu_kernels_count(dtype: torch.dtype) -> None:
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    def packed(matrix: torch.Tensor) -> torch.nn.Module:
+        layer: Any = torch.nn.Module()
+        layer.input_size_per_partition = matrix.shape[1]
+        layer.weight = torch.nn.Parameter(matrix.clone(), requires_grad=False)
+        dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        if layer.weight.numel():
+            pytest.skip("this machine's vLLM packs nothing")
+        return torch.nn.Sequential(layer)
+
+    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert digest(packed(matrix)) == digest(packed(matrix))
+    assert digest(packed(matrix)) != digest(packed(matrix * 1.01))

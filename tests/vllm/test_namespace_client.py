@@ -9,8 +9,8 @@ import pytest
 from support.vllm_fakes import Clock, FakeSchedulerClient
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import NamespacesDiffer, common_namespace
-from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
+from kvoffd_client.vllm.namespace_client import PATIENCE_S, EngineNamespace, NamespaceClient
 
 ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")
@@ -68,3 +68,39 @@ def test_a_closed_client_joins_nothing() -> None:
     assert harness.made[0][1].closed
     harness.client.join(OTHER)
     assert len(harness.made) == 1
+
+
+def engine_namespace() -> tuple[EngineNamespace, Clock]:
+    """The namespace of an engine with two workers."""
+    clock = Clock()
+    return EngineNamespace(2, Harness().client, clock), clock
+
+
+def test_workers_that_do_not_report_are_waited_for_for_a_while_and_asked_again_after_a_reset() -> None:
+    namespace, clock = engine_namespace()
+    assert namespace.news() == (0, None)
+    namespace.report({0: MemoryReport(ONE, "weights", 0)})
+    assert namespace.needs_steps
+    clock.now += PATIENCE_S
+    assert not namespace.needs_steps
+    assert namespace.news() == (None, None)
+    namespace.leave(engine_cache_kept=False)
+    assert namespace.news() == (None, None), "nothing is computed yet"
+    namespace.ask()
+    assert namespace.news() == (1, None)
+    namespace.report({rank: MemoryReport(ONE, "weights", 1) for rank in range(2)})
+    assert namespace.current is not None
+
+
+@pytest.mark.parametrize(("after", "kept", "may_store"), [("a", True, True), ("b", False, True), ("b", True, False)])
+def test_blocks_of_other_weights_in_vllms_own_cache_are_not_stored(after: str, kept: bool, may_store: bool) -> None:
+    namespace, _ = engine_namespace()
+    for generation, weights in enumerate(("a", after)):
+        if generation:
+            namespace.leave(engine_cache_kept=kept)
+        namespace.ask()
+        namespace.report({rank: MemoryReport(ONE, weights, generation) for rank in range(2)})
+    assert namespace.may_store is may_store
+    namespace.leave(engine_cache_kept=False)
+    namespace.report({rank: MemoryReport(ONE, weights, 2) for rank in range(2)})
+    assert namespace.may_store

@@ -1,7 +1,7 @@
 """Collects from vLLM's configuration, and from the model's files, the factors that the fingerprint is made of.
 
 Every worker does this on its own after it loaded the model. All workers of one engine must come to the same result (see
-``KvoffdHandshake``), as must an engine that starts again.
+``common_namespace``), as must an engine that starts again.
 """
 
 from __future__ import annotations

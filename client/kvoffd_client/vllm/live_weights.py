@@ -31,6 +31,7 @@ CHANGING_METHODS = (
     "checkpoint_restore",
     "finish_weight_update",
     "load_model",
+    "load_weights",
     "reload_weights",
     "reset_weights",
     "start_draft_weight_update",
@@ -38,7 +39,7 @@ CHANGING_METHODS = (
     "update_weights",
     "wake_up",
 )
-"""Methods of vLLM's workers (0.32, 0.33) after which the weights may be others: v1/worker/gpu_worker.py."""
+"""Methods of vLLM's workers, model runners and models (0.32, 0.33) after which the weights may be others."""
 
 
 class LiveWeights:
@@ -71,27 +72,35 @@ class LiveWeights:
         if runner is None:
             return None
         weights = cls(lambda: _models_of(runner))
-        if worker is not None:
-            weights.watch(worker)
+        for owner in (worker, runner, *_models_of(runner)):
+            weights.watch(owner)
         return weights
 
-    def watch(self, worker: Any) -> None:
+    def watch(self, owner: Any) -> None:
         """Have every call of a method that changes weights noticed. The methods do what they did."""
         for name in CHANGING_METHODS:
-            if callable(method := getattr(worker, name, None)):
-                setattr(worker, name, self._noticing(method))
+            if callable(method := getattr(owner, name, None)):
+                setattr(owner, name, self._noticing(method))
 
-    def digest(self) -> str:
+    def digest(self) -> str | None:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
 
-        The same weights give the same digest in every process that splits them over as many workers.
+        The same weights give the same digest in every process that splits them over as many workers. None where they
+        cannot be read: that must cost an engine its shared blocks, not its start.
         """
+        try:
+            return self._digest()
+        except Exception:
+            logger.exception("kvoffd: the weights in memory could not be read.")
+            return None
+
+    def _digest(self) -> str:
         began = time.monotonic()
         self.changed = False
         total = hashlib.sha256()
         samples: list[torch.Tensor] = []
         for number, model in enumerate(self._models()):
-            for name, tensor in _tensors(model):
+            for name, tensor in (*_tensors(model), *_packed_columns(model)):
                 total.update(f"{number} {name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
                 samples.extend(_sample(tensor))
         for device in dict.fromkeys(sample.device for sample in samples):
@@ -121,6 +130,25 @@ def _models_of(runner: Any) -> list[torch.nn.Module]:
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield from _plain(name, tensor)
+
+
+def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return columns of the matrices that vLLM packs for its CPU kernels, which leaves their parameters empty.
+
+    Only the layer's own product reads them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). With a
+    vector of zeros and a one it is a column, exactly: nothing is rounded, whatever the kernel and its threads. It
+    costs a read of the matrix.
+    """
+    for name, module in model.named_modules():
+        weight, product = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
+        if product is None or weight is None or weight.numel() > 0:
+            continue
+        inputs = getattr(module, "input_size_per_partition", None) or module.input_size
+        columns = sorted({0, inputs // 2, inputs - 1})
+        vectors = torch.zeros(len(columns), inputs, dtype=weight.dtype)
+        vectors[range(len(columns)), columns] = 1
+        with torch.inference_mode():
+            yield f"{name}.columns", product(vectors, weight, None)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -156,7 +156,7 @@ class EngineNamespace:
         self.generation += 1
         self._reports.clear()
         self.current = None
-        self._asked = False
+        self._asked = self._failed = False
         self._waiting_since = None
         self._engine_cache_kept = engine_cache_kept
         self._engine_cache_stale = self._engine_cache_stale and engine_cache_kept
@@ -189,8 +189,8 @@ class EngineNamespace:
         weights = [report.weights for report in reports if report.weights is not None]
         if len(weights) < len(reports):
             logger.warning(
-                "kvoffd: the model of this engine was not found in its workers, so nobody knows which weights are in "
-                "memory. Its blocks are used by no other engine, and not after a restart or reset."
+                "kvoffd: the model of this engine was not found or read in its workers, so nobody knows which weights "
+                "are in memory. Its blocks are used by no other engine, and not after a restart or reset."
             )
             weights = [uuid.uuid4().hex]
         namespace = with_live_weights(namespace, weights)
