@@ -232,6 +232,8 @@ class Blocks:
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
         stale = [block for block, _ in takewhile(lambda item: item[1] <= until, self.half_stored.items())]
+        for block in stale:
+            block.namespace.counters.half_stored_blocks += 1
         self.drop(stale)
         return len(stale)
 

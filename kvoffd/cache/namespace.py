@@ -94,6 +94,7 @@ class Counters:
     loaded_bytes: int = 0
     evicted_blocks: int = 0
     invalidated_blocks: int = 0
+    half_stored_blocks: int = 0
     dropped_keys: int = 0
 
 

@@ -6,6 +6,7 @@ are handed in.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ import kvoffd.server.admin_requests
 import kvoffd.server.engine_requests
 import kvoffd.server.report  # noqa: F401
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admission import Sessions
@@ -32,6 +34,8 @@ from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
 
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
@@ -76,6 +80,7 @@ class Service:
             disks,
         )
         self.sessions = self.context.sessions
+        self._half_stored_told: set[Namespace] = set()
 
     # --- called by the sockets of requests --------------------------------------------------------
 
@@ -122,11 +127,25 @@ class Service:
     def tick(self) -> None:
         """Periodic work: leases and copies that are overdue, blocks that stay half-stored."""
         context = self.context
-        context.cache.expire()
+        if context.cache.expire():
+            self._warn_of_half_stored()
         context.memory.expire()
         if context.disks is not None:
             context.disks.tick()
         self.sessions.end_those_with_lost_gpus()
+
+    def _warn_of_half_stored(self) -> None:
+        """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
+        for namespace in self.context.cache.namespaces:
+            if namespace.counters.half_stored_blocks and namespace not in self._half_stored_told:
+                self._half_stored_told.add(namespace)
+                logger.warning(
+                    "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard within "
+                    "half_stored_timeout. A worker failed, or the engine's workers are on several nodes; stats count "
+                    "such blocks as half_stored_blocks.",
+                    namespace.label,
+                    namespace.world_size,
+                )
 
     def _answer(self, frame: bytes, session: Session | None) -> m.AnyReply | None:
         """The reply, or None for an accepted job. The request's token names the session where ``session`` is None."""

@@ -53,6 +53,9 @@ class NamespaceStats(Wire, frozen=True):
     invalidated_blocks: Annotated[
         Count, counter("Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.")
     ]
+    half_stored_blocks: Annotated[
+        Count, counter("Blocks dropped because a shard of some rank was not stored within half_stored_timeout.")
+    ]
     dropped_keys: Annotated[Count, counter("Keys of stores for which the pool had no room.")]
     keys_pending: Annotated[
         Count, counter("Keys in lookups that were being promoted from disk, or waited for it, when first asked for.")

@@ -55,6 +55,7 @@ def namespace(fingerprint: bytes, label: str, asked: int = 0, ready: int = 0, pr
         loaded_bytes=240 * GIB,
         evicted_blocks=7_655,
         invalidated_blocks=0,
+        half_stored_blocks=0,
         dropped_keys=12,
     )
 

@@ -248,6 +248,9 @@ def test_half_stored_blocks_time_out(scheduler):
             assert store(worker, registration, 1, keys(1), ids(0)).ok
             assert stats(daemon.directory).pool.writing_bytes > 0
             wait_until(lambda: stats(daemon.directory).pool.writing_bytes == 0)
+            assert store(worker, registration, 2, keys(2), ids(0)).ok
+            wait_until(lambda: stats(daemon.directory).namespaces[0].half_stored_blocks == 2)
+            assert daemon.log.count("not all of its 2 ranks stored their shard") == 1
 
 
 def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: int) -> float:

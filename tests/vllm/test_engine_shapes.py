@@ -93,6 +93,20 @@ def test_shape(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.shapes
+def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Path) -> None:
+    """vLLM's replicated layout: one rank stores, and all ranks load its shard."""
+    model = make_tiny_deepseek(tmp_path / "model")
+    stored = []
+    for ranks in (1, 2):
+        shape = Shape(settings={"tensor_parallel": ranks}, varies=True, workers=ranks)
+        with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+            check_runs(shape, run_shape(shape, model, daemon))
+            with AdminClient(daemon.directory) as admin:
+                stored.append(admin.stats().store.bytes)
+    assert stored[0] == stored[1] > 0
+
+
+@pytest.mark.shapes
 def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
     asked = {"prompts": list(PROMPTS)}
     with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
