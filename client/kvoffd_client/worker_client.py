@@ -79,10 +79,14 @@ class WorkerClient(SessionClient[WorkerSession]):
         self._check(groups)
         self._connection.call(self._session.store, job_id, groups, time.monotonic())
 
-    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None:
-        """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``."""
+    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
+        """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``.
+
+        The lease ends with a good load of every rank of the namespace. With ``keep_lease``, for workers that load the
+        shards of one rank, the scheduler releases it.
+        """
         self._check(groups)
-        self._connection.call(self._session.load, job_id, lease_id, groups, time.monotonic())
+        self._connection.call(self._session.load, job_id, lease_id, groups, time.monotonic(), keep_lease)
 
     def take_results(self) -> list[JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""

@@ -71,10 +71,12 @@ class WorkerSession(Session):
         """
         self._submit(m.Store(self.next_request_id(), self.token, self._registration_id, job_id, list(groups)), now)
 
-    def load(self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
+    def load(
+        self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float, keep_lease: bool = False
+    ) -> None:
         """Send a load. Otherwise as ``store``."""
-        request_id = self.next_request_id()
-        self._submit(m.Load(request_id, self.token, self._registration_id, job_id, lease_id, list(groups)), now)
+        names = self.next_request_id(), self.token, self._registration_id, job_id, lease_id
+        self._submit(m.Load(*names, list(groups), keep_lease), now)
 
     def _submit(self, message: m.Store | m.Load, now: float) -> None:
         job_id = message.job_id

@@ -202,6 +202,7 @@ class LoadJob(_EngineJob):
 
     direction = Direction.LOAD
     lease_id: int
+    keep_lease: bool = False
     load_tickets: list[LoadTicket] = field(default_factory=list, init=False)
     checks: list[ChecksumCheck] = field(default_factory=list, init=False)
     """Slots that are compared with their checksums."""
@@ -242,7 +243,7 @@ class LoadJob(_EngineJob):
         error = None if done else ERROR_OF_OUTCOME[outcome]
         if done and self.failed:
             error = ErrorCode.NOT_READY
-        self.owner.cache.end_load(self.load_tickets, ok=error is None)
+        self.owner.cache.end_load(self.load_tickets, ok=error is None and not self.keep_lease)
         copied_bytes = self.nbytes if done else 0
         if error is None:
             self.client_memory.namespace.counters.loaded_bytes += copied_bytes

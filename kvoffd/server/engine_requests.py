@@ -280,7 +280,8 @@ def store(context: Context, session: Session, message: m.Store) -> None:
 def load(context: Context, session: Session, message: m.Load) -> None:
     """Accept a load; its completion is the answer."""
     registration = _admit_job(context, session, message)
-    context.jobs.start(LoadJob(message.job_id, session, registration, context.jobs, message.lease_id), message.groups)
+    job = LoadJob(message.job_id, session, registration, context.jobs, message.lease_id, message.keep_lease)
+    context.jobs.start(job, message.groups)
 
 
 @answers(m.Cancel)

@@ -253,12 +253,16 @@ class Store(Request[Completions], frozen=True):
 
 @exchange(Section.WORKER, WORKER)
 class Load(Request[Completions], frozen=True):
-    """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole."""
+    """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole.
+
+    The lease ends with a good load of every rank of the namespace, unless ``keep_lease`` is set.
+    """
 
     registration_id: RegistrationId
     job_id: JobId
     lease_id: LeaseId
     groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
+    keep_lease: Annotated[bool, doc("Other workers load the same shards; the scheduler ends the lease.")] = False
 
 
 class CancelReply(Reply, frozen=True):

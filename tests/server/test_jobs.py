@@ -240,6 +240,19 @@ def test_leases_end_with_their_time_unless_renewed():
             assert refused.code is ErrorCode.UNKNOWN_LEASE
 
 
+def test_a_lease_that_is_to_be_kept_outlasts_the_loads_of_all_ranks(worker, scheduler, memory):
+    fill(memory, 2)
+    registration = worker.register(memory)
+    assert store(worker, registration, 1, keys(1), ids(0)).ok
+    assert lookup(scheduler, 5, keys(1)).pinned == 1
+    lease, part = scheduler.lease(5), [m.GroupTransfer(0, keys(1), ids(7))]
+    for job in (2, 3):
+        assert worker.result(m.Load(worker.next_id(), worker.token, registration, job, lease, part, keep_lease=True)).ok
+    assert load(worker, registration, 4, lease, keys(1), ids(7)).ok
+    refused = worker.refused(m.Load(worker.next_id(), worker.token, registration, 5, lease, part))
+    assert refused.code is ErrorCode.UNKNOWN_LEASE
+
+
 def test_half_stored_blocks_time_out(scheduler):
     with DaemonProcess(half_stored_timeout="500ms") as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
         with WireClient(daemon.directory) as worker:

@@ -106,7 +106,7 @@ class FakeWorkerClient:
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
         self.stores[job_id] = list(groups)
 
-    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer]) -> None:
+    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
         self.loads[job_id] = (lease_id, list(groups))
 
     def take_results(self) -> list[JobResult]:

@@ -97,6 +97,7 @@ class KvoffdSpec(OffloadingSpec):
                 blocks_per_chunk=self.blocks_per_chunk,
                 key_bytes=namespace.key_bytes,
                 fence_timeout_s=self.setup.options.store_fence_timeout_s,
+                keep_leases=self.replicated_layout,
                 sender=OrderedSender(record_event) if on_gpu else None,
             )
         return self._worker

@@ -36,6 +36,7 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: engine blocks under one key.
         key_bytes: length of a block hash.
         fence_timeout_s: how long wait() waits for running stores.
+        keep_leases: other workers load the same shards under a request's lease.
         sender: sends jobs once the kernels before them are done; None where there are none, as on CPU.
     """
 
@@ -46,6 +47,7 @@ class KvoffdWorker(OffloadingWorker):
         blocks_per_chunk: int,
         key_bytes: int,
         fence_timeout_s: float,
+        keep_leases: bool = False,
         sender: OrderedSender | None = None,
     ) -> None:
         self._connect = connect
@@ -54,6 +56,7 @@ class KvoffdWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._key_bytes = key_bytes
         self._fence_timeout_s = fence_timeout_s
+        self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
         # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
@@ -90,7 +93,7 @@ class KvoffdWorker(OffloadingWorker):
             return True
 
         def send(client: WorkerClient, groups: Sequence[GroupTransfer]) -> None:
-            client.load(job_id, src_spec.lease_id, groups)
+            client.load(job_id, src_spec.lease_id, groups, self._keep_leases)
 
         self._submit(job_id, dst_spec, src_spec, is_store=False, send=send)
         return True
