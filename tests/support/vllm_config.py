@@ -26,7 +26,7 @@ def make_config(model: Path, extra_config: dict[str, Any] | None = None, **argum
 
 def full_attention(**changes: Any) -> FullAttentionSpec:
     """Full attention of 4 heads of 32 in float32, blocks of 32 tokens."""
-    return FullAttentionSpec(block_size=32, **{**HEADS, **changes})
+    return FullAttentionSpec(**{"block_size": 32, **HEADS, **changes})
 
 
 def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:

@@ -241,6 +241,7 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
     assert not harness.manager.has_pending_work(), "nobody wants anything yet"
     assert harness.results(context) == [LookupResult.MISS] * 3
     harness.manager.namespace.ask()
+    harness.manager.begin_lookup("r", [KEYS])
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert harness.manager.prepare_store(KEYS, context) is None, "vLLM offers it again"
     assert harness.manager.has_pending_work()

@@ -150,12 +150,14 @@ class KvoffdManager(OffloadingManager):
         self._stores = stores
         self._usable = True
         self._credit_reported = False
+        self._on_hold = False  # one answer for all keys of a scan
 
     # --- what the connector calls beyond vLLM's interface ---
 
     def begin_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
         """Look up a request's keys (per group on the wire, root first) unless a good answer is there or on its way."""
         self._deferred.discard(request_id)
+        self._on_hold = self._namespace_soon
         lookups = self._lookups.get(request_id)
         if lookups is None:
             return
@@ -214,7 +216,7 @@ class KvoffdManager(OffloadingManager):
         lookups = self._lookups.get(req_context.req_id)
         if lookups is None or not self._loads:
             return LookupResult.MISS
-        if self._namespace_soon:
+        if self._on_hold:
             self._deferred.add(req_context.req_id)
             return LookupResult.RETRY
         if not self._may_use_daemon:
