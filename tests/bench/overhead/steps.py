@@ -111,9 +111,10 @@ class StepsBench(Closing):
         label = f"steps {blocks}"
         self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
         namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
-        client = self._harnesses[KVOFFD].connector.connector_scheduler.manager.client
-        client.join(namespace)
-        assert client._client.wait_ready(10.0), "the connector did not reach the daemon"
+        manager = self._harnesses[KVOFFD].connector.connector_scheduler.manager
+        manager.namespace.current = namespace  # there are no workers to report it
+        manager.client.join(namespace)
+        assert manager.client._client.wait_ready(10.0), "the connector did not reach the daemon"
 
     def measure(self, rounds: int, say: Say) -> Steps:
         """One uncounted round, then ``rounds``; in each every connector takes its turn, in changing order."""
