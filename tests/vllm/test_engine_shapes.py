@@ -107,6 +107,31 @@ def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Pa
 
 
 @pytest.mark.shapes
+def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: Path) -> None:
+    """Blocks hold accepted tokens: with n-grams, however many are proposed, they are those of plain decoding."""
+    model = make_tiny_llama(tmp_path / "model")
+    # Tokens that repeat, so that n-grams are proposed and accepted; what is generated is stored too.
+    prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
+    ngram = {"method": "ngram", "prompt_lookup_max": 4}
+    kinds = [None, {**ngram, "num_speculative_tokens": 3}, {**ngram, "num_speculative_tokens": 4}]
+    with DaemonProcess("256MiB") as daemon, AdminClient(daemon.directory) as admin:
+        answers = []
+        for kind in kinds:
+            with EngineProcess(
+                model, daemon.directory, extra_config={"offload_prompt_only": False}, speculative_config=kind
+            ) as engine:
+                wait_connected(admin)
+                answers.append(engine.generate(prompts, max_tokens=80))
+                wait_stored(admin)
+        first, *others = answers
+        assert [answer.cached for answer in first] == [0, 0]
+        for answer in others:
+            assert [one.tokens for one in answer] == [one.tokens for one in first]
+            assert [one.cached for one in answer] == [full_blocks(len(each)) for each in prompts]
+        assert len(admin.namespaces().namespaces) == 1
+
+
+@pytest.mark.shapes
 def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
     asked = {"prompts": list(PROMPTS)}
     with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:

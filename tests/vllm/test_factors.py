@@ -107,6 +107,7 @@ CHANGES: dict[str, tuple[str, object]] = {
     "decode_context_parallel": ("parallel_config.decode_context_parallel_size", 2),
     "world_size": ("parallel_config.world_size", 2),
     "model_config": ("model_config.hf_config.rope_theta", 50_000.0),
+    "computation": ("attention_config.use_non_causal", True),
     "blocks_per_chunk": ("kv_transfer_config.kv_connector_extra_config", {"blocks_per_chunk": 4}),
     "context_parallel_interleave": ("parallel_config.cp_kv_cache_interleave_size", 16),
 }

@@ -38,6 +38,7 @@ FACTS = EngineFactors(
     device_type="cpu",
     device_name="",
     attention_backend="",
+    computation="",
     model_runner="v1",
     speculative="",
     salt="",

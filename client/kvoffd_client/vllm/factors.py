@@ -88,6 +88,7 @@ def collect_factors(vllm_config: Any, kv_cache_config: Any, options: ConnectorOp
         device_type=str(current_platform.device_type),
         device_name=_device_name(),
         attention_backend=_attention_backend(vllm_config, kv_cache_config),
+        computation=_computation(vllm_config),
         model_runner="v2" if vllm_config.use_v2_model_runner else "v1",
         multimodal=_multimodal(model),
         speculative=_speculative(vllm_config),
@@ -152,7 +153,28 @@ def _config_digest(model: Any) -> str:
     plain = _plain(model.hf_config.to_dict())
     # Long RoPE chooses its factors by the longest context the engine was started for.
     length = model.max_model_len if "longrope" in canonical_json(plain) else None
-    return digest({"config": plain, "max_model_len": length, "model_impl": str(model.model_impl)})
+    return digest(
+        {
+            "config": plain,
+            "max_model_len": length,
+            "model_impl": str(model.model_impl),
+            "model_class_overrides": _plain(model.model_class_overrides),
+            "quantization_config": _plain(model.quantization_config),
+        }
+    )
+
+
+def _computation(vllm_config: Any) -> str:
+    """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
+    attention = vllm_config.attention_config
+    return digest(
+        {
+            "non_causal": _plain(attention.use_non_causal),
+            "indexer_kv_dtype": _plain(attention.indexer_kv_dtype),
+            "diffusion": _plain(vllm_config.diffusion_config),
+            "additional": _plain(vllm_config.additional_config),
+        }
+    )
 
 
 def _multimodal(model: Any) -> str:

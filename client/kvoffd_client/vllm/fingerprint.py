@@ -62,6 +62,7 @@ class EngineFactors:
         world_size: shards of a block: workers, or 1 where all of them have the same bytes.
         device_name: the device model, since kernels of another one may lay out pages differently.
         attention_backend: the backends in use.
+        computation: digest of what a token attends to beside the model's own configuration.
         model_runner: v1 or v2.
         multimodal: digest of what changes the embeddings of images and is not in their hashes, empty for text.
         speculative: digest of a draft model whose layers have KV, empty for none.
@@ -93,6 +94,7 @@ class EngineFactors:
     device_type: str
     device_name: str
     attention_backend: str
+    computation: str
     model_runner: str
     multimodal: str
     speculative: str
