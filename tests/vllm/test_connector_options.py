@@ -86,10 +86,11 @@ def test_a_wrong_value_is_refused_by_name(key: str, value: object) -> None:
         parse_options({key: value})
 
 
-def test_loads_inside_a_step_are_refused_since_they_cannot_be_recomputed() -> None:
-    with pytest.raises(ValueError, match="sync_load_budget_bytes"):
-        parse_options({"sync_load_budget_bytes": 1})
-    assert parse_options({"sync_load_budget_bytes": 0})[1] == []
+@pytest.mark.parametrize("option", ["canonical_layout", "sync_load_budget_bytes"])
+def test_options_of_vllms_offloading_that_cannot_be_followed_are_refused_unless_they_are_off(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} cannot be used with KvoffdConnector, since "):
+        parse_options({option: 1})
+    assert parse_options({option: 0})[1] == []
 
 
 def test_the_directory_comes_from_the_environment_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
