@@ -64,6 +64,18 @@ def test_every_change_is_another_digest(change: Callable[[Any], None]) -> None:
     assert digest(model) != before
 
 
+def test_what_a_kernel_packed_beside_an_empty_parameter_counts() -> None:
+    digests = set()
+    for number in range(2):
+        model = Model()
+        layer: Any = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(torch.empty(0))
+        layer.packed = torch.full((4,), float(number))
+        model.layer = layer
+        digests.add(digest(model))
+    assert len(digests) == 2
+
+
 def test_weights_that_cannot_be_read_have_no_digest() -> None:
     model = Model()
     model.register_buffer("sparse", torch.eye(3).to_sparse())

@@ -137,11 +137,14 @@ def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
     Only the layer's own product reads them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). With a
     vector of zeros and a one it is a column, exactly: nothing is rounded, whatever the kernel and its threads. It
-    costs a read of the matrix.
+    costs a read of the matrix. Other kernels keep what they packed in attributes.
     """
     for name, module in model.named_modules():
         weight, product = getattr(module, "weight", None), getattr(module, "cpu_linear", None)
-        if product is None or weight is None or weight.numel() > 0:
+        if not isinstance(weight, torch.Tensor) or weight.numel() > 0:
+            continue
+        if product is None:
+            yield from ((f"{name}.{key}", kept) for key, kept in vars(module).items() if isinstance(kept, torch.Tensor))
             continue
         inputs = getattr(module, "input_size_per_partition", None) or module.input_size
         columns = sorted({0, inputs // 2, inputs - 1})
