@@ -40,7 +40,7 @@ def wait_on_disk(daemon: DaemonProcess, blocks: int) -> None:
 def timed(engine: EngineProcess, index: int, salt: str | None = None) -> tuple[Completion, float]:
     """A prompt alone, and the time to its first token; the others follow at once."""
     started = time.monotonic()
-    engine.generate([PROMPTS[index]], 1, salt)
+    engine.generate([PROMPTS[index]], 1, salt=salt)
     seconds = time.monotonic() - started
     return engine.generate([PROMPTS[index]], salt=salt)[0], seconds
 
