@@ -146,8 +146,21 @@ class Config:
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
     max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
-    max_keys_per_request: int = number_setting(524_288, 1, 10_000_000, "Most keys in one request.")
+    max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
+    max_pieces_per_job: int = number_setting(
+        65_536, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."
+    )
+    max_pieces_in_flight: int = number_setting(
+        262_144, 1, 100_000_000, "Most pieces of a session's unfinished jobs; a key counts as eight or more."
+    )
+    max_keys_per_request: int = number_setting(131_072, 1, 10_000_000, "Most keys in one lookup or invalidation.")
     max_leases: int = number_setting(16_384, 1, 1_000_000, "Most live leases of a session.")
+    leased_share: float = share_setting(
+        0.875,
+        "Share of the pool that leases may hold; once half of it is taken, the sessions that hold leases get equal "
+        "parts, and lookups beyond them are told of fewer keys.",
+    )
+    max_leased_keys: int = number_setting(1_048_576, 1, 100_000_000, "Most keys under all leases of a session.")
     max_registrations: int = number_setting(8, 1, 1024, "Most registrations of a session.")
     max_segments: int = number_setting(16_384, 1, 65_536, "Most memory segments of a session.")
     cuda_library: str = path_setting(

@@ -63,6 +63,11 @@ class Phase(Enum):
     CLOSED = auto()
 
 
+def new_lease_id(rng: random.Random) -> int:
+    """A random id for a lease: who knows it may load."""
+    return rng.randrange(2**32, 2**63)
+
+
 class Session:
     """What all roles share: connecting, requests and replies, heartbeats, the end of a connection, connecting again.
 

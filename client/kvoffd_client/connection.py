@@ -276,9 +276,9 @@ class SessionClient(Closing, Generic[S]):
 
     @property
     def max_keys(self) -> int:
-        """Keys that the daemon takes in one request; 0 when not ready."""
+        """Keys of which a session may have blocks leased; 0 when not ready."""
         limits = self._session.limits
-        return limits.max_keys_per_request if self.ready and limits is not None else 0
+        return limits.max_leased_keys if self.ready and limits is not None else 0
 
     @property
     def credit_bytes(self) -> int:

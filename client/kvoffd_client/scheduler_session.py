@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
 from kvoffd_client.client_options import ClientOptions, Identity
-from kvoffd_client.client_session import Link, Session
+from kvoffd_client.client_session import Link, Session, new_lease_id
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_proto import messages as m
@@ -86,6 +88,45 @@ class LookupFuture:
         if not self.done:
             self.failed = True
             self.done = True
+
+
+_Part: TypeAlias = list[tuple[int, m.GroupKeys, int]]
+"""What one request asks for: places in the lookup's groups, keys of theirs, and how many these are."""
+
+
+@dataclass(slots=True, eq=False)
+class _AnswerInParts:
+    """What is known of a lookup that was sent in several requests."""
+
+    missing: int
+    states: list[bytes]
+    pinned: int = 0
+    ttl_ms: int = 0
+    wait_ms: int = 0
+
+    def add(self, part: _Part, reply: m.LookupReply) -> None:
+        for (place, _, _), states in zip(part, reply.states, strict=True):
+            self.states[place] += states
+        self.pinned += reply.pinned
+        self.ttl_ms, self.wait_ms = max(self.ttl_ms, reply.ttl_ms), max(self.wait_ms, reply.wait_ms)
+        self.missing -= 1
+
+
+def _parts_of(groups: Sequence[m.GroupKeys], key_counts: Sequence[int], most: int) -> list[_Part]:
+    """Cut a lookup into requests of at most ``most`` keys; the daemon answers them in their order."""
+    parts: list[_Part] = [[]]
+    room = most
+    for place, (asked, count) in enumerate(zip(groups, key_counts, strict=True)):
+        size, begin = len(asked.keys) // max(1, count), 0
+        while count - begin > room:
+            end = begin + room
+            parts[-1].append((place, m.GroupKeys(asked.group, asked.keys[begin * size : end * size]), room))
+            parts.append([])
+            begin, room = end, most
+        rest = asked if not begin else m.GroupKeys(asked.group, asked.keys[begin * size :])
+        parts[-1].append((place, rest, count - begin))
+        room -= count - begin
+    return parts
 
 
 MAX_AHEAD = 10_000
@@ -208,7 +249,6 @@ class SchedulerSession(Session):
         self.leases: dict[int, tuple[LookupFuture, float]] = {}
         self._unanswered: set[int] = set()
         self._unwanted: set[int] = set()
-        self._next_lease = 1
         self._replay_deadline = 0.0
         if events:
             self._topics = [KV_TOPIC_PREFIX]
@@ -218,19 +258,25 @@ class SchedulerSession(Session):
     def lookup(
         self, groups: Sequence[m.GroupKeys], key_counts: Sequence[int], now: float, again: bool = False
     ) -> LookupFuture:
-        """Send a lookup; ``key_counts`` is the number of keys per group. ``again``: something of it was pending."""
-        if not self.usable:
+        """Send a lookup; ``key_counts`` is the number of keys per group. ``again``: something of it was pending.
+
+        What are too many keys for one request is asked for by several.
+        """
+        if not self.usable or self.limits is None:
             future = LookupFuture(0)
             future.fail()
             return future
-        lease_id = (self.session_id << 32) | self._next_lease
-        self._next_lease += 1
+        lease_id = new_lease_id(self._rng)
         future = LookupFuture(lease_id)
         self._unanswered.add(lease_id)
-        message = m.Lookup(self.next_request_id(), self.token, self._fingerprint, lease_id, list(groups), again)
-        self.request(
-            message, lambda reply, reply_now: self._on_lookup_reply(future, key_counts, now, reply, reply_now), now
-        )
+        parts = _parts_of(groups, key_counts, self.limits.max_keys_per_request)
+        answer = _AnswerInParts(len(parts), [b""] * len(groups))
+        for number, part in enumerate(parts):
+            names = self.next_request_id(), self.token, self._fingerprint, lease_id
+            message = m.Lookup(*names, [keys for _, keys, _ in part], again, extend=number > 0)
+            self.request(message, functools.partial(self._on_part, future, answer, part, now), now)
+            if future.done:  # it could not be sent
+                break
         return future
 
     def release(self, lease_id: int) -> None:
@@ -240,7 +286,7 @@ class SchedulerSession(Session):
             found[0].alive = False
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
-        if self.usable and lease_id >> 32 == self.session_id:
+        if self.usable:
             self.send(m.Release(self.next_request_id(), self.token, [lease_id]))
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
@@ -260,27 +306,44 @@ class SchedulerSession(Session):
 
         self.request(m.Reset(self.next_request_id(), self.token, self._fingerprint), on_reply, now, timeout_s)
 
-    def _on_lookup_reply(
-        self, future: LookupFuture, key_counts: Sequence[int], sent_at: float, reply: ReplyOrError, now: float
+    def _on_part(
+        self, future: LookupFuture, answer: _AnswerInParts, part: _Part, sent_at: float, reply: ReplyOrError, now: float
     ) -> None:
+        if future.done:  # another part failed
+            return
+        if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == [
+            count for _, _, count in part
+        ]:
+            answer.add(part, reply)
+            if not answer.missing:
+                self._on_lookup_answered(future, answer, sent_at, now)
+            return
+        if answer.pinned:
+            self._unwanted.add(future.lease_id)
+        self._on_lookup_failed(future, reply, now)
+
+    def _on_lookup_answered(self, future: LookupFuture, answer: _AnswerInParts, sent_at: float, now: float) -> None:
         unwanted = future.lease_id in self._unwanted
         self._unanswered.discard(future.lease_id)
         self._unwanted.discard(future.lease_id)
-        if isinstance(reply, m.LookupReply) and [len(states) for states in reply.states] == key_counts:
-            if unwanted:
-                # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
-                self.release(future.lease_id)
-            elif reply.pinned:
-                # The lease's life began at the daemon between sending and now: count from the earlier.
-                self.leases[future.lease_id] = (future, sent_at + reply.ttl_ms / 1000)
-            future.answer(reply.states, 0 if unwanted else reply.pinned, now, reply.wait_ms / 1000)
-            self.on_change()
-            return
+        if unwanted:
+            # The Release may not have gone out; renewed at every heartbeat the lease would live for ever.
+            self.release(future.lease_id)
+        elif answer.pinned:
+            # The lease's life began at the daemon between sending and now: count from the earlier.
+            self.leases[future.lease_id] = (future, sent_at + answer.ttl_ms / 1000)
+        future.answer(answer.states, 0 if unwanted else answer.pinned, now, answer.wait_ms / 1000)
+        self.on_change()
+
+    def _on_lookup_failed(self, future: LookupFuture, reply: ReplyOrError, now: float) -> None:
+        held = future.lease_id in self._unwanted
+        self._unanswered.discard(future.lease_id)
+        self._unwanted.discard(future.lease_id)
         future.fail()
         self.on_change()
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif not isinstance(reply, RequestRefused):
+        elif held or not isinstance(reply, RequestRefused):
             self.release(future.lease_id)  # the daemon may answer later and pin blocks in vain
 
     # --- what Session asks of a role --------------------------------------------------------------
@@ -290,7 +353,6 @@ class SchedulerSession(Session):
             self.events.new_epoch(epoch)
 
     def _role_ready(self, now: float) -> None:
-        self._next_lease = 1
         self._replay_deadline = 0.0
         self._replay_events(now)
 

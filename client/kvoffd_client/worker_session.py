@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvoffd_client.client_options import ClientOptions, Identity
 from kvoffd_client.client_session import Link, Phase, Session
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
+from kvoffd_client.job_parts import FIRST_PART_ID, Job, Part, PartSizes
 from kvoffd_client.pending_requests import NEVER, ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_completions
@@ -19,18 +20,6 @@ from kvoffd_proto.lifeline import Attach, Attached, AttachRefused
 
 ACKNOWLEDGE_RESULTS = 4096
 """After this many results a heartbeat goes out early, so that the daemon need not keep more."""
-
-
-@dataclass(slots=True)
-class Job:
-    """A store or load that has no result yet."""
-
-    job_id: int
-    request_id: int
-    is_load: bool
-    groups: Sequence[m.GroupTransfer]
-    sent_at: float
-    generation: int
 
 
 class WorkerSession(Session):
@@ -51,6 +40,13 @@ class WorkerSession(Session):
         self._fds: list[int] = []
         self._attached_count = 0
         self.jobs: dict[int, Job] = {}
+        registered, namespace = identity.registration, identity.namespace
+        assert namespace is not None
+        self._part_sizes = PartSizes(namespace.key_bytes, registered.blocks_per_key, tuple(map(len, registered.groups)))
+        self._queues: tuple[deque[Job], deque[Job]] = deque(), deque()  # of stores and of loads
+        self._parts: dict[int, tuple[Job, Part, int]] = {}  # sent, by their ids; with the request's id
+        self._pieces = [0, 0]  # in flight, of stores and of loads
+        self._next_part = 0
         self._by_request: dict[int, int] = {}
         self._draining: set[int] = set()
         self.results: list[m.JobResult] = []
@@ -66,49 +62,109 @@ class WorkerSession(Session):
     def store(self, job_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
         """Send a store; its result comes in ``results``, at once when it cannot be sent.
 
+        What is too large for one job goes out as several, and what the daemon has no room for now when there is some.
+
         Raises:
             ValueError: a job of this id is unfinished.
         """
-        self._submit(m.Store(self.next_request_id(), self.token, self._registration_id, job_id, list(groups)), now)
+        self._submit(job_id, None, groups, now)
 
     def load(
         self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float, keep_lease: bool = False
     ) -> None:
         """Send a load. Otherwise as ``store``."""
-        names = self.next_request_id(), self.token, self._registration_id, job_id, lease_id
-        self._submit(m.Load(*names, list(groups), keep_lease), now)
+        self._submit(job_id, lease_id, groups, now, keep_lease)
 
-    def _submit(self, message: m.Store | m.Load, now: float) -> None:
-        job_id = message.job_id
+    def _submit(
+        self, job_id: int, lease_id: int | None, groups: Sequence[m.GroupTransfer], now: float, keep_lease: bool = False
+    ) -> None:
         if job_id in self.jobs:
             raise ValueError(f"Job {job_id} is unfinished; use another id.")
+        if job_id >= FIRST_PART_ID:
+            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {job_id} is not.")
         full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
-        job = Job(job_id, message.request_id, isinstance(message, m.Load), message.groups, now, self.generation)
+        parts = self._part_sizes.cut(groups, self.limits)
+        job = Job(job_id, lease_id, keep_lease, groups, now, self.generation, parts)
         self.jobs[job_id] = job
-        self._by_request[job.request_id] = job_id
         if self.usable and full:
             self._fail(job, ErrorCode.TOO_MANY, now)
         elif not self.usable or not self.registration_wanted:
             self._fail(job, ErrorCode.SESSION_ENDED, now)
-        elif (refused := self.send(message)) is not None:
-            self._fail(job, refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY, now)
+        else:
+            self._queues[job.is_load].append(job)
+            self._send_parts(now)
+
+    def _send_parts(self, now: float) -> None:
+        """Send what the daemon has room for. Loads and stores have half of it each, and do not wait for each other."""
+        if self.limits is None:
+            return
+        for is_load, queue in enumerate(self._queues):
+            while queue:
+                job = queue[0]
+                if not job.waiting or job.job_id not in self.jobs:
+                    queue.popleft()
+                    continue
+                wanted = self._pieces[is_load] + job.waiting[0].pieces
+                fits = wanted <= self.limits.max_pieces_in_flight // 2 or not any(self._pieces)
+                if not fits or len(self._parts) >= self.limits.max_jobs_in_flight:
+                    break
+                self._send_part(job, job.waiting.popleft(), now)
+
+    def _send_part(self, job: Job, part: Part, now: float) -> None:
+        part_id = job.job_id
+        if job.waiting or job.sent or job.outcome is not None:
+            self._next_part += 1
+            part_id = FIRST_PART_ID + self._next_part
+        names = self.next_request_id(), self.token, self._registration_id, part_id
+        message: m.Store | m.Load = m.Store(*names, part.groups)
+        if job.lease_id is not None:
+            # The lease ends with the last part: by then the daemon has accepted the others, which hold their blocks.
+            message = m.Load(*names, job.lease_id, part.groups, job.keep_lease or bool(job.waiting))
+        job.sent += 1
+        self._parts[part_id] = job, part, message.request_id
+        self._by_request[message.request_id] = part_id
+        self._pieces[job.is_load] += part.pieces
+        if (refused := self.send(message)) is not None:
+            self._fail_part(part_id, refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY, now)
         else:
             self._role_wake_at = min(self._role_wake_at, now + self.options.job_patience_s)
 
+    def _fail_part(self, part_id: int, code: ErrorCode, now: float) -> None:
+        job, part, _ = self._parts[part_id]
+        failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in part.groups]
+        self._part_done(m.JobResult(part_id, False, 0, max(0.0, now - job.sent_at), code, failed))
+
+    def _part_done(self, result: m.JobResult) -> None:
+        found = self._parts.pop(result.job_id, None)
+        if found is None:
+            return
+        job, part, request_id = found
+        del self._by_request[request_id]
+        self._pieces[job.is_load] -= part.pieces
+        job.add(result)
+        self._finish_if_done(job)
+
+    def _finish_if_done(self, job: Job) -> None:
+        if job.outcome is not None and not job.sent and not job.waiting:
+            self._finish(job.outcome)
+
     def _fail(self, job: Job, code: ErrorCode, now: float) -> None:
+        """End a job, whatever became of its parts."""
         failed = [m.GroupKeys(transfer.group, transfer.keys) for transfer in job.groups]
         self._finish(m.JobResult(job.job_id, False, 0, max(0.0, now - job.sent_at), code, failed))
 
     def _finish(self, result: m.JobResult) -> None:
-        job = self.jobs.pop(result.job_id, None)
-        if job is not None:
-            del self._by_request[job.request_id]
+        if self.jobs.pop(result.job_id, None) is not None:
             self.results.append(result)
             self.on_change()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
-        """Have the daemon fail those of the jobs that have not started."""
-        known = [job_id for job_id in job_ids if job_id in self.jobs]
+        """Have the daemon fail those of the jobs that have not started. What was not sent is not sent any more."""
+        wanted = [self.jobs[job_id] for job_id in job_ids if job_id in self.jobs]
+        for job in wanted:
+            job.withdraw()
+            self._finish_if_done(job)
+        known = [part_id for part_id, (job, _, _) in self._parts.items() if job in wanted]
         if known and self.phase is Phase.READY:
             self.send(m.Cancel(self.next_request_id(), self.token, known))
 
@@ -207,7 +263,7 @@ class WorkerSession(Session):
         if topic != session_topic(self.epoch, self.session_id):
             return
         try:
-            self._complete(decode_completions(payload))
+            self._complete(decode_completions(payload), now)
         except CodecError:
             self._replay(now)
         if self._ahead:
@@ -215,7 +271,7 @@ class WorkerSession(Session):
         if self._unacknowledged >= ACKNOWLEDGE_RESULTS:
             self._heartbeat_at = now
 
-    def _complete(self, batch: m.Completions) -> None:
+    def _complete(self, batch: m.Completions, now: float) -> None:
         if (batch.epoch, batch.session_id) != (self.epoch, self.session_id):
             return
         # Each batch counts once: a job id may be in use again when an old batch is replayed.
@@ -228,7 +284,8 @@ class WorkerSession(Session):
         self._unacknowledged += len(batch.results)
         self.credit_bytes = batch.credit_bytes
         for result in batch.results:
-            self._finish(result)
+            self._part_done(result)
+        self._send_parts(now)
 
     def _replay(self, now: float) -> None:
         if self._replaying or self.phase is not Phase.READY:
@@ -243,23 +300,25 @@ class WorkerSession(Session):
         self._role_wake_at = now + self.options.job_patience_s if self.jobs else NEVER
         if isinstance(reply, m.ReplayReply):
             for batch in reply.batches:
-                self._complete(batch)
+                self._complete(batch, now)
             self._fail_unknown(asked, set(reply.unfinished), now)
         elif not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Replay with {type(reply).__name__}.", now)
 
     def _fail_unknown(self, asked: int, unfinished: set[int], now: float) -> None:
         """Fail jobs that the daemon never received, or lost: it has seen every message before request ``asked``."""
-        for job in list(self.jobs.values()):
-            if job.generation == self.generation and job.request_id < asked and job.job_id not in unfinished:
-                self._fail(job, ErrorCode.INTERNAL, now)
+        for part_id, (_, _, request_id) in list(self._parts.items()):
+            if request_id < asked and part_id not in unfinished:
+                self._fail_part(part_id, ErrorCode.INTERNAL, now)
+        self._send_parts(now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        job_id = self._by_request.get(reply.request_id)
-        if job_id is None:
+        part_id = self._by_request.get(reply.request_id)
+        if part_id is None:
             super()._on_unexpected_refusal(reply, refusal, now)
         else:
-            self._fail(self.jobs[job_id], reply.code, now)
+            self._fail_part(part_id, reply.code, now)
+            self._send_parts(now)
 
     # --- what Session asks of a role --------------------------------------------------------------
 
@@ -274,6 +333,11 @@ class WorkerSession(Session):
         self._role_wake_at = NEVER
         if not dead and self._must_drain():
             self._draining.add(self.generation)
+        self._parts.clear()
+        self._by_request.clear()
+        self._pieces = [0, 0]
+        for queue in self._queues:
+            queue.clear()
         for job in list(self.jobs.values()):
             # A copy of a load may still land until the daemon closes its end of the lifeline.
             ended = dead and job.generation == self.generation

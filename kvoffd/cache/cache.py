@@ -11,7 +11,7 @@ from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.pins import LoadTicket, StoreTicket
+from kvoffd.cache.pins import LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
@@ -54,8 +54,9 @@ class BlockCache(LeasedBlocks):
         clock: Callable[[], float],
         half_stored_timeout_s: float = 60.0,
         lease_ttl_s: float = 30.0,
+        lease_bounds: LeaseBounds | None = None,
     ) -> None:
-        super().__init__(Blocks(slots, policy, listener, clock), policy, clock, lease_ttl_s)
+        super().__init__(Blocks(slots, policy, listener, clock), policy, clock, lease_ttl_s, lease_bounds)
         self.slots = slots
         self.integrity = Integrity(self)
         self.stores: set[StoreTicket] = set()

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.pins import Lease, LeaseTable
+from kvoffd.cache.pins import Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.errors import UnknownLease
-from kvoffd_proto.messages import PENDING
+from kvoffd.errors import KvoffdError, UnknownLease
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import ABSENT, PENDING
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
-_READY_BYTE = bytes([READY])
+_READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
+_COUNT_AGAIN_S = 5e-6
+"""Pause per key of a session between two exact counts of what it has leased, a hundred times what a count takes."""
 
 
 class LookupAnswer(NamedTuple):
@@ -42,9 +47,19 @@ class LeasedBlocks:
     forget to.
     """
 
-    def __init__(self, blocks: Blocks, policy: EvictionPolicy, clock: Callable[[], float], lease_ttl_s: float) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        lease_ttl_s: float,
+        bounds: LeaseBounds | None,
+    ) -> None:
         self.policy = policy
+        self.shortened_lookups = 0
+        """Lookups that were told of fewer ready keys, since their session may not lease more."""
         self._clock = clock
+        self._bounds = bounds
         self.__blocks = blocks
         self.__leases = LeaseTable(lease_ttl_s)
         self.__deferred: _DeferredPins | None = None
@@ -70,27 +85,36 @@ class LeasedBlocks:
             keys = lease.namespace.split(group, all_keys)
             if states.count(READY) < len(keys):
                 keys = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            blocks = list(map(index[group].__getitem__, keys))
-            self.__blocks.pin(blocks)
+            blocks = list(dict.fromkeys(map(index[group].__getitem__, keys)))
             if blocks:
-                lease.blocks.setdefault(group, []).extend(blocks)
+                self.__blocks.pin(blocks)
+                lease.add(group, blocks)
+                lease.untouched.append(blocks)
 
     def lookup(
-        self, namespace: Namespace, lease_id: int, owner: int, groups: Sequence[tuple[int, bytes]], again: bool = False
+        self,
+        namespace: Namespace,
+        lease_id: int,
+        owner: int,
+        groups: Sequence[tuple[int, bytes]],
+        again: bool = False,
+        extend: bool = False,
     ) -> LookupAnswer:
         """Say which keys are ready, and pin those under the lease. ``groups``: (group, keys end to end, root first).
 
         What a tier below has is requested from it, and pending. ``again``: it was asked before, and counted then. Under
-        a lease that lives already nothing is pinned, requested nor counted, and only its own blocks are called ready.
-        Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or namespace's.
+        a lease that lives already nothing is pinned, requested nor counted, and only its own blocks are called ready,
+        unless the lookup is to ``extend`` it by other keys. Where the session may not lease so much, each group's last
+        ready keys are called absent. Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or
+        namespace's.
         """
         found = [namespace.states_of(group, keys) for group, keys in groups]
         blocks, leases = self.blocks, self.__leases
         lease = _live_lease(leases, lease_id, owner, namespace)
-        if lease is not None:
+        if lease is not None and not extend:
             index = blocks.index[namespace]
             states = [_states_under(lease, group, namespace.split(group, keys), index[group]) for group, keys in groups]
-            return LookupAnswer(states, lease.pinned)
+            return LookupAnswer(states, lease.keys)
         states = found
         ready = sum(one.count(READY) for one in found)
         if blocks.tiering is not None and ready < sum(map(len, found)):
@@ -99,9 +123,19 @@ class LeasedBlocks:
             if not again:
                 namespace.counters.keys_pending += sum(one.count(PENDING) for one in states)
         if ready:
-            lease = Lease(lease_id, owner, namespace)
-            leases.add(lease, self._clock())
-            self.__deferred = _DeferredPins(lease, groups, found)
+            nbytes = _block_bytes(namespace, groups, states)
+            if (
+                part := self._leasable(owner, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states))
+            ) < 1.0:
+                self.shortened_lookups += 1
+                states = [_shortened(one, part) for one in states]
+                ready, nbytes = sum(one.count(READY) for one in states), _block_bytes(namespace, groups, states)
+        if ready:
+            if lease is None:
+                lease = Lease(lease_id, owner, namespace)
+                leases.add(lease, self._clock())
+            leases.count(lease, ready, nbytes)
+            self.__deferred = _DeferredPins(lease, groups, states)
         if again:
             return LookupAnswer(states, ready)
         counters = namespace.counters
@@ -124,32 +158,84 @@ class LeasedBlocks:
             return list(map(lease.by_key(group).get, split))
         index = self.blocks.index[namespace][group]
         found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
-        blocks = [block for block in found if block is not None]
+        blocks = list(dict.fromkeys(block for block in found if block is not None))
         if blocks:
+            nbytes = sum(block.slot_bytes for block in blocks)
+            loose_bytes = sum(block.slot_bytes for block in blocks if not block.pins)
+            if self._leasable(owner, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
+                raise KvoffdError(
+                    "The session may not hold so many blocks at once; close others, or open fewer.", ErrorCode.TOO_MANY
+                )
             lease = Lease(lease_id, owner, namespace)
-            lease.blocks[group] = blocks
+            lease.add(group, blocks)
             self.leases.add(lease, self._clock())
+            self.leases.count(lease, len(blocks), nbytes)
             self.blocks.pin(blocks)
         return found
 
+    def _leasable(self, owner: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]) -> float:
+        """The part of so many more ready keys, with blocks of so many bytes, that a session may lease: 1.0 for all.
+
+        ``loose_bytes`` says how many of the bytes nothing pins yet: only these are taken from others.
+        """
+        if (bounds := self._bounds) is None:
+            return 1.0
+        part = (bounds.max_keys - self.__leases.held(owner).keys) / keys
+        if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
+            part = min(part, self._share_left(owner, bounds, loose) / loose)
+        return max(0.0, part)
+
+    def _loose_bytes(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
+        """Pool bytes of the ready blocks that nothing pins."""
+        nbytes = 0
+        for (group, keys), one in zip(groups, states, strict=True):
+            index = self.__blocks.index[namespace][group]
+            ready = (key for key, state in zip(namespace.split(group, keys), one, strict=True) if state == READY)
+            nbytes += sum(block.slot_bytes for block in map(index.__getitem__, ready) if not block.pins)
+        return nbytes
+
+    def _share_left(self, owner: int, bounds: LeaseBounds, wanted: int) -> int:
+        """Bytes that the session may lease beside what it has, below 0 where it has too much."""
+        leases = self.__leases
+        held = leases.held(owner)
+        share = bounds.max_bytes // (leases.owners + (not held.leases))
+        now = self._clock()
+        if held.nbytes - held.shared_bytes + wanted > share and now >= held.counted_until:
+            held.counted_until = now + held.keys * _COUNT_AGAIN_S
+            every = {block for lease in leases.of_owner(owner) for blocks in lease.blocks.values() for block in blocks}
+            held.shared_bytes = held.nbytes - sum(block.slot_bytes for block in every)
+        return share - (held.nbytes - held.shared_bytes)
+
     def touch(self, lease_id: int) -> None:
-        """Note the use of a lease's blocks, each group's tail first. For when the reply is out; no lease, no harm."""
+        """Note the use of what a lease got since the last call, each group's tail first; no lease, no harm.
+
+        For when the reply is out.
+        """
         lease, tiering = self.leases.get(lease_id), self.blocks.tiering
         if lease is not None:
-            for blocks in lease.blocks.values():
+            untouched, lease.untouched = lease.untouched, []
+            for blocks in untouched:
                 ready = [block for block in blocks if block.state is READY]
                 self.policy.touch(ready)
                 if tiering is not None:
                     tiering.used(ready)
 
     def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
-        """Give leases their full time again; returns those that are not alive, or not the owner's."""
+        """Give leases their full time again; returns those that are not alive, or not the owner's.
+
+        Where the session has more than its share, as when others came, it keeps the first of the leases: the others
+        are returned too, and end when their time is over.
+        """
         now = self._clock()
         ended: list[int] = []
+        bounds, room = self._bounds, float("inf")
+        if bounds is not None and self.blocks.pinned_bytes > bounds.max_bytes // 2:
+            room = self.leases.held(owner).nbytes + min(0, self._share_left(owner, bounds, 0))
         for lease_id in lease_ids:
-            if (lease := self.leases.owned(owner, lease_id)) is None:
+            if (lease := self.leases.owned(owner, lease_id)) is None or lease.nbytes > room:
                 ended.append(lease_id)
             else:
+                room -= lease.nbytes
                 self.leases.renew(lease, now)
         return ended
 
@@ -168,6 +254,21 @@ class LeasedBlocks:
             for blocks in lease.blocks.values():
                 self.blocks.unpin(blocks)
         return len(leases)
+
+
+def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:
+    """Pool bytes of the ready blocks."""
+    return sum(one.count(READY) * namespace.block_bytes(group) for (group, _), one in zip(groups, states, strict=True))
+
+
+def _shortened(states: bytes, part: float) -> bytes:
+    """The states with only this part of the ready keys, the first ones, called ready."""
+    ready = np.flatnonzero(np.frombuffer(states, dtype=np.uint8) == READY)
+    keep = int(ready.size * part)
+    if keep == ready.size:
+        return states
+    end = int(ready[keep])
+    return states[:end] + states[end:].replace(_READY_BYTE, _ABSENT_BYTE)
 
 
 def _live_lease(leases: LeaseTable, lease_id: int, owner: int, namespace: Namespace) -> Lease | None:

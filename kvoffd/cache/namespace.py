@@ -128,6 +128,7 @@ class Namespace:
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._slot_bytes: list[tuple[int, ...] | None] = [None] * world_size
         self._shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
+        self._block_bytes: tuple[int, ...] | None = None
         self._key_type = np.dtype((np.void, key_bytes))
 
     @property
@@ -215,6 +216,14 @@ class Namespace:
         self.check_shard_bytes(rank, shard_bytes)
         self._shard_bytes[rank] = tuple(shard_bytes)
         self._slot_bytes[rank] = tuple(slot_bytes)
+        self._block_bytes = None
+
+    def block_bytes(self, group: int) -> int:
+        """Pool bytes of a block of the group: of the slots of all ranks that have registered."""
+        if self._block_bytes is None:
+            known = [sizes for sizes in self._slot_bytes if sizes is not None]
+            self._block_bytes = tuple(map(sum, zip(*known, strict=True)))
+        return self._block_bytes[group]
 
     def check_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> None:
         """Raise BadGeometry unless a worker of this rank may register with these sizes."""

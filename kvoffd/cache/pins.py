@@ -11,7 +11,7 @@ from kvoffd.cache.namespace import Block, Namespace, Shard
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Read pins on the ready blocks of one lookup: one for each time a key was asked for, normally once."""
+    """Read pins on the ready blocks of one lookup, or of several that extend each other."""
 
     lease_id: int
     owner: int
@@ -20,18 +20,52 @@ class Lease:
     deadline: float = 0.0
     """Time of the clock, in seconds, from which the lease may be ended."""
     blocks: dict[int, list[Block]] = field(default_factory=dict)
-    """By group, in the order of the request: root first."""
+    """By group, in the order of the request: root first. Once for each request that found them."""
+    untouched: list[list[Block]] = field(default_factory=list)
+    """The blocks whose use is not noted yet, by request and group."""
+    keys: int = 0
+    """Ready keys that its lookups were told of."""
+    nbytes: int = 0
+    """Pool bytes of these keys' blocks."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
 
-    @property
-    def pinned(self) -> int:
-        """Pins under the lease."""
-        return sum(map(len, self.blocks.values()))
+    _by_key: dict[int, dict[bytes, Block]] = field(default_factory=dict, init=False)
+
+    def add(self, group: int, blocks: list[Block]) -> None:
+        """Add pinned blocks."""
+        self.blocks.setdefault(group, []).extend(blocks)
+        self._by_key.pop(group, None)
 
     def by_key(self, group: int) -> dict[bytes, Block]:
-        """The lease's blocks of one group. Made on each call: most leases are read once, by one load."""
-        return {block.key: block for block in self.blocks.get(group, ())}
+        """The lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each."""
+        if (known := self._by_key.get(group)) is None:
+            known = self._by_key[group] = {block.key: block for block in self.blocks.get(group, ())}
+        return known
+
+
+@dataclass(frozen=True)
+class LeaseBounds:
+    """How much may be leased, so that others find room in the pool and what ends a session's leases is done soon."""
+
+    max_keys: int
+    """Of one session."""
+    max_bytes: int
+    """Pool bytes. The first half is for whoever comes; beyond it each session that holds leases has an equal share."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What one session has leased."""
+
+    leases: set[int] = field(default_factory=set)
+    keys: int = 0
+    nbytes: int = 0
+    """A block counts once for each lease that it is under."""
+    shared_bytes: int = 0
+    """Of these, bytes that are known to be counted more than once."""
+    counted_until: float = float("-inf")
+    """Until then nobody looks again how much is counted more than once."""
 
 
 class LeaseTable:
@@ -40,14 +74,31 @@ class LeaseTable:
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._leases: dict[int, Lease] = {}
-        self._by_owner: dict[int, set[int]] = {}
+        self._by_owner: dict[int, Held] = {}
+
+    @property
+    def owners(self) -> int:
+        """Sessions that hold leases."""
+        return len(self._by_owner)
+
+    def held(self, owner: int) -> Held:
+        """What the owner has leased; nothing where it has no lease."""
+        return self._by_owner.get(owner) or Held()
+
+    def count(self, lease: Lease, keys: int, nbytes: int) -> None:
+        """Note that a live lease got more."""
+        held = self._by_owner[lease.owner]
+        lease.keys += keys
+        lease.nbytes += nbytes
+        held.keys += keys
+        held.nbytes += nbytes
 
     def add(self, lease: Lease, now: float) -> None:
         """Enter a new lease, alive until ``now`` plus the time to live."""
         assert lease.lease_id not in self._leases
         lease.deadline = now + self._ttl_s
         self._leases[lease.lease_id] = lease
-        self._by_owner.setdefault(lease.owner, set()).add(lease.lease_id)
+        self._by_owner.setdefault(lease.owner, Held()).leases.add(lease.lease_id)
 
     def get(self, lease_id: int) -> Lease | None:
         """The lease, if it is alive."""
@@ -66,9 +117,12 @@ class LeaseTable:
     def remove(self, lease: Lease) -> None:
         """Remove a lease that ended."""
         del self._leases[lease.lease_id]
-        owned = self._by_owner[lease.owner]
-        owned.remove(lease.lease_id)
-        if not owned:
+        held = self._by_owner[lease.owner]
+        held.leases.remove(lease.lease_id)
+        held.keys -= lease.keys
+        held.nbytes -= lease.nbytes
+        held.shared_bytes = 0
+        if not held.leases:
             del self._by_owner[lease.owner]
 
     def overdue(self, now: float) -> list[Lease]:
@@ -77,11 +131,11 @@ class LeaseTable:
 
     def of_owner(self, owner: int) -> list[Lease]:
         """The owner's leases."""
-        return [self._leases[lease_id] for lease_id in self._by_owner.get(owner, ())]
+        return [self._leases[lease_id] for lease_id in self.held(owner).leases]
 
     def count_of(self, owner: int) -> int:
         """Number of the owner's leases."""
-        return len(self._by_owner.get(owner, ()))
+        return len(self.held(owner).leases)
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())

@@ -144,7 +144,6 @@ def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.
 def get_blocks(context: Context, session: Session, message: b.GetBlocks) -> b.BlocksGot:
     """Pin blocks and tell where they lie."""
     context.block_access.admit(session, write=False)
-    session.check_lease(message.lease_id)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
     context.check_lease_count(session)

@@ -112,7 +112,7 @@ class Context:
         if frames := session.completions.flush(self.sessions.credit_of(session)):
             self.outbox.publications.append(frames)
 
-    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys | m.GroupTransfer]) -> None:
+    def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
         if total > self.config.max_keys_per_request:
             raise KvoffdError(

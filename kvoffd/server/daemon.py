@@ -18,6 +18,7 @@ import zmq
 
 from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -189,6 +190,7 @@ class Daemon:
             time.monotonic,
             half_stored_timeout_s=config.half_stored_timeout_s,
             lease_ttl_s=config.lease_ttl_s,
+            lease_bounds=LeaseBounds(config.max_leased_keys, int(pool.pool_bytes * config.leased_share)),
         )
         adopt_blocks(cache, pool)
         self._inbox = Inbox(asyncio.get_running_loop())

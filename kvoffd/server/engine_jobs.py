@@ -21,7 +21,7 @@ from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd.transfer.plan import Plan, check_blocks, concatenate, plan_copy
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupKeys, GroupTransfer, JobResult
+from kvoffd_proto.messages import BLOCK_ID_BYTES, PIECES_PER_KEY, GroupKeys, GroupTransfer, JobResult, Load, Store
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +55,34 @@ class EngineJobs:
     def __post_init__(self) -> None:
         self.counters = {direction: DirectionCounters() for direction in Direction}
 
-    def check_limits(self, session: Session, job_id: int) -> None:
-        """Raise KvoffdError where the session has too much under way for one more job, or a job of this id."""
+    def check_limits(self, session: Session, registration: Registration, message: Store | Load) -> int:
+        """Return the pieces that a job counts as. Raises KvoffdError, before anything is allocated for the job, where
+        it is too large, the session has too much under way, or a job of this id.
+        """
+        job_id, config = message.job_id, self.config
         if job_id in session.jobs:
             raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
-        if (unfinished := len(session.jobs) + len(session.hanging)) >= self.config.max_jobs_in_flight:
+        if (unfinished := len(session.jobs) + len(session.hanging)) >= config.max_jobs_in_flight:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
         log = session.completions
         if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
+        keys = sum(len(part.keys) for part in message.groups) // registration.namespace.key_bytes
+        pieces = sum(_pieces(registration, part) for part in message.groups)
+        if keys > config.max_keys_per_job or pieces > config.max_pieces_per_job:
+            raise KvoffdError(
+                f"The job has {keys} keys and {pieces} pieces, and {config.max_keys_per_job} and "
+                f"{config.max_pieces_per_job} are allowed; send it as several jobs.",
+                ErrorCode.TOO_MANY,
+            )
+        pieces = max(pieces, keys * PIECES_PER_KEY)
+        if session.pieces + pieces > config.max_pieces_in_flight and session.pieces:
+            raise KvoffdError(
+                f"The session's unfinished jobs have {session.pieces} pieces; with this one's {pieces} they would be "
+                f"more than the {config.max_pieces_in_flight} allowed. Wait for completions.",
+                ErrorCode.TOO_MANY,
+            )
+        return pieces
 
     def start(self, job: StoreJob | LoadJob, groups: Sequence[GroupTransfer]) -> None:
         """Accept a job, or raise KvoffdError and change nothing. A block that is not there fails the accepted load."""
@@ -285,7 +304,7 @@ def _check(
     seen: set[int] = set()
     block_ids: list[npt.NDArray[np.int32]] = []
     for part in parts:
-        keys = registration.namespace.split(part.group, part.keys, distinct=storing)
+        keys = registration.namespace.split(part.group, part.keys, distinct=True)
         if part.group in seen:
             raise BadKeys(f"Group {part.group} is named twice in one job; put its keys into one part.")
         seen.add(part.group)
@@ -293,8 +312,16 @@ def _check(
             raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
         ids = np.frombuffer(part.block_ids, dtype="<i4")
         check_blocks(registration.layouts[part.group], ids, len(keys), part.first_block, storing)
+        if not storing and np.unique(ids).size < ids.size:
+            raise BadBlockIds(f"Group {part.group} loads into an engine block twice; name each block once.")
         block_ids.append(ids)
     return block_ids
+
+
+def _pieces(registration: Registration, part: GroupTransfer) -> int:
+    """What the part's copy consists of, before neighbours are merged. Raises BadGeometry."""
+    registration.namespace.check_group(part.group)
+    return len(part.block_ids) // BLOCK_ID_BYTES * registration.layouts[part.group].page_bytes.size
 
 
 def _pick(registration: Registration, part: GroupTransfer, indices: Iterable[int]) -> GroupKeys:

@@ -220,13 +220,14 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupReply:
     """Tell which keys are ready and pin those."""
     started = context.clock()
-    session.check_lease(message.lease_id)
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
     context.check_lease_count(session)
     groups = [(part.group, part.keys) for part in message.groups]
-    answer = context.cache.lookup(namespace, message.lease_id, session.id, groups, message.again)
+    answer = context.cache.lookup(
+        namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
+    )
     ttl_ms = round(context.config.lease_ttl_s * 1000) if answer.pinned else 0
     context.lookups.append((message.lease_id, context.clock() - started))
     wait_ms = 0
@@ -267,20 +268,23 @@ def reset(context: Context, session: Session, message: m.Reset) -> m.Done:
 @answers(m.Store)
 def store(context: Context, session: Session, message: m.Store) -> None:
     """Accept a store; its completion is the answer."""
-    registration = _admit_job(context, session, message)
+    registration, pieces = _admit_job(context, session, message)
     # Credits are a promise of the client; this is the bound behind it, for one that does not keep it.
     if session.store_bytes > 2 * context.sessions.credit_bytes:
         raise KvoffdError(
             "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY
         )
-    context.jobs.start(StoreJob(message.job_id, session, registration, context.jobs), message.groups)
+    job = StoreJob(message.job_id, session, registration, context.jobs)
+    job.pieces = pieces
+    context.jobs.start(job, message.groups)
 
 
 @answers(m.Load)
 def load(context: Context, session: Session, message: m.Load) -> None:
     """Accept a load; its completion is the answer."""
-    registration = _admit_job(context, session, message)
+    registration, pieces = _admit_job(context, session, message)
     job = LoadJob(message.job_id, session, registration, context.jobs, message.lease_id, message.keep_lease)
+    job.pieces = pieces
     context.jobs.start(job, message.groups)
 
 
@@ -292,10 +296,8 @@ def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelRep
     return m.CancelReply(message.request_id, context.epoch, cancelled, running)
 
 
-def _admit_job(context: Context, session: Session, message: m.Store | m.Load) -> Registration:
-    """The checks that every job must pass before its own."""
+def _admit_job(context: Context, session: Session, message: m.Store | m.Load) -> tuple[Registration, int]:
+    """The checks that every job must pass before its own. Returns the pieces that it counts as too."""
     context.sessions.check_not_stopping()
     registration = session.registration(message.registration_id)
-    context.jobs.check_limits(session, message.job_id)
-    context.check_key_count(registration.namespace, message.groups)
-    return registration
+    return registration, context.jobs.check_limits(session, registration, message)

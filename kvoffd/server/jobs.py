@@ -62,6 +62,7 @@ class JobRunner:
         job.nbytes = plan.nbytes
         job.client_memory.job_started()
         job.session.jobs[job.id] = job
+        job.session.pieces += job.pieces
         self._running[job] = None
         if not plan.pieces:
             outcome = job.checksums.run(lambda: None) if job.checksums is not None else None

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
-from kvoffd.errors import KvoffdError, UnknownLease, UnknownNamespace
+from kvoffd.errors import KvoffdError, UnknownNamespace
 from kvoffd.server.engine_memory import EngineMemory
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -156,6 +156,8 @@ class Job(ABC):
     client_memory: ClientMemory
     accepted_at: float = field(default=0.0, init=False)
     nbytes: int = field(default=0, init=False)
+    pieces: int = field(default=0, init=False)
+    """What it counts as in ``max_pieces_in_flight``."""
     store_tickets: list[StoreTicket] = field(default_factory=list, init=False)
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
@@ -206,6 +208,8 @@ class Session:
     """When the GPU of one of its registrations was first found to have failed."""
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
+    pieces: int = 0
+    """Of all jobs that hold memory for what they copy."""
     _on_drained: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
@@ -215,11 +219,6 @@ class Session:
         """Raise UnknownNamespace unless the session has opened the namespace."""
         if fingerprint not in self.namespaces:
             raise UnknownNamespace(ErrorCode.UNKNOWN_NAMESPACE.sentence)
-
-    def check_lease(self, lease_id: int) -> None:
-        """Raise UnknownLease unless the id is one that the session may use."""
-        if lease_id >> 32 != self.id:
-            raise UnknownLease(f"Lease ids of session {self.id} are {self.id} * 2**32 + n.")
 
     def registration(self, registration_id: bytes) -> Registration:
         """A registration of the session. Raises KvoffdError."""
@@ -241,6 +240,7 @@ class Session:
 
     def job_ended(self, job: Job) -> None:
         """Forget a job that has its answer and whose copy touches nothing any more."""
+        self.pieces -= job.pieces
         if job.answered:
             self.hanging.discard(job)
         else:

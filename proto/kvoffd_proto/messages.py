@@ -25,11 +25,23 @@ class Limits(Wire, frozen=True):
     """Limits of one session, given in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
-    max_keys_per_request: Annotated[int, doc("Keys in one Lookup, Store, Load or Invalidate.", ge=1)]
+    max_keys_per_request: Annotated[int, doc("Keys in one Lookup or Invalidate.", ge=1)]
+    max_keys_per_job: Annotated[int, doc("Keys in one Store or Load.", ge=1)]
+    max_pieces_per_job: Annotated[
+        int, doc("Pieces of one Store or Load: per group, block ids times pages of the registration.", ge=1)
+    ]
+    max_pieces_in_flight: Annotated[
+        int, doc("Pieces of all unfinished jobs; a job counts as eight for each of its keys at least.", ge=1)
+    ]
     max_jobs_in_flight: Annotated[int, doc("Unfinished jobs of the session.", ge=1)]
     max_leases: Annotated[int, doc("Live leases of the session.", ge=1)]
+    max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups tell no more ready.", ge=1)]
     max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
     max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
+
+
+PIECES_PER_KEY = 8
+"""What a job's key counts as at least: about what its slot, block and checksum cost beside the addresses of pieces."""
 
 
 class GroupKeys(Wire, frozen=True):
@@ -207,7 +219,10 @@ class LookupReply(Reply, frozen=True):
 
 @exchange(Section.SCHEDULER, SCHEDULER)
 class Lookup(Request[LookupReply], frozen=True):
-    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing."""
+    """Asks which keys are ready and pins those under a lease. Asking again with the same lease changes nothing.
+
+    More keys than one request may hold are asked for by several with one lease, the later ones with ``extend``.
+    """
 
     namespace: Fingerprint
     lease_id: LeaseId
@@ -215,6 +230,7 @@ class Lookup(Request[LookupReply], frozen=True):
     again: Annotated[bool, doc("The lookup repeats one that had pending keys, and is not counted a second time.")] = (
         False
     )
+    extend: Annotated[bool, doc("The keys are others than those under the lease, and are added to it.")] = False
 
 
 @exchange(Section.SCHEDULER, SCHEDULER + ADMIN)

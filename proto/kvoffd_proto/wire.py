@@ -52,7 +52,7 @@ Fingerprint = Annotated[
 ]
 LeaseId = Annotated[
     int,
-    doc("``session_id * 2**32 + n``, n chosen by the scheduler's client and never used twice.", ge=2**32, le=2**63 - 1),
+    doc("Random, chosen by the scheduler's client: who knows it may load.", ge=2**32, le=2**63 - 1),
 ]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
 RegistrationId = Annotated[

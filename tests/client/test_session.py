@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, RequestRefused, SharedMemory
@@ -21,7 +22,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
-LIMITS = m.Limits(100_000, 1000, 10, 100, 4, 64)
+LIMITS = m.Limits(100_000, 5000, 1000, 1000, 100_000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
 KEYS = [m.GroupKeys(0, b"k" * 64)]
 TRANSFER = [m.GroupTransfer(0, b"k" * 64, bytes(8))]
@@ -289,7 +290,6 @@ def test_a_lookup_is_answered_and_its_lease_renewed_until_released(
     answer_lookup(scheduler, link, 0.2, [b"\2\1"], 1)
     assert (future.done, future.failed, future.pinned, future.alive) == (True, False, 1, True)
     assert future.leading_ready() == 1
-    assert future.lease_id >> 32 == SESSION_ID
     scheduler.tick(1.5)
     heartbeat = link.last(m.Heartbeat)
     assert isinstance(heartbeat, m.Heartbeat)
@@ -361,9 +361,6 @@ def test_leases_die_with_their_connection(scheduler: SchedulerSession, link: Pap
     scheduler.on_lifeline_end(0.2)
     assert not future.alive
     connect(scheduler, link, 3.0)
-    sent = len(link.sent)
-    scheduler.release(future.lease_id + 2**32)
-    assert len(link.sent) == sent, "a lease of another session is nobody's business"
 
 
 def test_a_full_queue_or_a_frame_too_large_is_a_miss_at_once(scheduler: SchedulerSession, link: PaperLink) -> None:
@@ -545,3 +542,126 @@ def test_garbage_on_the_events_socket_is_replayed(worker: WorkerSession, link: P
 
 def test_refusals_are_errors_with_a_code() -> None:
     assert str(RequestRefused(ErrorCode.TOO_MANY, "")) == ErrorCode.TOO_MANY.sentence
+
+
+# --- jobs in parts -----------------------------------------------------------------------------------
+
+
+SMALL = msgspec.structs.replace(LIMITS, max_keys_per_job=2, max_pieces_in_flight=64)
+
+
+def connect_small(worker: WorkerSession, link: PaperLink) -> None:
+    connect(worker, link, 0.0)
+    worker.limits = SMALL
+
+
+def parts_of(link: PaperLink, kind: type[m.Store] | type[m.Load]) -> list[m.Store] | list[m.Load]:
+    return [message for message in link.sent if isinstance(message, kind)]  # type: ignore[return-value]
+
+
+def complete(worker: WorkerSession, sequence: int, *results: m.JobResult) -> None:
+    batch = m.Completions(EPOCH, SESSION_ID, sequence, 900, list(results))
+    worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
+
+
+MANY = [m.GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
+"""Ten keys of one block: five parts of 16 pieces, of which stores and loads may each have two in flight."""
+
+
+def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerSession, link: PaperLink) -> None:
+    connect_small(worker, link)
+    worker.store(1, MANY, 0.0)
+    for sequence in range(1, 6):
+        parts = parts_of(link, m.Store)
+        assert len(parts) == min(5, sequence + 1), "a part goes out for each that ends"
+        assert not worker.results
+        failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
+        error = ErrorCode.NO_ROOM if failed else None
+        complete(worker, sequence, m.JobResult(parts[sequence - 1].job_id, not failed, 10, 0.5, error, failed))
+    assert worker.results == [m.JobResult(1, False, 50, 2.5, ErrorCode.NO_ROOM, [m.GroupKeys(0, b"k" * 32)])]
+    assert not worker.jobs
+
+
+def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerSession, link: PaperLink) -> None:
+    connect_small(worker, link)
+    worker.load(1, 2**32, MANY, 0.0)
+    for sequence in range(1, 6):
+        complete(worker, sequence, m.JobResult(parts_of(link, m.Load)[sequence - 1].job_id, True, 10, 0.5))
+    assert [load.keep_lease for load in parts_of(link, m.Load)] == [True] * 4 + [False]
+    assert [(result.ok, result.bytes) for result in worker.results] == [(True, 50)]
+
+
+def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more(
+    worker: WorkerSession, link: PaperLink
+) -> None:
+    connect_small(worker, link)
+    worker.load(1, 2**32, MANY, 0.0)
+    first, second = parts_of(link, m.Load)
+    worker.on_reply(m.Error(first.request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    assert not worker.results
+    complete(worker, 1, m.JobResult(second.job_id, True, 10, 0.5))
+    assert [(result.ok, result.error) for result in worker.results] == [(False, ErrorCode.UNKNOWN_LEASE)]
+    assert len(parts_of(link, m.Load)) == 2
+
+
+def test_what_was_cancelled_is_not_sent_any_more(worker: WorkerSession, link: PaperLink) -> None:
+    connect_small(worker, link)
+    worker.store(1, MANY, 0.0)
+    worker.store(2, TRANSFER, 0.0)
+    worker.cancel([1, 2])
+    assert [(result.job_id, result.error) for result in worker.results] == [(2, ErrorCode.CANCELLED)]
+    cancel, parts = link.last(m.Cancel), parts_of(link, m.Store)
+    assert isinstance(cancel, m.Cancel)
+    assert cancel.job_ids == [part.job_id for part in parts]
+    for sequence, part in enumerate(parts, 1):
+        complete(worker, sequence, m.JobResult(part.job_id, False, 0, 0.5, ErrorCode.CANCELLED))
+    assert [result.job_id for result in worker.results] == [2, 1]
+    assert len(parts_of(link, m.Store)) == 2
+
+
+def test_stores_that_wait_for_room_keep_no_load_waiting(worker: WorkerSession, link: PaperLink) -> None:
+    connect_small(worker, link)
+    worker.store(1, MANY, 0.0)
+    worker.load(2, 2**32, MANY, 0.0)
+    assert len(parts_of(link, m.Store)) == len(parts_of(link, m.Load)) == 2
+
+
+def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    scheduler.limits = msgspec.structs.replace(LIMITS, max_keys_per_request=3)
+    groups = [m.GroupKeys(0, bytes(range(160))), m.GroupKeys(1, bytes(range(64)))]
+    future = scheduler.lookup(groups, [5, 2], 0.0)
+    parts = [message for message in link.sent if isinstance(message, m.Lookup)]
+    assert [part.extend for part in parts] == [False, True, True]
+    assert [[(one.group, len(one.keys) // 32) for one in part.groups] for part in parts] == [
+        [(0, 3)],
+        [(0, 2), (1, 1)],
+        [(1, 1)],
+    ]
+    answers = [([b"\2\2\2"], 3), ([b"\2\0", b"\2"], 2), ([b"\0"], 0)]
+    for part, (states, pinned) in zip(parts, answers, strict=True):
+        assert not future.done
+        ttl_ms = 10_000 if pinned else 0
+        scheduler.on_reply(m.LookupReply(part.request_id, EPOCH, part.lease_id, states, pinned, ttl_ms), 0.1)
+    assert (future.states, future.pinned, future.alive) == ([b"\2\2\2\2\0", b"\2\0"], 5, True)
+    assert list(scheduler.leases) == [future.lease_id]
+    scheduler.tick(1.5)
+    assert future.alive
+
+
+def test_a_lookup_of_which_a_part_was_refused_is_a_miss_and_holds_nothing(
+    scheduler: SchedulerSession, link: PaperLink
+) -> None:
+    connect(scheduler, link, 0.0)
+    scheduler.limits = msgspec.structs.replace(LIMITS, max_keys_per_request=1)
+    future = scheduler.lookup(KEYS, [2], 0.0)
+    first, second = (message for message in link.sent if isinstance(message, m.Lookup))
+    scheduler.on_reply(m.LookupReply(first.request_id, EPOCH, first.lease_id, [b"\2"], 1, 10_000), 0.1)
+    scheduler.on_reply(m.Error(second.request_id, EPOCH, ErrorCode.TOO_MANY, "Too many."), 0.1)
+    assert future.failed
+    release = link.last(m.Release)
+    assert isinstance(release, m.Release)
+    assert release.lease_ids == [future.lease_id]
+    assert not scheduler.leases

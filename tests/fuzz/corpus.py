@@ -74,7 +74,7 @@ def _requests() -> list[bytes]:
 
 def _replies() -> list[bytes]:
     replies: list[m.AnyReply] = [
-        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(1, 1, 1, 1, 1, 1), 0, 1, 1, 1),
+        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 10), 0, 1, 1, 1),
         m.HeartbeatReply(1, 1, 0, 0, [2**32]),
         m.ReplayReply(1, 1, [BATCH], [1]),
         m.Done(1, 1, 5),

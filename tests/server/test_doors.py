@@ -167,12 +167,23 @@ def test_a_namespace_cannot_be_opened_with_another_geometry(worker):
     assert worker.refused(other).code is ErrorCode.NAMESPACE_MISMATCH
 
 
-def test_a_session_takes_no_lease_in_anothers_name(daemon):
-    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
-        scheduler.open_namespace()
-        foreign = ((scheduler.session_id + 1) << 32) + 1
-        lookup = m.Lookup(1, scheduler.token, NAMESPACE, foreign, [m.GroupKeys(0, keys(1))])
-        assert scheduler.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
+def test_a_session_does_nothing_with_a_lease_of_another(daemon, worker, memory):
+    assert worker.result(m.Store(1, worker.token, worker.register(memory), 1, [m.GroupTransfer(0, keys(1), ids(0))])).ok
+    with (
+        WireClient(daemon.directory, m.Role.SCHEDULER) as owner,
+        WireClient(daemon.directory, m.Role.SCHEDULER) as thief,
+    ):
+        for client in (owner, thief):
+            client.open_namespace()
+        lease = 2**62 + 12345
+        asked = [m.GroupKeys(0, keys(1))]
+        assert owner.ask(m.Lookup(1, owner.token, NAMESPACE, lease, asked), m.LookupReply).pinned == 1
+        for extend in (False, True):
+            lookup = m.Lookup(1, thief.token, NAMESPACE, lease, asked, extend=extend)
+            assert thief.refused(lookup).code is ErrorCode.UNKNOWN_LEASE
+        assert thief.ask(m.Heartbeat(2, thief.token, 0, [lease]), m.HeartbeatReply).ended == [lease]
+        assert thief.ask(m.Release(3, thief.token, [lease]), m.Done).count == 0
+        assert owner.ask(m.Heartbeat(2, owner.token, 0, [lease]), m.HeartbeatReply).ended == []
 
 
 @pytest.mark.parametrize("blob", [b"short", keys(1) + b"x"])
@@ -414,13 +425,17 @@ def test_every_limit_is_told_in_welcome():
     flags = {
         "max_frame_size": "64KiB",
         "max_keys_per_request": "4",
+        "max_keys_per_job": "7",
+        "max_pieces_per_job": "80",
+        "max_pieces_in_flight": "90",
         "max_jobs_in_flight": "2",
         "max_leases": "3",
+        "max_leased_keys": "100",
         "max_registrations": "5",
         "max_segments": "6",
     }
     with DaemonProcess(**flags) as daemon, WireClient(daemon.directory) as client:
-        assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 2, 3, 5, 6)
+        assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 7, 80, 90, 2, 3, 100, 5, 6)
 
 
 def test_an_idle_lifeline_that_says_no_hello_does_not_harm_others(daemon, worker):

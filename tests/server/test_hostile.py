@@ -354,15 +354,16 @@ def test_jobs_beyond_the_limit_are_refused_and_those_within_it_end(hostile: Wire
     assert done() + refused == 500
 
 
-def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient, memory: SharedMemory) -> None:
+def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient) -> None:
     """Each names 4096 keys that it lacks, 128 KiB; nobody ever says that they arrived."""
-    name = hostile.register(memory)
+    with SharedMemory(4096 * PAGE, "hostile") as memory:
+        name = hostile.register(memory)
     assert hostile.result(job(hostile, name, 1, 1)).ok
     with WireClient(hostile.paths.directory, m.Role.SCHEDULER) as scheduler:
         scheduler.open_namespace()
         lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, keys(1))])
         assert scheduler.ask(lookup, m.LookupReply).pinned == 1
-        part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*(at % BLOCKS for at in range(4096))))
+        part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*range(4096)))
         accepted, request_id = 0, 100
         while accepted < 400:
             load = m.Load(request_id, hostile.token, name, request_id, scheduler.lease(1), [part])

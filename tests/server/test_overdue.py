@@ -18,7 +18,7 @@ from kvoffd.transfer.engine import Outcome, Transfer
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupTransfer
+from kvoffd_proto.messages import GroupTransfer, Store
 
 WRITING, READY, ABSENT = 1, 2, 0
 
@@ -78,16 +78,18 @@ def test_what_others_stored_under_its_keys_stays() -> None:
 
 def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
     rig = CacheHarness()
-    rig.open()
+    namespace = rig.open()
     runner = runner_of(rig)
     job = hung_store(rig, runner, keys_of(1))
     jobs = EngineJobs(Config(max_jobs_in_flight=1), rig.cache, 0, runner)
+    registration = cast(Any, SimpleNamespace(namespace=namespace))
+    store = Store(1, b"t" * 16, b"r" * 16, 2, [])
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1), hanging={job})
     with pytest.raises(KvoffdError) as refusal:
-        jobs.check_limits(session, 2)
+        jobs.check_limits(session, registration, store)
     assert refusal.value.code is ErrorCode.TOO_MANY
     session.hanging.clear()
-    jobs.check_limits(session, 2)
+    jobs.check_limits(session, registration, store)
 
 
 def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
@@ -108,7 +110,7 @@ def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
         return begin_store(*arguments)
 
     rig.cache.begin_store = slow_begin_store  # type: ignore[method-assign]
-    session = cast(Any, SimpleNamespace(jobs={}, store_bytes=0))
+    session = cast(Any, SimpleNamespace(jobs={}, store_bytes=0, pieces=0))
     jobs = EngineJobs(Config(), rig.cache, 0, runner)
     accepted_at = rig.clock.now
     job = StoreJob(1, session, cast(Any, registration), jobs)

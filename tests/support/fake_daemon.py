@@ -21,7 +21,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
-LIMITS = m.Limits(1 << 20, 65536, 1000, 1000, 4, 64)
+LIMITS = m.Limits(1 << 20, 65536, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
 

@@ -91,7 +91,7 @@ def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:
     assert all(block.pins == pins[block] for block in blocks), "pins of nobody, or too few"
     assert set(pins) <= blocks, "a pinned block lost its slots"
     assert all(block.missing == 0 for block in pins), "an incomplete block is pinned"
-    assert all(lease.pinned for lease in cache.leases), "a lease on nothing"
+    assert all(lease.keys for lease in cache.leases), "a lease on nothing"
     pinned = {block for block in blocks if block.pins}
     assert cache.blocks.pinned_blocks == len(pinned)
     assert cache.pool_usage().pinned_bytes == sum(block.slot_bytes for block in pinned)

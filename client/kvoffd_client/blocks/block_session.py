@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from kvoffd_client.admin_client import AdminSession
 from kvoffd_client.client_options import ClientOptions, Identity
-from kvoffd_client.client_session import Link
+from kvoffd_client.client_session import Link, new_lease_id
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, OpenPool, PoolOpened, PoolRefused
@@ -48,14 +48,12 @@ class BlockSession(AdminSession):
         super().__init__(link, identity, options, rng)
         self._socket_link = cast(SocketLink, link)
         self.leases: dict[int, Lease] = {}
-        self._next_lease = 0
         self._next_segment = 0
         self._on_answer: Callable[[FromDaemon | KvoffdClientError], None] | None = None
 
     def new_lease(self) -> Lease:
-        """A lease with an id that was not used before. Renewed once it is in ``leases``."""
-        self._next_lease += 1
-        return Lease((self.session_id << 32) + self._next_lease)
+        """A lease with a new id. Renewed once it is in ``leases``."""
+        return Lease(new_lease_id(self._rng))
 
     def open_pool(self, outcome: list[OpenedPool | KvoffdClientError]) -> None:
         """Have the daemon send its pool's descriptor."""

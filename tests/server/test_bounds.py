@@ -1,0 +1,153 @@
+"""What a client may ask for is bounded before anything is done for it, against a real daemon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, keys, stats
+
+from kvoffd_client import SharedMemory
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+
+PAGE = 8192
+BLOCKS = 64
+POOL = 4 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess("4MiB", max_leased_keys="1000", max_pieces_in_flight="400", max_pieces_per_job="200") as running:
+        yield running
+
+
+@pytest.fixture
+def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
+    with WireClient(daemon.directory) as client:
+        client.open_namespace()
+        yield client
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    with SharedMemory(BLOCKS * PAGE, "bounds") as shared:
+        yield shared
+
+
+def load(client: WireClient, name: bytes, lease: int, part: m.GroupTransfer) -> m.Load:
+    number = client.next_id()
+    return m.Load(number, client.token, name, number, lease, [part])
+
+
+def store(client: WireClient, name: bytes, *numbers: int) -> m.JobResult:
+    part = m.GroupTransfer(0, keys(*numbers), ids(*(number % BLOCKS for number in numbers)))
+    number = client.next_id()
+    return client.result(m.Store(number, client.token, name, number, [part]))
+
+
+def lookup(client: WireClient, lease: int, *numbers: int, extend: bool = False) -> m.LookupReply:
+    asked = [m.GroupKeys(0, keys(*numbers))]
+    return client.ask(m.Lookup(client.next_id(), client.token, NAMESPACE, lease, asked, extend=extend), m.LookupReply)
+
+
+def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
+    daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    """One key, 65,536 pages of one byte, some thousand pieces a block."""
+    worker.attach(memory.fd, 7)
+    pages = [[PageRef(0, 1)] * 100]
+    name = bytes(16)
+    worker.open_namespace(b"\1" * 32)
+    request = m.Register(
+        worker.next_id(), worker.token, b"\1" * 32, name, 0, 1,
+        [MemfdHandle(7, memory.size_bytes)], [TensorLayout(0, 0, PAGE, BLOCKS)], pages,
+    )  # fmt: skip
+    worker.ask(request, m.Registered)
+    part = m.GroupTransfer(0, keys(1, 2, 3), ids(1, 2, 3))
+    refusal = worker.refused(m.Store(worker.next_id(), worker.token, name, 1, [part]))
+    assert refusal.code is ErrorCode.TOO_MANY
+    assert "300 pieces" in refusal.message
+    twice = load(worker, name, 2**40, m.GroupTransfer(0, keys(1, 1), ids(1, 2)))
+    assert worker.refused(twice).code is ErrorCode.BAD_KEYS
+    twice = load(worker, name, 2**40, m.GroupTransfer(0, keys(1, 2), ids(1, 1)))
+    assert worker.refused(twice).code is ErrorCode.BAD_BLOCK_IDS
+
+
+def test_a_block_is_pinned_once_by_a_lease_however_often_it_is_named(
+    daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    assert store(worker, worker.register(memory, PAGE), 1).ok
+    with (
+        WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler,
+        WireClient(daemon.directory, m.Role.ADMIN) as admin,
+    ):
+        scheduler.open_namespace()
+        assert lookup(scheduler, 2**50, *[1] * 400).pinned == 400
+        assert lookup(scheduler, 2**50 + 1, *[1] * 900).pinned == 600, "as many keys as a session may lease"
+        assert lookup(scheduler, 2**50 + 2, 1).pinned == 0
+        report = admin.ask(m.Stats(admin.next_id(), admin.token), m.StatsReply)
+        assert (report.pinned_blocks, report.shortened_lookups) == (1, 2)
+        scheduler.ask(m.Release(scheduler.next_id(), scheduler.token, [2**50]), m.Done)
+        assert lookup(scheduler, 2**50 + 3, 1).pinned == 1
+
+
+def test_leases_leave_room_for_others_and_are_shared_when_others_come(
+    daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    """Whoever is alone may lease seven eighths of the pool; when another comes each has its half of that."""
+    name = worker.register(memory, PAGE)
+    slots = POOL // PAGE
+    for begin in range(0, slots, 32):
+        assert store(worker, name, *range(1000 + begin, 1032 + begin)).ok
+    everything = range(1000, 1000 + slots)
+    with (
+        WireClient(daemon.directory, m.Role.SCHEDULER) as greedy,
+        WireClient(daemon.directory, m.Role.SCHEDULER) as other,
+    ):
+        greedy.open_namespace()
+        other.open_namespace()
+        first = lookup(greedy, 2**50, *everything)
+        assert first.pinned == slots * 7 // 8
+        assert first.states == [b"\2" * first.pinned + b"\0" * (slots - first.pinned)]
+        assert lookup(greedy, 2**50 + 1, *everything[-20:]).pinned == 0
+        assert lookup(greedy, 2**50 + 2, *everything[:20]).pinned == 20, "they are pinned already"
+        assert lookup(other, 2**50 + 3, *everything[-40:]).pinned == 40
+        assert store(worker, name, *range(5000, 5024)).ok
+        renewed = greedy.ask(m.Heartbeat(greedy.next_id(), greedy.token, 0, [2**50]), m.HeartbeatReply)
+        assert renewed.ended == [2**50], "it has more than its share now"
+        renewed = other.ask(m.Heartbeat(other.next_id(), other.token, 0, [2**50 + 3]), m.HeartbeatReply)
+        assert not renewed.ended
+    deadline = time.monotonic() + 10
+    while stats(daemon.directory).pinned_blocks and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stats(daemon.directory).pinned_blocks
+
+
+def test_a_prefix_that_many_leases_share_counts_once(
+    daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    name = worker.register(memory, PAGE)
+    shared = range(1000, 1000 + POOL // PAGE // 2)
+    for begin in range(0, len(shared), 32):
+        assert store(worker, name, *shared[begin : begin + 32]).ok
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        for number in range(3):
+            assert lookup(scheduler, 2**50 + number, *shared).pinned == len(shared)
+
+
+def test_a_lease_is_extended_by_keys_of_another_request(
+    daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    name = worker.register(memory, PAGE)
+    assert store(worker, name, 1, 2, 3).ok
+    with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+        scheduler.open_namespace()
+        assert lookup(scheduler, 2**50, 1).pinned == 1
+        assert lookup(scheduler, 2**50, 2, 3, 4, extend=True).states == [b"\2\2\0"]
+        assert worker.result(load(worker, name, 2**50, m.GroupTransfer(0, keys(1, 2, 3), ids(4, 5, 6)))).ok
+        assert stats(daemon.directory).leases == 0
