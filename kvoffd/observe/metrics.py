@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvoffd_proto.messages import (
     BelowStats,
     DirectionStats,
+    Histogram,
     Metric,
     MetricLabel,
     MetricPart,
@@ -38,6 +39,7 @@ _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
         ("uptime_seconds", "cpu_seconds", "resident_bytes"),
         ("pool", "integrity", "below", "disks", "pinned_blocks", "blocks", "leases", "sessions"),
         ("requests", "replies_dropped"),
+        ("cpu_seconds", "loop_blocked", "loop_blocked_maximum_seconds"),
     ),
     PoolStats: (("unlockable_bytes", "spilled_slots"),),
     DirectionStats: (("failed_jobs", "queued_jobs", "running_jobs"), ("checksum_bytes", "bytes_per_second")),
@@ -52,10 +54,10 @@ class MetricSpec:
     """One metric: what it is called, what it means, and its samples (label values and number) of one reply, if any."""
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     description: str
     labels: Labels
-    samples: list[tuple[Labels, float]] = field(default_factory=list)
+    samples: list[tuple[Labels, float | Histogram]] = field(default_factory=list)
 
 
 def _metrics_of(
@@ -113,7 +115,7 @@ def _label_value(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def _samples(value: Any, metric: Metric, labels: Labels) -> Iterator[tuple[Labels, float]]:
+def _samples(value: Any, metric: Metric, labels: Labels) -> Iterator[tuple[Labels, float | Histogram]]:
     if metric.key_label:
         yield from (((*labels, key), count) for key, count in sorted(value.items()))
     elif metric.true_for:
@@ -143,12 +145,16 @@ class _StatsCollector(Collector):
 
     def collect(self) -> Iterable[Family]:
         for spec in _all_metrics(self._stats):
-            kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             # The library adds the ending to a counter's name itself.
-            family = kind(spec.name.removesuffix("_total"), spec.description, labels=spec.labels)
-            for labels, value in spec.samples:
-                family.add_metric(labels, value)
-            yield family
+            name, text, labels = spec.name.removesuffix("_total"), spec.description, spec.labels
+            family = (CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily)(name, text, labels=labels)
+            distribution = HistogramMetricFamily(name, text, labels=labels)
+            for values, value in spec.samples:
+                if isinstance(value, Histogram):
+                    distribution.add_metric(values, list(value.buckets.items()), value.sum_seconds)
+                else:
+                    family.add_metric(values, value)
+            yield distribution if spec.kind == "histogram" else family
 
 
 def render_metrics(stats: StatsReply) -> bytes:

@@ -14,6 +14,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import LatencyRecorder, RateMeter
 from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
@@ -72,6 +73,7 @@ class Context:
     replies_dropped: Counter[str] = field(default_factory=Counter)
     """By reason, ``gone`` or ``unread``."""
     lookup_latency: LatencyRecorder = field(default_factory=LatencyRecorder)
+    loop_watch: LoopWatch = field(default_factory=LoopWatch)
     lookup_rate: RateMeter = field(default_factory=RateMeter)
 
     def __post_init__(self) -> None:

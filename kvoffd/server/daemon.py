@@ -258,6 +258,7 @@ class Daemon:
     async def _main_loop(self) -> None:
         """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
         context = self._service.context
+        context.loop_watch.start(asyncio.get_running_loop())
         watchdog = asyncio.create_task(keep_watchdog(self._notifier, self._probe.works))
         try:
             while not self._stop.is_set():
@@ -274,6 +275,7 @@ class Daemon:
         finally:
             watchdog.cancel()
             self._stop.set()
+            context.loop_watch.stop()
             if self._scrubbing is not None:
                 await self._scrubbing  # ends with its step; the pool must stay mapped that long
 

@@ -24,6 +24,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         m.StatsReply,
         context,
         cache,
+        context.loop_watch,
         request_id=message.request_id,
         daemon_version=__version__,
         pid=os.getpid(),

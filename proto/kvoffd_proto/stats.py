@@ -25,6 +25,7 @@ from kvoffd_proto.wire import (
     doc,
     exchange,
     gauge,
+    histogram,
     metric_label,
     metrics_of_part,
 )
@@ -256,6 +257,15 @@ class LatencyStats(Wire, frozen=True):
     maximum: Annotated[Seconds, gauge("Largest of the recent durations.", "lookup_seconds", label=("quantile", "1"))]
 
 
+class Histogram(Wire, frozen=True):
+    """Distribution of a duration since the daemon's start."""
+
+    buckets: Annotated[
+        dict[str, Count], doc("Durations up to each bound, in seconds, which is the key; ``+Inf`` has all of them.")
+    ]
+    sum_seconds: Annotated[Seconds, doc("Sum of all durations.")]
+
+
 class BlockAccessStats(Wire, frozen=True):
     """What operators did with single blocks since the daemon's start."""
 
@@ -315,6 +325,17 @@ class StatsReply(Reply, frozen=True):
             key_label="reason",
         ),
     ] = field(default_factory=dict)
+    loop_blocked: Annotated[
+        Histogram,
+        histogram(
+            "How long the event loop, which answers all clients, was blocked, as far as its thread had a CPU; measured "
+            "20 times a second, and 4 times while it is idle.",
+            "loop_blocked_seconds",
+        ),
+    ] = field(default_factory=lambda: Histogram({}, 0.0))
+    loop_blocked_maximum_seconds: Annotated[
+        Seconds, gauge("Longest time for which the event loop was blocked since the daemon's start.")
+    ] = 0.0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -186,7 +186,7 @@ class Metric:
         true_for: for a string, the values for which the metric is 1; for others it is 0.
     """
 
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     name: str = ""
     help: str = ""
     label: FixedLabel = ()
@@ -226,6 +226,11 @@ def gauge(
 ) -> Meta:
     """Describe a field that is a gauge on /metrics: see Metric."""
     return Meta(description=description, extra={_METRIC: Metric("gauge", name, help, label, "", nil, true_for)})
+
+
+def histogram(description: str, name: str = "") -> Meta:
+    """Describe a field of type ``Histogram``: see Metric."""
+    return Meta(description=description, extra={_METRIC: Metric("histogram", name)})
 
 
 def metrics_of_part(description: str, prefix: str = "", label: FixedLabel = ()) -> Meta:

@@ -17,6 +17,7 @@ from kvoffd_proto.messages import (
     BlockAccessStats,
     DirectionStats,
     DiskStats,
+    Histogram,
     IntegrityStats,
     LatencyStats,
     NamespaceStats,
@@ -53,6 +54,7 @@ def some_stats() -> StatsReply:
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
+        loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),
         disks=[
             numbers(DiskStats, 1200, directory="/a", state="serving", problem="", direct=True, errors={"torn": 1301}),
             numbers(DiskStats, 1400, directory="/b", state="failed", problem="No.", direct=False, errors={}),

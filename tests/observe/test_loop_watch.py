@@ -1,0 +1,99 @@
+"""The watch over the event loop: what blocks it, for how long, and what does not count."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import time
+
+import pytest
+import uvloop
+
+from kvoffd.observe.loop_watch import LOG_EVERY_S, LoopWatch
+
+
+def over(watch: LoopWatch, bound: str) -> int:
+    buckets = watch.loop_blocked.buckets
+    return buckets["+Inf"] - buckets[bound]
+
+
+def block(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def spin(seconds: float) -> None:
+    used = time.thread_time()
+    while time.thread_time() - used < seconds:
+        pass
+
+
+async def watched(*calls: tuple[float, object]) -> LoopWatch:
+    watch = LoopWatch()
+    loop = asyncio.get_running_loop()
+    watch.start(loop)
+    for after, call in calls:
+        loop.call_later(after, call)
+    await asyncio.sleep(0.6)
+    watch.stop()
+    return watch
+
+
+@pytest.mark.parametrize("blocker", [block, spin], ids=["asleep", "busy"])
+def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureFixture, blocker: object) -> None:
+    with caplog.at_level(logging.WARNING):
+        watch = uvloop.run(watched((0.15, lambda: blocker(0.4))))
+    assert over(watch, "0.1") == 1
+    assert 0.25 < watch.loop_blocked_maximum_seconds < 0.6
+    assert f"in <lambda> ({os.path.basename(__file__)}" in caplog.messages[0]
+    assert caplog.messages[0].startswith("The loop was blocked for")
+    assert blocker.__name__ in caplog.messages[0]
+
+
+def test_a_quiet_loop_is_not_blocked() -> None:
+    watch = uvloop.run(watched())
+    assert over(watch, "0.1") == 0
+    assert 2 <= watch.loop_blocked.buckets["+Inf"] <= 6
+
+
+def _spin_for_ever(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
+    """Ten processes share one core with it: it runs a tenth of the time."""
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    fork = multiprocessing.get_context("fork")
+    others = [fork.Process(target=_spin_for_ever, args=(core,)) for _ in range(10)]
+    for other in others:
+        other.start()
+    os.sched_setaffinity(0, {core})
+    try:
+        began, used = time.monotonic(), time.thread_time()
+        watch = uvloop.run(watched(*((at / 50, lambda: spin(0.01)) for at in range(25))))
+        lacked = time.monotonic() - began - (time.thread_time() - used)
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.join()
+    assert lacked > 0.3
+    # Not nothing: it may wait for the interpreter's lock while the thread that has it waits for the CPU.
+    assert watch.loop_blocked.sum_seconds < lacked / 2
+
+
+def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    watch = LoopWatch(lambda: now)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            watch.observe(0.2, "x")
+        now += LOG_EVERY_S
+        watch.observe(0.2, "y")
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1] == "The loop was blocked for 200 ms by y. It was 4 times more since the last such line."
+    assert watch.loop_blocked.sum_seconds == pytest.approx(1.2)
