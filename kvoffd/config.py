@@ -146,6 +146,9 @@ class Config:
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
     max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
+    namespaces_bytes: int = size_setting(
+        64 * 1024**2, 1024**2, "Memory for all namespaces beside their blocks; one may take an eighth of it."
+    )
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
     max_pieces_per_job: int = number_setting(
         65_536, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."

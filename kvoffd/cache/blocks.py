@@ -70,6 +70,10 @@ class Blocks:
         """Make room for a namespace in the index."""
         self.index[namespace] = tuple({} for _ in namespace.groups)
 
+    def remove_namespace(self, namespace: Namespace) -> None:
+        """Undo ``add_namespace``. It may have no block any more."""
+        del self.index[namespace]
+
     # --- in --------------------------------------------------------------------------------------
 
     def take_slots(self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None) -> list[int]:

@@ -10,7 +10,7 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LeasedBlocks
-from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.namespace import Block, BlockState, Namespace, nbytes_of_shards
 from kvoffd.cache.pins import LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
@@ -55,6 +55,7 @@ class BlockCache(LeasedBlocks):
         half_stored_timeout_s: float = 60.0,
         lease_ttl_s: float = 30.0,
         lease_bounds: LeaseBounds | None = None,
+        max_namespaces_bytes: int = 2**62,
     ) -> None:
         super().__init__(Blocks(slots, policy, listener, clock), policy, clock, lease_ttl_s, lease_bounds)
         self.slots = slots
@@ -65,6 +66,8 @@ class BlockCache(LeasedBlocks):
         """Tickets of running loads."""
         self._listener = listener
         self._half_stored_timeout_s = half_stored_timeout_s
+        self.max_namespaces_bytes = max_namespaces_bytes
+        """Bound on ``namespaces_bytes``, of which one namespace may take an eighth."""
         self._namespaces: dict[bytes, Namespace] = {}
 
     def attach(self, tiering: TieringHooks) -> None:
@@ -110,10 +113,24 @@ class BlockCache(LeasedBlocks):
         self.blocks.add_namespace(namespace)
         return namespace, True
 
+    def forget_namespace(self, namespace: Namespace) -> None:
+        """Forget a namespace that has no block and that nobody has open; its name is free for another geometry."""
+        assert not namespace.held_blocks
+        del self._namespaces[namespace.fingerprint]
+        self.blocks.remove_namespace(namespace)
+        self.slots.forget_namespace(namespace.fingerprint)
+
+    @property
+    def namespaces_bytes(self) -> int:
+        """Memory that all namespaces take beside their blocks, about."""
+        return sum(namespace.nbytes for namespace in self._namespaces.values())
+
     def set_shard_bytes(
         self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], shards: Sequence[ShardSpec] | None = None
     ) -> None:
         """Fix the bytes of a rank's shards, by group, at the rank's first registration; ``shards`` describes them.
+
+        That is forgotten where there is too little memory for descriptions.
 
         Raises BadGeometry if they were fixed otherwise, or do not fit the namespace; ShardTooLarge if no slot could
         hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the smallest slot.
@@ -122,7 +139,9 @@ class BlockCache(LeasedBlocks):
         news = namespace.shard_bytes(rank) is None
         namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
         if shards is not None:
-            news |= namespace.describe_shards(rank, shards)
+            nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
+            if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:
+                news |= namespace.describe_shards(rank, shards)
         if news:
             self.slots.note_namespace(namespace.record())
 
@@ -365,6 +384,11 @@ class BlockCache(LeasedBlocks):
             self._listener.cleared(one)
             dropped += len(found)
         return dropped
+
+    def drop_from_pool(self, namespace: Namespace) -> None:
+        """Take a namespace's blocks out of the pool, for want of room. What a tier has of them stays."""
+        self.blocks.drop([block for index in self.blocks.index[namespace] for block in index.values()])
+        self._listener.cleared(namespace)
 
     def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""

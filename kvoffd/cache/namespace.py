@@ -18,6 +18,13 @@ from kvoffd_proto import messages
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
+GROUP_BYTES = 4096
+"""What a group without blocks takes: most of it is the table of its keys' states."""
+SHARD_BYTES = 128
+"""What is known of one rank's shards of one group, without their pages."""
+PAGE_SPEC_BYTES = 512
+"""What is known of a page, with the name and shape of its layer."""
+
 
 class BlockState(IntEnum):
     """Where a block is in its life; see ``blocks`` for the transitions. Lookups answer with the first three.
@@ -99,7 +106,7 @@ class Counters:
 
 
 class Namespace:
-    """Geometry and counts of one fingerprint. Compared by identity; it is never closed."""
+    """Geometry and counts of one fingerprint. Compared by identity."""
 
     def __init__(
         self,
@@ -116,6 +123,10 @@ class Namespace:
         self.key_bytes = key_bytes
         self.groups = tuple(groups)
         self.description = description
+        self.nbytes = nbytes_of(label, description, world_size, len(groups))
+        """Memory that it takes beside its blocks, about."""
+        self.idle_since: float | None = None
+        """Since when it is known that it is empty and nobody has it open."""
         self.counters = Counters()
         self.blocks_in = [0] * (max(BlockState) + 1)
         """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
@@ -146,13 +157,23 @@ class Namespace:
         """Blocks that lack a shard."""
         return self.blocks_in[BlockState.WRITING]
 
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that have slots, in whatever state."""
+        return -self.blocks_in[BlockState.ABSENT]
+
+    def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
+        """Whether the geometry is this namespace's."""
+        return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
+
     def check_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> None:
         """Raise NamespaceMismatch unless the geometry is this namespace's."""
-        if (world_size, key_bytes, tuple(groups)) != (self.world_size, self.key_bytes, self.groups):
+        if not self.is_same(world_size, key_bytes, groups):
             raise NamespaceMismatch(
                 f"The namespace {self.label!r} is open with world size {self.world_size}, {self.key_bytes}-byte keys "
                 f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
-                f"and {len(groups)} groups, or groups of another kind; give engines that differ different fingerprints."
+                f"and {len(groups)} groups, or groups of another kind; give engines that differ different "
+                "fingerprints, or clear it with kvoffd-cli clear while nobody has it open."
             )
 
     def check_group(self, group: int) -> None:
@@ -203,6 +224,7 @@ class Namespace:
         known = self._shards[rank]
         if known is not None and (_names_layers(known) or not _names_layers(shards)):
             return False
+        self.nbytes += nbytes_of_shards(shards) - nbytes_of_shards(known or ())
         self._shards[rank] = tuple(shards)
         return True
 
@@ -250,6 +272,16 @@ class Namespace:
             )
         self.check_group(group)
         return sizes[group]
+
+
+def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:
+    """Memory that a namespace takes beside its blocks and what its shards are made of, about."""
+    return 2 * (len(label) + len(description)) + groups * GROUP_BYTES + world_size * groups * SHARD_BYTES
+
+
+def nbytes_of_shards(shards: Sequence[ShardSpec]) -> int:
+    """Memory that it takes to know what shards are made of, about."""
+    return sum(PAGE_SPEC_BYTES * len(shard.pages) for shard in shards)
 
 
 def _names_layers(shards: Sequence[ShardSpec]) -> bool:

@@ -53,6 +53,10 @@ class NamespaceLog:
         self._packed = wanted
         return True
 
+    def forget(self, fingerprint: bytes) -> None:
+        """Keeps a record no more. It goes when its half is full; a successor drops records without slots."""
+        self._packed.pop(fingerprint, None)
+
     def close(self) -> None:
         """Releases the memory."""
         for view in (*self._numbers, *self._halves):

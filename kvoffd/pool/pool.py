@@ -177,6 +177,10 @@ class Pool:
             self._table.set_region(region, slot_bytes)
         return offsets
 
+    def forget_namespace(self, fingerprint: bytes) -> None:
+        """Keeps a namespace's record no more; it has no slots."""
+        self._table.forget_namespace(fingerprint)
+
     def note_namespace(self, record: NamespaceRecord) -> None:
         """Keeps a namespace's record for a successor. Logs it, once, when there is no room for one."""
         if not self._table.note_namespace(record) and not self._namespace_dropped:

@@ -107,6 +107,10 @@ class SlotTable:
         if self._words[word] != slot_bytes:
             self._words[word] = slot_bytes
 
+    def forget_namespace(self, fingerprint: bytes) -> None:
+        """Drops a namespace's record."""
+        self._namespace_log.forget(fingerprint)
+
     def note_namespace(self, record: NamespaceRecord) -> bool:
         """Keeps the record for a successor; False when there is no room for it."""
         return self._namespace_log.note(record)

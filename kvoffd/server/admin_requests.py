@@ -9,7 +9,7 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disks
-from kvoffd.server.engine_requests import find_or_open
+from kvoffd.server.namespaces import find_or_open, forget_idle
 from kvoffd.server.session import Session
 from kvoffd.settings import MIN_DISK_BYTES, DiskSize
 from kvoffd_proto import blocks as b
@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 @answers(m.Clear)
 def clear(context: Context, session: Session, message: m.Clear) -> m.Done:
-    """Drop the blocks of one namespace, or of all."""
+    """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
     cache = context.cache
     count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
     if message.namespace is None and context.tiering is not None:
         count += context.tiering.forget_unopened()
     if context.disks is not None:
         context.disks.cleared(message.namespace)
+    forget_idle(context)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return m.Done(message.request_id, context.epoch, count)
 
@@ -122,7 +123,7 @@ def restore_namespace(context: Context, session: Session, message: b.RestoreName
         known.check_same(message.world_size, message.key_bytes, message.groups)
         for rank, by_group in enumerate(sizes):
             known.check_shard_bytes(rank, by_group)
-    namespace, created = find_or_open(context, message)
+    namespace, created = find_or_open(context, session, message)
     for rank, by_group in enumerate(sizes):
         context.cache.set_shard_bytes(namespace, rank, by_group, message.shards[rank])
     return m.NamespaceOpened(message.request_id, context.epoch, created)

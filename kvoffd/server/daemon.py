@@ -191,6 +191,7 @@ class Daemon:
             half_stored_timeout_s=config.half_stored_timeout_s,
             lease_ttl_s=config.lease_ttl_s,
             lease_bounds=LeaseBounds(config.max_leased_keys, int(pool.pool_bytes * config.leased_share)),
+            max_namespaces_bytes=config.namespaces_bytes,
         )
         adopt_blocks(cache, pool)
         self._inbox = Inbox(asyncio.get_running_loop())

@@ -13,12 +13,14 @@ from kvoffd.server.admission import may_administer
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.engine_jobs import LoadJob, StoreJob
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
+from kvoffd.server.namespaces import find_or_open
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
-from kvoffd_proto.blocks import PageSpec, RestoreNamespace, ShardSpec
+from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle
+from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,10 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
         raise KvoffdError(
             f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN
         )
+    name, software = printable(message.name), printable(message.software)
     if session.role is None and not session.internal:
-        said = session.id, message.role, message.name, message.software, session.peer.pid
-        logger.info("Session %d: %s %s (%s), pid %d.", *said)
-    session.role, session.name, session.software = message.role, message.name, message.software
+        logger.info("Session %d: %s %s (%s), pid %d.", session.id, message.role, name, software, session.peer.pid)
+    session.role, session.name, session.software = message.role, name, software
     return m.Welcome(
         message.request_id,
         context.epoch,
@@ -88,26 +90,8 @@ def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayRep
 @answers(m.OpenNamespace)
 def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
     context.sessions.check_not_stopping()
-    _, created = find_or_open(context, message)
-    session.namespaces.add(message.namespace)
+    _, created = find_or_open(context, session, message)
     return m.NamespaceOpened(message.request_id, context.epoch, created)
-
-
-def find_or_open(context: Context, message: m.OpenNamespace | RestoreNamespace) -> tuple[Namespace, bool]:
-    """The namespace a message describes, and whether it is new. Raises KvoffdError."""
-    limit = context.config.max_namespaces
-    known = {namespace.fingerprint for namespace in context.cache.namespaces}
-    if message.namespace not in known and len(known) >= limit:
-        raise KvoffdError(f"{limit} namespaces are open, the limit; raise max_namespaces.", ErrorCode.TOO_MANY)
-    namespace, created = context.cache.open_namespace(
-        message.namespace, message.label, message.world_size, message.key_bytes, message.groups, message.description
-    )
-    if created:
-        # A subscriber that knew an earlier life of the daemon must forget what it believed.
-        context.publisher.cleared(namespace)
-        if context.tiering is not None:
-            context.tiering.namespace_opened(namespace)
-    return namespace, created
 
 
 @answers(m.Register)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from weakref import WeakSet
 
 # These fill the table of handlers.
 import kvoffd.server.admin_requests
@@ -25,6 +26,7 @@ from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
 from kvoffd.server.jobs import JobRunner
+from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
@@ -80,7 +82,7 @@ class Service:
             disks,
         )
         self.sessions = self.context.sessions
-        self._half_stored_told: set[Namespace] = set()
+        self._half_stored_told: WeakSet[Namespace] = WeakSet()
 
     # --- called by the sockets of requests --------------------------------------------------------
 
@@ -130,6 +132,7 @@ class Service:
         if context.cache.expire():
             self._warn_of_half_stored()
         context.memory.expire()
+        forget_idle(context, FORGET_AFTER_S)
         if context.disks is not None:
             context.disks.tick()
         self.sessions.end_those_with_lost_gpus()

@@ -157,6 +157,13 @@ class TieringManager:
             if unpublished:
                 self._unpublished[namespace, group] = unpublished
 
+    def namespace_forgotten(self, namespace: Namespace) -> None:
+        """Nobody has the namespace open, and the pool nothing of it. What the tier has of it stays."""
+        self.promoter.namespace_forgotten(namespace)
+        for group in range(len(namespace.groups)):
+            self._published.pop((namespace, group), None)
+            self._unpublished.pop((namespace, group), None)
+
     def directory_attached(self) -> None:
         """The tier has blocks that it was not told to write, as those of a directory that was attached."""
         for namespace in self._cache.namespaces:

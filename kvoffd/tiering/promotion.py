@@ -163,6 +163,12 @@ class Promoter:
             for key in list(self.requested(namespace, group)):
                 self.forget(namespace, group, key)
 
+    def namespace_forgotten(self, namespace: Namespace) -> None:
+        """Withdraw all requests of a namespace, which will never be asked for again."""
+        self.forget_all(namespace)
+        for group in range(len(namespace.groups)):
+            self._requests.pop((namespace, group), None)
+
     def pump(self) -> None:
         """Begin what may begin now."""
         while self._queue and not self._stopped:

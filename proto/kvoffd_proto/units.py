@@ -88,6 +88,11 @@ def _parse(
     return number
 
 
+def printable(text: str) -> str:
+    """A name that a client gives, as it may stand in a log and on a terminal: without control characters."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "?" for one in text)
+
+
 def quoted(value: object) -> str:
     """``value`` as it may stand in a sentence: its repr, cut after 80 characters."""
     try:

@@ -150,7 +150,7 @@ def test_a_load_of_keys_outside_its_lease_fails_and_names_them(worker, scheduler
 
 
 def test_a_full_pool_of_pinned_blocks_drops_keys_and_says_which():
-    with DaemonProcess("1MiB") as daemon, SharedMemory(96 * PAGE, "test") as memory:
+    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(96 * PAGE, "test") as memory:
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
             worker.open_namespace()
             scheduler.open_namespace()

@@ -100,6 +100,9 @@ class FakeSlots:
     def note_namespace(self, record: NamespaceRecord) -> None:
         self.namespaces[record.fingerprint] = record
 
+    def forget_namespace(self, fingerprint: bytes) -> None:
+        self.namespaces.pop(fingerprint, None)
+
     def revoke_record(self, offset: int) -> None:
         assert self.records[offset][0] == "ready"
         self.revoked.add(offset)

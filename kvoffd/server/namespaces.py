@@ -1,0 +1,119 @@
+"""Which namespaces there are: opened for sessions within bounds, and forgotten when nobody needs them."""
+
+from __future__ import annotations
+
+import logging
+
+from kvoffd.cache.namespace import Namespace, nbytes_of
+from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.server.context import Context
+from kvoffd.server.session import Session
+from kvoffd_proto.blocks import RestoreNamespace
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import OpenNamespace
+from kvoffd_proto.units import printable
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMESPACES_OF_SESSION = 16
+"""An engine is in one at a time."""
+OTHERS_PART = 4
+"""One part in so many of the namespaces stays for other users than the one who has most of them open."""
+FORGET_AFTER_S = 60.0
+"""How long an empty namespace that nobody has open is still shown to operators."""
+
+
+def find_or_open(
+    context: Context, session: Session, message: OpenNamespace | RestoreNamespace
+) -> tuple[Namespace, bool]:
+    """The namespace a message describes, open for the session, and whether it is new. Raises KvoffdError.
+
+    A namespace that is empty and that nobody has open gives its name to whoever comes with another geometry.
+    """
+    cache, fingerprint = context.cache, message.namespace
+    held = session.namespaces
+    if fingerprint not in held and len(held) >= MAX_NAMESPACES_OF_SESSION:
+        raise KvoffdError(
+            f"The session has {len(held)} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
+        )
+    geometry = message.world_size, message.key_bytes, message.groups
+    known = cache.find_namespace(fingerprint)
+    if known is not None and not known.is_same(*geometry) and _idle(known, _opened(context)):
+        logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
+        _forget(context, known)
+        known = None
+    if known is None:
+        _make_room(context, session, message)
+    label, description = printable(message.label), printable(message.description)
+    opened = cache.open_namespace(fingerprint, label, *geometry, description)
+    namespace, created = opened
+    held.add(fingerprint)
+    if created:
+        # A subscriber that knew an earlier life of the daemon must forget what it believed.
+        context.publisher.cleared(namespace)
+        if context.tiering is not None:
+            context.tiering.namespace_opened(namespace)
+    return opened
+
+
+def forget_idle(context: Context, after_s: float = 0.0) -> None:
+    """Forget the empty namespaces that nobody has had open for so long, as far as that was seen."""
+    opened, now = _opened(context), context.clock()
+    for namespace in context.cache.namespaces:
+        if not _idle(namespace, opened):
+            namespace.idle_since = None
+            continue
+        if namespace.idle_since is None:
+            namespace.idle_since = now
+        if now - namespace.idle_since >= after_s:
+            _forget(context, namespace)
+
+
+def _make_room(context: Context, session: Session, message: OpenNamespace | RestoreNamespace) -> None:
+    """See to it that one more namespace may be opened; raise KvoffdError where it may not."""
+    cache, limit = context.cache, context.config.max_namespaces
+    nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
+    most_bytes = context.config.namespaces_bytes
+    if nbytes > most_bytes // 8:
+        raise BadGeometry(
+            f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
+            "are allowed; give it fewer ranks or groups, or a shorter description."
+        )
+    uid = session.peer.uid
+    users = {name for other in context.sessions if other.peer.uid == uid for name in other.namespaces}
+    if len(users) >= limit - limit // OTHERS_PART:
+        raise KvoffdError(
+            f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
+            ErrorCode.TOO_MANY,
+        )
+    opened = _opened(context)
+    # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
+    unused = [namespace for namespace in cache.namespaces if namespace.fingerprint not in opened]
+    unused.sort(key=lambda namespace: namespace.ready_bytes, reverse=True)
+    while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
+        if not unused:
+            raise KvoffdError(
+                f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
+                "blocks, the limit; raise max_namespaces or namespaces_size.",
+                ErrorCode.TOO_MANY,
+            )
+        namespace = unused.pop()
+        cache.drop_from_pool(namespace)
+        if not namespace.held_blocks:
+            logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
+            _forget(context, namespace)
+
+
+def _opened(context: Context) -> set[bytes]:
+    """The fingerprints that sessions have open."""
+    return {name for session in context.sessions for name in session.namespaces}
+
+
+def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
+    return not namespace.held_blocks and namespace.fingerprint not in opened
+
+
+def _forget(context: Context, namespace: Namespace) -> None:
+    context.cache.forget_namespace(namespace)
+    if context.tiering is not None:
+        context.tiering.namespace_forgotten(namespace)
