@@ -20,6 +20,7 @@ from kvoffd.system.numa import Locality
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
 _REGIONS = 64
+_LEAST_REGIONS = 12
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
@@ -220,6 +221,24 @@ class RegionSlots(ABC, Generic[RegionT, ShapeT]):
         return runs
 
 
+def default_region_bytes(pool_bytes: int) -> int:
+    """About a 64th of the pool, but at most 256 MiB; at least 4 MiB or, where the pool has not 12 times as much, the
+    largest power of two of which it has.
+
+    Each slot size may leave all but one slot of a region free, so blocks of ``n`` sizes are evicted while ``n - 1``
+    regions are free at most, and what is left behind the last slot of each: ``n - 1`` twelfths of the smallest pool.
+    """
+    least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _LEAST_REGIONS).bit_length() - 1)
+    return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))
+
+
+def pool_bytes_for(slot_bytes: int) -> int:
+    """A size from which on a pool has regions that hold a slot of this size."""
+    if slot_bytes > _MIN_REGION_BYTES:
+        return _REGIONS * slot_bytes
+    return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
+
+
 class PoolSegment(NamedTuple):
     """Bytes [begin, end) of the pool, which lie on one NUMA node."""
 
@@ -252,8 +271,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
 
     Args:
         pool_bytes: at least 8192.
-        region_bytes: a multiple of 4096; about a 64th of the pool, but 4 to 256 MiB, when None. The last region may
-            be shorter.
+        region_bytes: a multiple of 4096; see ``default_region_bytes`` when None. The last region may be shorter.
         nodes: NUMA nodes to spread the pool over; none leaves it to the kernel.
     """
 
@@ -261,10 +279,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         if pool_bytes < MIN_SLOT_BYTES:
             raise BadGeometry(f"A pool of {pool_bytes} bytes holds no slot; it needs at least {MIN_SLOT_BYTES} bytes.")
         if region_bytes is None:
-            region_bytes = page_up(
-                min(pool_bytes, max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS)))
-            )
-            region_bytes = min(region_bytes, pool_bytes // PAGE_BYTES * PAGE_BYTES)
+            region_bytes = default_region_bytes(pool_bytes)
         if region_bytes % PAGE_BYTES or not MIN_SLOT_BYTES <= region_bytes <= pool_bytes:
             raise BadGeometry(
                 f"Regions of {region_bytes} bytes do not fit a pool of {pool_bytes} bytes; they must be a multiple of "
@@ -300,7 +315,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         if slot_bytes > self.region_bytes:
             raise ShardTooLarge(
                 f"A shard of {nbytes} bytes is larger than the pool's regions of {self.region_bytes} bytes; make the "
-                f"pool at least {_REGIONS * slot_bytes} bytes large, or blocks smaller."
+                f"pool at least {pool_bytes_for(slot_bytes)} bytes large, or blocks smaller."
             )
         return slot_bytes
 

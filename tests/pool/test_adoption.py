@@ -286,7 +286,7 @@ def test_facts_without_room_are_refused_and_harm_no_others(table: SlotTable) -> 
 
 
 def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
-    first = Pool(8 * MIB)
+    first = Pool(8 * MIB, region_bytes=4 * MIB)
     first.note_namespace(facts_of(NAMES[0]))
     offsets = first.take(MIB, 3)
     for offset in offsets[:2]:
@@ -296,7 +296,7 @@ def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
     kept = (os.dup(first.memory_fds[0]), os.dup(first.memory_fds[1]))
     first.close()
     backing = MemfdBacking(kept)
-    second = Pool(8 * MIB, backing=backing)
+    second = Pool(8 * MIB, region_bytes=4 * MIB, backing=backing)
     backing.close()
     assert second.adopted
     assert second.resident

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -185,7 +186,48 @@ def test_runs_end_with_their_region(first: int) -> None:
     assert slots.take(4 * MIB, 2) == [0, 4 * MIB]
 
 
+@given(
+    pool_mib=st.one_of(st.integers(12, 512), st.sampled_from([1 << 10, 3000, 16 << 10, 1 << 20])),
+    shares=st.lists(st.integers(1, 256), min_size=1, max_size=6, unique=True),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_hardly_anything_is_free_when_the_first_block_must_be_evicted(
+    pool_mib: int, shares: list[int], data: st.DataObject
+) -> None:
+    """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""
+    slots = SlotAllocator(pool_mib * MIB)
+    sizes = [slots.slot_bytes(slots.region_bytes // share) for share in shares]
+    lacking = 0
+    while not lacking:
+        size = data.draw(st.sampled_from(sizes))
+        count = data.draw(st.sampled_from([1, 3 * slots.region_bytes // size, slots.pool_bytes // size // 4]))
+        lacking = count - len(slots.take(size, count))
+    behind_slots = max(slots.region_bytes % size for size in sizes)  # a slot of more than half a region wastes the rest
+    regions = slots.pool_bytes // slots.region_bytes
+    assert slots.free_bytes <= len(sizes) * slots.region_bytes + regions * behind_slots
+
+
+def test_four_slot_sizes_fill_three_quarters_of_a_pool_of_12_mib() -> None:
+    """With regions of 4 MiB, blocks were evicted while 56 % of it was free."""
+    slots = SlotAllocator(12 * MIB)
+    sizes = [16384, 65536, 262144, MIB]
+    while all(slots.take(size, 1) for size in sizes):
+        pass
+    assert slots.free_bytes <= slots.pool_bytes // 4
+
+
+@pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
+def test_a_shard_that_is_too_large_is_told_how_large_the_pool_must_be(slot_bytes: int) -> None:
+    with pytest.raises(ShardTooLarge) as refused:
+        SlotAllocator(8192).slot_bytes(max(slot_bytes, 12288))
+    enough = int(re.search(r"at least (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+    assert SlotAllocator(enough).slot_bytes(slot_bytes) == slot_bytes
+
+
 def test_regions_are_a_64th_of_the_pool_but_neither_tiny_nor_huge() -> None:
+    assert SlotAllocator(48 * MIB).region_bytes == 4 * MIB
+    assert SlotAllocator(12 * MIB).region_bytes == MIB
     assert SlotAllocator(64 << 30).region_bytes == 256 * MIB
     assert SlotAllocator(8 << 30).region_bytes == 128 * MIB
     assert SlotAllocator(64 * MIB).region_bytes == 4 * MIB
