@@ -119,7 +119,7 @@ def daemon() -> Iterator[DaemonProcess]:
 @pytest.fixture
 def own_room() -> Iterator[Room]:
     """A room on a daemon of its own, which counts from zero and has opened no namespace before."""
-    with DaemonProcess("8MiB", block_access="write") as daemon, ExitStack() as stack:
+    with DaemonProcess("8MiB", block_access="write", leased_share="1") as daemon, ExitStack() as stack:
         yield Room(daemon, stack)
         assert "Traceback" not in daemon.log
 
