@@ -62,16 +62,18 @@ class MappedSegment:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def map_memfd(fd: int, size_bytes: int) -> MappedSegment:
+def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment:
     """Maps the first ``size_bytes`` of a memfd, shared, for reading and writing.
 
-    The mapping needs no descriptor: ``fd`` is neither kept, duplicated nor closed, and stays the caller's.
+    The mapping needs no descriptor: ``fd`` is neither kept, duplicated nor closed, and stays the caller's. ``whole``
+    demands that every page of the file is allocated: the kernel charges a page to whoever touches it first, be it by
+    reading, and that must not be the daemon for a client's memory.
 
     Raises:
-        UnsafeSegment: it is no memfd, is not sealed against shrinking, is smaller than ``size_bytes``, may not be
-            written, or the kernel refuses the mapping.
+        UnsafeSegment: it is no memfd, is not sealed against shrinking, is smaller than ``size_bytes``, is not
+            ``whole``, may not be written, or the kernel refuses the mapping.
     """
-    _check_memfd(fd, size_bytes)
+    _check_memfd(fd, size_bytes, whole)
     try:
         return map_shared(fd, size_bytes)
     except OSError as error:
@@ -94,7 +96,7 @@ def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
     return MappedSegment(address, size_bytes)
 
 
-def _check_memfd(fd: int, size_bytes: int) -> None:
+def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
     if size_bytes < 1:
         raise UnsafeSegment(f"A memory segment of {size_bytes} bytes cannot be mapped; send at least one byte.")
     try:
@@ -108,10 +110,15 @@ def _check_memfd(fd: int, size_bytes: int) -> None:
             "The memfd is not sealed against shrinking, and a shrunk file would kill the daemon; add F_SEAL_SHRINK."
         )
     # The order matters: only behind the seal can the size no longer fall.
-    size = os.fstat(fd).st_size
-    if size < size_bytes:
+    stat = os.fstat(fd)
+    if stat.st_size < size_bytes:
         raise UnsafeSegment(
-            f"The memfd has {size} bytes but was declared with {size_bytes}; size it before it is sent."
+            f"The memfd has {stat.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
+        )
+    if whole and (allocated := stat.st_blocks * 512) < stat.st_size:
+        raise UnsafeSegment(
+            f"Of the memfd's {stat.st_size} bytes only {allocated} are allocated; write to every page before it is "
+            "sent, as with MADV_POPULATE_WRITE."
         )
     # A fault that finds no huge page left is a SIGBUS.
     if filesystem_magic(fd) != TMPFS_MAGIC:
@@ -168,8 +175,8 @@ class PageFaulter:
         self._thread.start()
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
-        """As the function ``map_memfd``; the thread then faults the pages in."""
-        segment = FaultedSegment(map_memfd(fd, size_bytes), self)
+        """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in."""
+        segment = FaultedSegment(map_memfd(fd, size_bytes, whole=True), self)
         with self._changed:
             self._waiting[segment] = 0
             self._changed.notify_all()

@@ -30,7 +30,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_SEGMENT = 12, "No memory segment with this id came over the session's lifeline."
     UNSAFE_SEGMENT = (
         13,
-        "The memory segment is not a memfd sealed against shrinking, or is smaller than declared.",
+        "The memory segment is no memfd sealed against shrinking, is smaller than declared, or is not all allocated.",
     )
     OUT_OF_BOUNDS = 14, "A tensor reaches outside its memory segment."
     BAD_KEYS = 15, "The keys are not a whole number of keys of the namespace's length, or a key occurs twice."
