@@ -4,12 +4,16 @@ CURVE (ZeroMQ RFC 26) proves on every connection that the client has the secret 
 to the client that this daemon has the one whose public half it was given. The key says who asks: a key has one session
 with the role of an administrator for as long as the daemon lives, so no request of an engine is answered here, whatever
 token it carries, and a connection leaves nothing behind.
+
+libzmq does CURVE and judges keys, on a socket that nobody else reaches. What it does not bound, the connections and
+what one of them may send unanswered, is bounded before it: the daemon accepts on TCP and carries the bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +22,9 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.server.acceptor import Acceptor
 from kvoffd.server.service import Service
 from kvoffd.server.session import Lifeline, Peer, Session
-from kvoffd.server.transport import drop_reason
 from kvoffd.settings import parse_address
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Role
@@ -35,7 +39,12 @@ MAX_MESSAGE_BYTES = 64 * 1024
 """No request of an administrator is near that."""
 HANDSHAKE_MS = 5_000
 QUEUED_REPLIES = 64
-BACKLOG = 16
+MAX_CONNECTIONS = 64
+"""One more takes the place of the oldest whose key was not judged yet."""
+HANDSHAKE_BYTES = 64 + 170
+"""What the daemon has sent when it has not judged the client's key: its greeting and CURVE's WELCOME."""
+MAX_UNANSWERED_BYTES = 1024**2
+CARRIED_BYTES = 16 * 1024
 MESSAGES_AT_ONCE = 8
 REST_S = 0.005
 """Pause between two batches of messages: engines' messages come first."""
@@ -69,7 +78,7 @@ class AdminKeys(NamedTuple):
 class AdminServer:
     """The TCP socket of one service. Has its own ZeroMQ context: its traffic does not hold up the engines' sockets."""
 
-    def __init__(self, service: Service, address: str, keys: AdminKeys) -> None:
+    def __init__(self, service: Service, directory: Path, address: str, keys: AdminKeys) -> None:
         self._service = service
         self._address = parse_address(address)
         self._keys = keys
@@ -77,6 +86,11 @@ class AdminServer:
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._authenticator = ThreadAuthenticator(self._context)
+        self._inner = directory / "admin"
+        self._acceptor: Acceptor | None = None
+        self._port = 0
+        self._connections: dict[asyncio.Task[None], int] = {}
+        """Bytes that the daemon sent, by connection, oldest first."""
         self._sessions: dict[str, Session] = {}
         self._read_due = False
         self._warned_at = -WARN_EVERY_S
@@ -84,7 +98,8 @@ class AdminServer:
     @property
     def endpoint(self) -> str:
         """Where it listens, the port included that the kernel chose for 0."""
-        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        host, _ = self._address
+        return f"tcp://[{host}]:{self._port}" if ":" in host else f"tcp://{host}:{self._port}"
 
     def open(self) -> None:
         """Listen. Raises AdminServerError."""
@@ -104,19 +119,21 @@ class AdminServer:
             zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
             zmq.SNDHWM: QUEUED_REPLIES,
             zmq.RCVHWM: QUEUED_REPLIES,
-            zmq.BACKLOG: BACKLOG,
             zmq.ROUTER_MANDATORY: 1,
-            zmq.IPV6: int(":" in self._address.host),
             zmq.LINGER: 0,
         }
         for option, value in settings.items():
             self._socket.setsockopt(option, value)
         host, port = self._address
-        where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self._socket.bind(f"tcp://{where}")
-        except zmq.ZMQError as error:
-            raise AdminServerError(f"admin_address {where} cannot be listened on: {error}.") from error
+            self._inner.mkdir(mode=0o700, exist_ok=True)
+            self._socket.bind(f"ipc://{self._inner}/socket")
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            raise AdminServerError(f"admin_address {host}:{port} cannot be listened on: {error.strerror}.") from error
+        self._port = int(listener.getsockname()[1])
+        self._acceptor = Acceptor(listener, self._accepted)
+        self._acceptor.start()
         self._loop.add_reader(self._socket.FD, self._read_messages)
         logger.info(
             "Administration over %s for %d keys; the daemon's own public key is %s",
@@ -127,11 +144,77 @@ class AdminServer:
 
     def close(self, linger_ms: int) -> None:
         """Send what is queued, for ``linger_ms`` at most, and close."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+        for task in list(self._connections):
+            task.cancel()
         if not self._socket.closed:
             self._loop.remove_reader(self._socket.FD)
             self._socket.close(linger=linger_ms)
         self._authenticator.stop()
         self._context.term()
+
+    def _accepted(self, stream: socket.socket) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            unjudged = (task for task, sent in self._connections.items() if sent <= HANDSHAKE_BYTES)
+            oldest = next(unjudged, None)
+            if oldest is None:
+                stream.close()
+                return
+            oldest.cancel()
+            del self._connections[oldest]
+        task = self._loop.create_task(self._carry(stream))
+        self._connections[task] = 0
+        task.add_done_callback(lambda ended: self._connections.pop(ended, None))
+
+    async def _carry(self, stream: socket.socket) -> None:
+        """Carry a connection's bytes to ZeroMQ and back until one of them closes."""
+        task = asyncio.current_task()
+        assert task is not None
+        writers: list[asyncio.StreamWriter] = []
+        unanswered = asyncio.Semaphore(MAX_UNANSWERED_BYTES // CARRIED_BYTES)
+        taken = 0
+
+        async def carry_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal taken
+            while data := await reader.read(CARRIED_BYTES):
+                await unanswered.acquire()
+                taken += 1
+                writer.write(data)
+                await writer.drain()
+
+        async def carry_out(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal taken
+            while data := await reader.read(CARRIED_BYTES):
+                for _ in range(taken):
+                    unanswered.release()
+                taken = 0
+                if task in self._connections:
+                    self._connections[task] += len(data)
+                writer.write(data)
+                await writer.drain()
+
+        try:
+            from_client, to_client = await asyncio.open_connection(sock=stream)
+            writers.append(to_client)
+            from_daemon, to_daemon = await asyncio.open_unix_connection(f"{self._inner}/socket")
+            writers.append(to_daemon)
+            ways = [
+                self._loop.create_task(carry_in(from_client, to_daemon)),
+                self._loop.create_task(carry_out(from_daemon, to_client)),
+            ]
+            try:
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
+        except (OSError, asyncio.CancelledError):
+            pass  # one of them went away; or its place was taken, or close() cancels, as nobody else does
+        finally:
+            stream.close()
+            for writer in writers:
+                writer.transport.abort()
 
     def _read_messages(self) -> None:
         self._read_due = False
@@ -161,7 +244,7 @@ class AdminServer:
             try:
                 self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                self._service.context.replies_dropped[drop_reason(error)] += 1
+                self._service.context.replies_dropped[_drop_reason(error)] += 1
                 logger.debug("A reply to an administrator could not be sent: %s.", error)
         return True
 
@@ -179,6 +262,11 @@ class AdminServer:
         if now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
             logger.warning("Administration over TCP was refused to the key %s, which admin_clients_file lacks.", key)
+
+
+def _drop_reason(error: zmq.ZMQError) -> str:
+    """Why a ROUTER could not send a reply: the peer does not read (EAGAIN), or is gone (EHOSTUNREACH)."""
+    return "unread" if isinstance(error, zmq.Again) else "gone"
 
 
 def _key_of(frame: zmq.Frame) -> str:

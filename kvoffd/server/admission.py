@@ -7,8 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
-import zmq
-
 from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -42,19 +40,6 @@ def may_connect(peer: Peer, config: Config) -> bool:
 def may_administer(peer: Peer, config: Config) -> bool:
     """Whether a peer that may connect may be an administrator: root and the daemon's own user in any case."""
     return not config.admin_uids or peer.uid in {0, os.geteuid(), *config.admin_uids}
-
-
-def filter_peers(socket: zmq.Socket[bytes], config: Config) -> None:
-    """Have ZeroMQ accept the same users, and the daemon's own, which asks itself whether it works.
-
-    Call before the socket is bound. ZeroMQ also looks at the groups that the system's user database gives a user, so it
-    may accept one whose primary group alone the lifeline goes by.
-    """
-    uids, gids = _allowed_ids(config)
-    for uid in sorted(uids | {os.geteuid()}):
-        socket.setsockopt(zmq.IPC_FILTER_UID, uid)
-    for gid in sorted(gids):
-        socket.setsockopt(zmq.IPC_FILTER_GID, gid)
 
 
 class Sessions:

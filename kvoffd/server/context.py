@@ -72,6 +72,7 @@ class Context:
     requests: int = 0
     replies_dropped: Counter[str] = field(default_factory=Counter)
     """By reason, ``gone`` or ``unread``."""
+    publications_dropped: int = 0
     lookup_latency: LatencyRecorder = field(default_factory=LatencyRecorder)
     loop_watch: LoopWatch = field(default_factory=LoopWatch)
     lookup_rate: RateMeter = field(default_factory=RateMeter)

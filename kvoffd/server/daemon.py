@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 
 import uvloop
-import zmq
 
 from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
@@ -29,8 +28,9 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
+from kvoffd.server.self_probe import SelfProbe
 from kvoffd.server.service import Service
-from kvoffd.server.transport import SelfProbe, Transport
+from kvoffd.server.transport import Transport
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
@@ -52,6 +52,10 @@ LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
+OTHER_DESCRIPTORS = 64
+"""Of the daemon itself: sockets, files of the pool and disks, HTTP."""
+MORE_CONNECTIONS = 32
+"""Clients of the ZeroMQ sockets that have no session."""
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
@@ -218,14 +222,16 @@ class Daemon:
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service
-        self._transport = Transport(service, self._directory)
+        self._transport = Transport(service, self._directory, _most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
         self._probe = SelfProbe(service, self._directory)
         self._http = (
             HttpServer(config.http_address, self._probe.metrics, self._probe.health) if config.http_address else None
         )
-        self._admin_server = AdminServer(service, config.admin_address, admin_keys) if admin_keys is not None else None
+        self._admin_server = (
+            AdminServer(service, config.directory, config.admin_address, admin_keys) if admin_keys is not None else None
+        )
 
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
@@ -236,7 +242,7 @@ class Daemon:
             self._probe.open()
             if self._admin_server is not None:
                 self._admin_server.open()
-        except (OSError, zmq.ZMQError) as error:
+        except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         if self._http is not None:
             try:
@@ -282,7 +288,7 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        for tick in (self._service.tick, self._lifelines.tick):
+        for tick in (self._service.tick, self._lifelines.tick, self._transport.tick):
             try:
                 tick()
             except Exception:
@@ -325,7 +331,6 @@ class Daemon:
             await self._http.close()
         if self._admin_server is not None:
             self._admin_server.close(LINGER_MS)
-        self._probe.close()
         disks = self._service.context.disks
         if disks is not None and not disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
@@ -339,7 +344,7 @@ class Daemon:
         if not self._gpus.close(GPUS_CLOSE_S):
             # The driver lets go of the pool when the process ends.
             self._copy_stuck = True
-        self._transport.close(LINGER_MS)
+        await self._transport.close(LINGER_MS / 1000)
 
     async def _close_pool(self) -> None:
         """Unmap the pool, unless a copy that does not end still uses it."""
@@ -364,6 +369,23 @@ def _give_up() -> None:
     )
     logging.shutdown()
     os._exit(EXIT_STUCK)
+
+
+def _most_connections(max_sessions: int) -> int:
+    """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some more that only subscribe.
+
+    One half of the descriptors is for what sessions attach; of the other each session has its lifeline.
+    """
+    left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - max_sessions - OTHER_DESCRIPTORS
+    wanted = 2 * max_sessions + MORE_CONNECTIONS
+    most = max(MORE_CONNECTIONS, min(wanted, left // 2))
+    if most < wanted:
+        logger.warning(
+            "Only %d clients can connect, since the limit of open files is low; %d are enough for max_sessions.",
+            most,
+            2 * (max_sessions + OTHER_DESCRIPTORS + 2 * wanted),
+        )
+    return most
 
 
 def _raise_descriptor_limit() -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 
 from kvoffd.errors import KvoffdError
+from kvoffd.server.acceptor import Acceptor
 from kvoffd.settings import parse_address
 from kvoffd_proto.messages import HealthReply
 
@@ -38,7 +40,10 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 
 
 class HttpServer:
-    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time; as many more are told to try later.
+    """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time.
+
+    When there are as many, a new one takes the place of the oldest whose request has not arrived or whose answer is not
+    read: a probe, which sends at once and reads at once, is answered however many others do not.
 
     Args:
         address: ``host:port``; port 0 takes a free one.
@@ -58,59 +63,75 @@ class HttpServer:
         self._metrics = metrics
         self._health = health
         self._deadline_s = deadline_s
-        self._server: asyncio.Server | None = None
+        self._acceptors: list[Acceptor] = []
         self._connections: set[asyncio.Task[None]] = set()
+        self._idle: dict[asyncio.Task[None], None] = {}
+        """Those of them that wait for their peer, oldest first."""
 
     @property
     def port(self) -> int:
         """The port that is listened on; 0 before ``start``."""
-        return int(self._server.sockets[0].getsockname()[1]) if self._server and self._server.sockets else 0
+        return self._acceptors[0].port if self._acceptors else 0
 
     async def start(self) -> None:
         """Listen. Raises KvoffdError when the address cannot be had."""
+        host, port = self._wanted
         try:
-            self._server = await asyncio.start_server(
-                self._serve, self._wanted.host, self._wanted.port, limit=MAX_REQUEST_BYTES, backlog=MAX_CONNECTIONS
-            )
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for family, address in dict.fromkeys((family, address) for family, _, _, _, address in found):
+                listener = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
+                self._acceptors.append(Acceptor(listener, self._accepted))
         except OSError as error:
-            wanted = f"{self._wanted.host}:{self._wanted.port}"
+            await self.close()
             raise KvoffdError(
-                f"The HTTP address {wanted} cannot be listened on ({error.strerror or error}); "
+                f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
                 "free it, choose another with --http-address, or give an empty one to serve no HTTP."
             ) from error
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     async def close(self) -> None:
         """Stop listening and drop the connections that are open."""
-        if self._server is None:
-            return
-        self._server.close()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self._acceptors.clear()
         for task in tuple(self._connections):
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
-        await self._server.wait_closed()
-        self._server = None
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        busy = len(self._connections)
+    def _accepted(self, stream: socket.socket) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS and self._idle:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest.cancel()
+        if len(self._connections) >= 2 * MAX_CONNECTIONS:
+            stream.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(stream))
         self._connections.add(task)
+        self._idle[task] = None
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._idle.pop(task, None)
+
+    async def _serve(self, stream: socket.socket) -> None:
         try:
-            if busy >= 2 * MAX_CONNECTIONS:
-                return writer.transport.abort()
-            if busy >= MAX_CONNECTIONS:
-                answer: _Answer | None = _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "Too many connections; try later.")
-            else:
-                answer = await self._read_and_answer(reader)
+            reader, writer = await asyncio.open_connection(sock=stream, limit=MAX_REQUEST_BYTES)
+        except (OSError, asyncio.CancelledError):
+            stream.close()
+            return
+        try:
+            answer = await self._read_and_answer(reader)
             if answer is not None:
                 writer.write(_encode(answer))
                 await self._finish(reader, writer)
         except (OSError, asyncio.CancelledError):
-            # The peer went away or does not read (TimeoutError): there is nobody to tell. Or close() cancels, as nobody
-            # else does; ending normally keeps asyncio from reporting the task as failed.
+            # The peer went away or does not read (TimeoutError): there is nobody to tell. Or its place is taken, or
+            # close() cancels; ending normally keeps asyncio from reporting the task as failed.
             writer.transport.abort()
         finally:
-            self._connections.discard(task)
             writer.close()
 
     async def _finish(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,6 +156,15 @@ class HttpServer:
             )
         except asyncio.IncompleteReadError:
             return None
+        task = asyncio.current_task()
+        assert task is not None
+        self._idle.pop(task, None)
+        try:
+            return await self._respond(head)
+        finally:
+            self._idle[task] = None
+
+    async def _respond(self, head: bytes) -> _Answer:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1.") or not words[1].startswith(b"/"):
             return _sentence(HTTPStatus.BAD_REQUEST, "This is not an HTTP/1 request.")

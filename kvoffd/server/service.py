@@ -93,6 +93,10 @@ class Service:
         if reply is not None:
             self.context.reply(sender, reply)
 
+    def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
+        """Answer a request frame that is too long to be kept."""
+        self.context.reply(sender, self.context.refusal(0, self._too_long(frame_bytes)))
+
     def answer(self, session: Session, frame: bytes) -> bytes:
         """The reply to a request frame of an administrator whose connection says who it is. Never raises."""
         assert session.role is m.Role.ADMIN
@@ -150,16 +154,20 @@ class Service:
                     namespace.world_size,
                 )
 
+    def _too_long(self, frame_bytes: int) -> KvoffdError:
+        limit = self.context.config.max_frame_bytes
+        return KvoffdError(
+            f"The frame has {frame_bytes} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
+        )
+
     def _answer(self, frame: bytes, session: Session | None) -> m.AnyReply | None:
         """The reply, or None for an accepted job. The request's token names the session where ``session`` is None."""
         context = self.context
         context.requests += 1
         request_id = 0
         try:
-            if len(frame) > (limit := context.config.max_frame_bytes):
-                raise KvoffdError(
-                    f"The frame has {len(frame)} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
-                )
+            if len(frame) > context.config.max_frame_bytes:
+                raise self._too_long(len(frame))
             try:
                 request = codec.decode_request(frame)
             except codec.CodecError as error:

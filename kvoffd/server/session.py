@@ -30,6 +30,8 @@ class Peer:
     gid: int
     key: str = ""
     """Public key of an administrator over TCP, whom the kernel does not know."""
+    process: int = 0
+    """A number of the process that no other has, also where pid is 0; 0 where the kernel tells none."""
 
     def __str__(self) -> str:
         return f"key {self.key}" if self.key else f"uid {self.uid}"

@@ -1,230 +1,415 @@
-"""The two ZeroMQ sockets on the event loop, and the daemon's own check that they are served.
+"""The ZeroMQ sockets ``jobs.sock`` and ``events.sock`` on the event loop.
 
-Each wake-up reads until empty, then sends what is due.
+Client processes take turns: a message of the process that was served least is next, by the time that its messages took.
+What a connection may make the daemon keep is bounded: the input that waits for its turn, the frame that is arriving,
+its subscriptions, and the output that it does not read. A connection whose replies wait is not read meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import logging
 import os
-from typing import TypeVar
+import socket
+import time
+from collections import Counter, deque
+from functools import partial
 
-import zmq
-
-from kvoffd.observe.metrics import render_metrics
-from kvoffd.server.admission import filter_peers
+from kvoffd.server import zmtp
+from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
+from kvoffd.server.admission import may_connect
+from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, Subscriptions, Turns
 from kvoffd.server.service import Service
-from kvoffd.server.session import Lifeline, Peer
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd_proto import codec
-from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import SEQUENCE_BYTES
-from kvoffd_proto.sockets import receive_frames, send_frames
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_AT_ONCE = 256
-"""Messages that are read before the loop does other work, so that completions and lifelines are not starved."""
-READ_S = 0.02
-"""Or for how long they are read, in seconds: a message can be large."""
-PROBE_DEADLINE_S = 2.0
-
-AnswerT = TypeVar("AnswerT", bound=m.AnyReply)
+RECEIVE_BYTES = 64 * 1024
+"""Read from a connection at a time. One whose input waits for its turn is not read while it has as much."""
+SERVE_S = 0.0002
+"""How long messages are answered before the loop looks at lifelines and completions."""
+MAX_INCOMING_FRAMES = 4
+"""Frames longer than ``RECEIVE_BYTES`` that arrive at a time, one of a process; other connections wait."""
+INCOMING_FRAME_S = 10.0
+"""How long such a frame may take to arrive, for others wait."""
+MAX_UNSENT_BYTES = 8 * 1024**2
+"""Output that a process has not read: with more, no request of it is answered and no publication kept for it."""
+MAX_ALL_UNSENT_BYTES = 128 * 1024**2
+"""Output that all processes together have not read: with more, no publication is kept for any of these."""
+REPLAYED_AT_ONCE = 64
+"""KV event messages that a replay sends before the loop does other work."""
+LOGGED_S = 60.0
+_NO_DESCRIPTORS = 83  # SO_PASSRIGHTS, Linux 6.16
 
 
 class Transport:
     """``jobs.sock`` and ``events.sock`` of one service.
 
-    ZeroMQ's descriptor is edge-triggered: it may stay silent while messages wait, so the socket is asked again whenever
-    something was sent or left.
+    Args:
+        max_connections: to each of the two. When as many are there, a newcomer takes the place of the oldest one of the
+            process that has the most, among those of the user who has the most; it is refused where that is its own.
     """
 
-    def __init__(self, service: Service, directory: DaemonDirectory) -> None:
+    def __init__(self, service: Service, directory: DaemonDirectory, max_connections: int) -> None:
         self._service = service
-        self._config = service.context.config
+        self._context = service.context
         self._directory = directory
         self._loop = asyncio.get_running_loop()
-        _seed_routing_ids()
-        self._context = zmq.Context(io_threads=1)
-        self._jobs = self._context.socket(zmq.ROUTER)
-        self._events = self._context.socket(zmq.PUB)
-        self._wake_due = False
+        paths = directory.sockets
+        self._jobs = ListeningSocket(paths.jobs, b"ROUTER", frozenset({b"DEALER", b"REQ"}), max_connections)
+        self._events = ListeningSocket(paths.events, b"PUB", frozenset({b"SUB", b"XSUB"}), max_connections)
+        self._acceptors: list[Acceptor] = []
+        self._numbers = itertools.count(1)
+        self._processes: dict[tuple[int, ...], ClientProcess] = {}
+        self._turns = Turns()
+        self._due = False
+        self._subscriptions = Subscriptions()
+        self._unsent_bytes = 0
+        self._incoming: set[Connection] = set()
+        self._wait_for_incoming: deque[Connection] = deque()
+        self._scratch = memoryview(bytearray(4 * RECEIVE_BYTES))
+        self._refused_logged_at = -LOGGED_S
 
     def open(self) -> None:
-        """Bind both sockets. Raises zmq.ZMQError."""
-        buffer = self._config.event_buffer_steps
-        for socket in (self._jobs, self._events):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, max(10_000, buffer + 100))
-            filter_peers(socket, self._config)
-        # A peer that does not read must not make a reply vanish uncounted.
-        self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # Twice our own limit, so that frames a little too long get a reply and only absurd ones cost the connection.
-        self._jobs.setsockopt(zmq.MAXMSGSIZE, 2 * self._config.max_frame_bytes)
-        paths = self._directory.sockets
-        for socket, path in ((self._jobs, paths.jobs), (self._events, paths.events)):
-            socket.bind(f"ipc://{path}")
-            self._directory.open_to_group(path)
-        self._loop.add_reader(self._jobs.FD, self._read_and_send)
+        """Bind both sockets. Raises OSError."""
+        for door in (self._jobs, self._events):
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                # Nobody sends descriptors here; what the kernel does not take it need not close.
+                listener.setsockopt(socket.SOL_SOCKET, _NO_DESCRIPTORS, 0)
+            except OSError:
+                pass  # before Linux 6.16
+            acceptor = Acceptor(listener, partial(self._admit, door))
+            self._acceptors.append(acceptor)
+            listener.bind(str(door.path))
+            self._directory.open_to_group(door.path)
+            acceptor.start()
 
-    def close(self, linger_ms: int) -> None:
-        """Send what is queued, for ``linger_ms`` at most, and close."""
-        self._loop.remove_reader(self._jobs.FD)
-        self._jobs.close(linger=linger_ms)
-        self._events.close(linger=linger_ms)
-        self._context.term()
+    async def close(self, linger_s: float) -> None:
+        """Stop accepting, send what is queued for ``linger_s`` at most, and close."""
+        for acceptor in self._acceptors:
+            acceptor.close()
+        deadline = self._loop.time() + linger_s
+        while self._unsent_bytes and self._loop.time() < deadline:  # noqa: ASYNC110 - clients read when they like
+            await asyncio.sleep(0.01)
+        for connection in [*self._jobs.connections.values(), *self._events.connections.values()]:
+            self._close(connection)
 
     def wake(self) -> None:
-        """Read and send soon: something outside the socket changed what is to be sent."""
-        if not self._wake_due and not self._jobs.closed:
-            self._wake_due = True
-            self._loop.call_soon(self._read_and_send)
+        """Serve and send soon: something other than a message changed what is to be sent."""
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._serve)
 
-    def _read_and_send(self) -> None:
-        self._wake_due = False
-        if self._jobs.closed:
+    def tick(self) -> None:
+        """Close connections whose frame takes too long to arrive, and those of processes that died.
+
+        The loop tells only once of a peer that closed its end with something unread (EPOLLERR; libuv then stops to
+        look), and the input that it had sent hides the end of it.
+        """
+        connections = {
+            one.stream.fileno(): one for door in (self._jobs, self._events) for one in door.connections.values()
+        }
+        for fd in failed_streams(connections):
+            self._close(connections[fd])
+        overdue = self._loop.time() - INCOMING_FRAME_S
+        for connection in list(self._incoming):
+            if connection.incoming_since is not None and connection.incoming_since < overdue:
+                self._drop(connection, f"a frame did not arrive within {INCOMING_FRAME_S:.0f} s")
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _admit(self, door: ListeningSocket, stream: socket.socket) -> None:
+        peer = peer_of(stream)
+        if peer.pid != os.getpid() and not may_connect(peer, self._context.config):
+            self._refuse(stream, ErrorCode.FORBIDDEN, f"user {peer.uid} (group {peer.gid}) may not use this kvoffd")
             return
-        try:
-            read = self._read()
-            sent = self.flush()
-        except Exception:
-            # The loop that serves engines must outlive whatever went wrong with one message.
-            logger.exception("An iteration of the message loop failed.")
-            read = sent = True
-        if read or sent:
-            self.wake()
+        name = next(self._numbers).to_bytes(8, "big")
+        # A process that the kernel does not tell apart from others stands for itself with each connection.
+        key = (peer.uid, peer.process) if peer.process else (peer.uid, 0, int.from_bytes(name, "big"))
+        process = self._processes.get(key) or ClientProcess(key)
+        if len(door.connections) >= door.max_connections and not self._make_place(door, process):
+            self._refuse(stream, ErrorCode.TOO_MANY, f"{door.max_connections} connections to {door.path.name} are open")
+            return
+        self._processes[key] = process
+        process.connections[door] += 1
+        connection = Connection(name, stream, door, process, self._context.config.max_frame_bytes)
+        door.connections[name] = connection
+        self._read_on(connection)
+        self._send(connection, zmtp.opening(door.type))
 
-    def _read(self) -> bool:
-        """Handle up to ``MESSAGES_AT_ONCE`` messages; True when there was any."""
-        until = self._loop.time() + READ_S
-        for count in range(MESSAGES_AT_ONCE):
-            if count and self._loop.time() > until:
-                return True
-            try:
-                frames = receive_frames(self._jobs)
-            except zmq.Again:
-                return count > 0
-            if len(frames) == 2:
-                self._service.handle(frames[0], frames[1])
-            elif len(frames) == 3 and not frames[1] and len(frames[2]) == SEQUENCE_BYTES:
-                self._service.replay_events(frames[0], frames[2])
-            else:
-                # Not one frame of ours: let the decoder refuse it, so that the sender hears why.
-                self._service.handle(frames[0], b"")
-            # A reply must not wait until all other messages are read.
-            self.flush()
+    def _make_place(self, door: ListeningSocket, newcomer: ClientProcess) -> bool:
+        """Close a connection of who has the most, unless that is the newcomer, or nobody has more than it would."""
+        users: Counter[int] = Counter()
+        for process in self._processes.values():
+            users[process.key[0]] += process.connections[door]
+        user, most = users.most_common(1)[0]
+        if users[newcomer.key[0]] + 1 >= most:
+            user = newcomer.key[0]
+        largest = max(
+            (process for process in self._processes.values() if process.key[0] == user),
+            key=lambda process: process.connections[door],
+            default=None,
+        )
+        if largest is None or (user == newcomer.key[0] and largest.connections[door] <= newcomer.connections[door] + 1):
+            return False
+        oldest = next(one for one in door.connections.values() if one.process is largest)
+        self._drop(oldest, "its process has the most connections, and another needs one")
         return True
 
-    def flush(self) -> bool:
-        """Send replies and publications; True when there was any."""
+    def _refuse(self, stream: socket.socket, code: ErrorCode, why: str) -> None:
+        self._context.count_error(code)
+        stream.close()
+        self._log("A connection was refused: %s.", why)
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        door, user = connection.door, connection.process.key[0]
+        self._log("A connection of user %d to %s was closed: %s.", user, door.path.name, why)
+        self._close(connection)
+
+    def _log(self, text: str, *values: object) -> None:
+        """Log a warning, but no more than one a minute: clients could fill a disk."""
+        now = self._loop.time()
+        level = logging.WARNING if now - self._refused_logged_at >= LOGGED_S else logging.DEBUG
+        if level == logging.WARNING:
+            self._refused_logged_at = now
+        logger.log(level, text, *values)
+
+    def _close(self, connection: Connection) -> None:
+        if connection.closed:
+            return
+        connection.closed = True
+        door, process = connection.door, connection.process
+        self._pause(connection)
+        self._loop.remove_writer(connection.stream.fileno())
+        connection.stream.close()
+        del door.connections[connection.name]
+        self._count_unsent(connection, -connection.unsent_bytes)
+        for topic in list(connection.subscriptions):
+            self._subscriptions.remove(connection, topic)
+        self._arrived(connection)
+        process.connections[door] -= 1
+        if not any(process.connections.values()):
+            self._processes.pop(process.key, None)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _read_on(self, connection: Connection) -> None:
+        if not connection.reading and not connection.closed:
+            connection.reading = True
+            self._loop.add_reader(connection.stream.fileno(), self._readable, connection)
+
+    def _pause(self, connection: Connection) -> None:
+        if connection.reading:
+            connection.reading = False
+            self._loop.remove_reader(connection.stream.fileno())
+
+    def _readable(self, connection: Connection) -> None:
+        incoming = connection.incoming_since is not None
+        try:
+            count = connection.stream.recv_into(self._scratch if incoming else self._scratch[:RECEIVE_BYTES])
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            return self._close(connection)
+        connection.input.feed(self._scratch[:count])
+        if not connection.input.missing_bytes:
+            self._wait_for_turn(connection)
+        if not incoming and connection.input.waiting_bytes >= RECEIVE_BYTES:
+            self._pause(connection)
+
+    def _wait_for_turn(self, connection: Connection) -> None:
+        if not connection.waits and not connection.closed:
+            connection.waits = True
+            self._turns.add(connection)
+            self.wake()
+
+    def _serve(self) -> None:
+        self._due = False
+        self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
+        self.flush()
+        if self._turns:
+            self.wake()
+
+    def _serve_one(self, connection: Connection) -> bool:
+        """Answer one message of a connection; False when it has no further one that may be answered now."""
+        if connection.closed:
+            return False
+        try:
+            more = self._take_one(connection)
+        except zmtp.ZmtpError as error:
+            self._context.count_error(ErrorCode.MALFORMED)
+            self._drop(connection, f"it sent {error}")
+            return False
+        except Exception:
+            # The loop that serves engines must outlive whatever went wrong with one message.
+            logger.exception("A message failed inside the daemon.")
+            more = True
+        connection.waits = more
+        return more
+
+    def _take_one(self, connection: Connection) -> bool:
+        if connection.process.unsent_bytes >= MAX_UNSENT_BYTES or connection.replay:
+            return False  # goes on when that is read
+        taken = connection.input.next()
+        if taken is None:
+            self._wait_for_rest(connection)
+            return False
+        self._arrived(connection)
+        if isinstance(taken, zmtp.Command):
+            self._obey(connection, taken)
+        elif connection.door is self._events:
+            self._subscribe_by_message(connection, taken)
+        elif isinstance(taken, zmtp.TooLong):
+            self._service.refuse_frame(connection.name, taken.frame_bytes)
+        elif len(taken) == 1:
+            self._service.handle(connection.name, taken[0])
+        elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
+            self._service.replay_events(connection.name, taken[1])
+        else:
+            # Not one frame of ours: let the decoder refuse it, so that the sender hears why.
+            self._service.handle(connection.name, b"")
+        # A reply must not wait until other messages are served.
+        self.flush()
+        if connection.input.waiting_bytes < RECEIVE_BYTES:
+            self._read_on(connection)
+        return True
+
+    def _wait_for_rest(self, connection: Connection) -> None:
+        """Read on: what has arrived is no whole message. A long frame waits until it is its turn to be kept."""
+        if connection.input.missing_bytes + connection.input.waiting_bytes <= RECEIVE_BYTES:
+            self._read_on(connection)
+        elif connection.incoming_since is None and connection not in self._wait_for_incoming:
+            self._pause(connection)
+            self._wait_for_incoming.append(connection)
+            self._start_incoming()
+
+    def _start_incoming(self) -> None:
+        """Read the long frames whose turn it is, one of a process."""
+        busy = {connection.process for connection in self._incoming}
+        for connection in list(self._wait_for_incoming):
+            if len(self._incoming) >= MAX_INCOMING_FRAMES:
+                break
+            if connection.process not in busy:
+                self._wait_for_incoming.remove(connection)
+                self._incoming.add(connection)
+                busy.add(connection.process)
+                connection.incoming_since = self._loop.time()
+                self._read_on(connection)
+
+    def _arrived(self, connection: Connection) -> None:
+        """The connection's long frame, if it has one, is there, or will never be."""
+        if connection.incoming_since is not None:
+            connection.incoming_since = None
+            self._incoming.discard(connection)
+            self._start_incoming()
+        elif connection.closed and connection in self._wait_for_incoming:
+            self._wait_for_incoming.remove(connection)
+
+    # --- subscriptions ----------------------------------------------------------------------------
+
+    def _obey(self, connection: Connection, command: zmtp.Command) -> None:
+        if command.name == b"PING":
+            # Two bytes of a time to live, then up to sixteen that come back.
+            self._send(connection, zmtp.encode_command(b"PONG", command.data[2:18]))
+        elif command.name == b"SUBSCRIBE":
+            self._subscriptions.add(connection, command.data)
+        elif command.name == b"CANCEL":
+            self._subscriptions.remove(connection, command.data)
+
+    def _subscribe_by_message(self, connection: Connection, taken: list[bytes] | zmtp.TooLong) -> None:
+        """As peers of ZMTP 3.0 do."""
+        if isinstance(taken, zmtp.TooLong) or len(taken) != 1 or taken[0][:1] not in (b"\x00", b"\x01"):
+            raise zmtp.ZmtpError("what is no subscription")
+        change = self._subscriptions.add if taken[0][0] else self._subscriptions.remove
+        change(connection, taken[0][1:])
+
+    # --- sending ----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send replies and publications."""
         outbox = self._service.flush()
         # Completions first: a reply may tell the client to look for them.
         for publication in outbox.publications:
-            send_frames(self._events, publication)
+            if subscribers := self._subscriptions.to(publication[0]):
+                data = zmtp.encode(publication)
+                for subscriber in subscribers:
+                    self._publish(subscriber, data)
         for sender, frame in outbox.replies:
-            self._reply([sender, frame])
+            self._reply(sender, [frame])
         for sender, messages in outbox.event_replays:
-            for message in messages:
-                if not self._reply([sender, b"", *message]):
-                    break
+            if (connection := self._jobs.connections.get(sender)) is not None:
+                connection.replay.extend(messages)
+                self._go_on_replaying(connection)
         self._service.after_send()
-        return bool(outbox.replies or outbox.publications or outbox.event_replays)
 
-    def _reply(self, frames: list[bytes]) -> bool:
-        try:
-            send_frames(self._jobs, frames)
-        except zmq.ZMQError as error:
-            self._service.context.replies_dropped[drop_reason(error)] += 1
-            return False
-        return True
+    def _publish(self, subscriber: Connection, data: bytes) -> None:
+        behind = subscriber.process.unsent_bytes
+        if behind >= MAX_UNSENT_BYTES or (behind and self._unsent_bytes >= MAX_ALL_UNSENT_BYTES):
+            self._context.publications_dropped += 1
+        else:
+            self._send(subscriber, data)
 
+    def _reply(self, sender: bytes, frames: list[bytes]) -> None:
+        connection = self._jobs.connections.get(sender)
+        if connection is None:
+            self._context.replies_dropped["gone"] += 1
+        else:
+            self._send(connection, zmtp.encode(frames))
 
-def drop_reason(error: zmq.ZMQError) -> str:
-    """Why a ROUTER could not send a reply: the peer does not read (EAGAIN), or is gone (EHOSTUNREACH)."""
-    return "unread" if isinstance(error, zmq.Again) else "gone"
-
-
-class ProbeFailed(Exception):
-    """The message loop did not answer in time."""
-
-
-class SelfProbe:
-    """An admin session of the daemon with itself over ``jobs.sock``."""
-
-    def __init__(self, service: Service, directory: DaemonDirectory) -> None:
-        self._service = service
-        self._directory = directory
-        self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._waiting: dict[int, asyncio.Future[m.AnyReply]] = {}
-        self._ids = itertools.count(1)
-        self._token = b""
-
-    def open(self) -> None:
-        """Connect and say Hello. Raises zmq.ZMQError."""
-        session = self._service.sessions.open(Lifeline(), Peer(0, 0, 0), internal=True)
-        self._token = session.token
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(f"ipc://{self._directory.sockets.jobs}")
-        self._loop.add_reader(self._socket.FD, self._read)
-        hello = m.Hello(next(self._ids), self._token, m.PROTOCOL_VERSION, m.Role.ADMIN, "kvoffd's own probe", "")
-        self._socket.send(codec.encode(hello), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Close the socket; whoever still waits for an answer is told that there is none."""
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
-            self._socket.close(linger=0)
-        self._context.term()
-        for future in self._waiting.values():
-            future.cancel()
-
-    async def health(self) -> m.HealthReply:
-        """Ask for health. Raises ProbeFailed when no answer comes within the deadline."""
-        return await self._ask(m.Health(next(self._ids), self._token))
-
-    async def works(self) -> bool:
-        await self.health()
-        return True
-
-    async def metrics(self) -> bytes:
-        """Ask for statistics and render them as Prometheus text. Raises ProbeFailed."""
-        return render_metrics(await self._ask(m.Stats(next(self._ids), self._token)))
-
-    async def _ask(self, request: m.Request[AnswerT]) -> AnswerT:
-        future: asyncio.Future[m.AnyReply] = self._loop.create_future()
-        self._waiting[request.request_id] = future
-        try:
-            self._socket.send(codec.encode(request), zmq.NOBLOCK)
-            self._read()  # sending may have eaten the descriptor's edge
-            reply = await asyncio.wait_for(future, PROBE_DEADLINE_S)
-        except (TimeoutError, zmq.Again) as error:
-            raise ProbeFailed(f"The message loop did not answer within {PROBE_DEADLINE_S:.0f} s.") from error
-        finally:
-            self._waiting.pop(request.request_id, None)
-        if not isinstance(reply, m.answer_type(type(request))):
-            raise ProbeFailed(f"The daemon answered its own {type(request).__name__} with {reply}.")
-        return reply
-
-    def _read(self) -> None:
-        while True:
-            try:
-                reply = codec.decode_reply(self._socket.recv(zmq.NOBLOCK))
-            except zmq.Again:
+    def _go_on_replaying(self, connection: Connection) -> None:
+        for _ in range(REPLAYED_AT_ONCE):
+            if not connection.replay or connection.unsent or connection.closed:
                 return
-            future = self._waiting.get(reply.request_id)
-            if future is not None and not future.done():
-                future.set_result(reply)
+            self._send(connection, zmtp.encode((b"", *connection.replay.popleft())))
+        self._loop.call_soon(self._go_on_replaying, connection)
 
+    def _send(self, connection: Connection, data: bytes) -> None:
+        if connection.closed:
+            return
+        sent = 0
+        if not connection.unsent:
+            try:
+                sent = connection.stream.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return self._close(connection)
+            if sent == len(data):
+                return
+            self._loop.add_writer(connection.stream.fileno(), self._writable, connection)
+        connection.unsent.append(memoryview(data)[sent:])
+        self._count_unsent(connection, len(data) - sent)
 
-def _seed_routing_ids() -> None:
-    """Have ZeroMQ name its clients by numbers that nobody can foresee.
+    def _count_unsent(self, connection: Connection, more_bytes: int) -> None:
+        connection.unsent_bytes += more_bytes
+        connection.process.unsent_bytes += more_bytes
+        self._unsent_bytes += more_bytes
 
-    A ROUTER counts from a number that it takes from the C library's rand(), which nobody seeds, and it ends the process
-    (an assertion of libzmq 4.3.5) when a client has given itself the name that it comes to.
-    """
-    ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))
+    def _writable(self, connection: Connection) -> None:
+        try:
+            while connection.unsent:
+                first = connection.unsent[0]
+                sent = connection.stream.send(first, socket.MSG_NOSIGNAL)
+                self._count_unsent(connection, -sent)
+                if sent < len(first):
+                    connection.unsent[0] = first[sent:]
+                    break
+                connection.unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError:
+            return self._close(connection)
+        if connection.unsent:
+            return
+        self._loop.remove_writer(connection.stream.fileno())
+        self._go_on_replaying(connection)
+        if connection.process.unsent_bytes < MAX_UNSENT_BYTES:
+            for other in list(self._jobs.connections.values()):
+                if other.process is connection.process and other.input.waiting_bytes:
+                    self._wait_for_turn(other)

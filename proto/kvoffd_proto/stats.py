@@ -336,6 +336,9 @@ class StatsReply(Reply, frozen=True):
     loop_blocked_maximum_seconds: Annotated[
         Seconds, gauge("Longest time for which the event loop was blocked since the daemon's start.")
     ] = 0.0
+    publications_dropped: Annotated[
+        Count, counter("Completions and KV event messages that a client of events.sock left unread for too long.")
+    ] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

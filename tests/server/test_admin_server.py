@@ -23,7 +23,7 @@ from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.admin_server import AdminKeys, AdminServer
+from kvoffd.server.admin_server import MAX_CONNECTIONS, AdminKeys, AdminServer
 from kvoffd_client import ClientOptions, DaemonUnavailable, RemoteAdminClient, RequestRefused
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
@@ -303,7 +303,7 @@ def test_without_curve_nothing_is_answered(door: Door, options: dict[str, bytes]
 
 def test_connections_that_say_nothing_or_nonsense_end(door: Door) -> None:
     host, port = door.address.split(":")
-    streams = [socket.create_connection((host, int(port))) for _ in range(30)]
+    streams = [socket.create_connection((host, int(port))) for _ in range(3 * MAX_CONNECTIONS)]
     for number, stream in enumerate(streams):
         with contextlib.suppress(OSError):
             stream.sendall(
@@ -409,14 +409,16 @@ class Answering:
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_while_nobody_judges_keys_nobody_comes_in(door: Door, monkeypatch: pytest.MonkeyPatch, judged: bool) -> None:
+def test_while_nobody_judges_keys_nobody_comes_in(
+    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judged: bool
+) -> None:
     """ZeroMQ would let everybody in, by default. Besides, a message that nobody vouched for is dropped."""
     service = Answering()
     if not judged:
         monkeypatch.setattr("zmq.auth.thread.ThreadAuthenticator.start", lambda self: None)
 
     async def knock() -> None:
-        opened = AdminServer(service, "127.0.0.1:0", AdminKeys.read(config(door)))  # type: ignore[arg-type]
+        opened = AdminServer(service, tmp_path, "127.0.0.1:0", AdminKeys.read(config(door)))  # type: ignore[arg-type]
         opened.open()
         try:
             here = door._replace(address=opened.endpoint.removeprefix("tcp://"))

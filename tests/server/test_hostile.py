@@ -405,38 +405,6 @@ def test_a_flood_of_requests_for_all_events(attack: Victim) -> None:
         attack.is_served()
 
 
-def test_routing_ids_of_clients_to_come_cannot_be_guessed(attack: Victim) -> None:
-    """ZeroMQ gives its clients numbers for names, takes any name that a client gives itself, and ends the process when
-    it gives a number that somebody has for a name. The first number is from rand(), which nobody seeds.
-    """
-    libc = ctypes.CDLL(None)
-    libc.srand(1)  # as in a new process
-    path, streams = str(SocketPaths(attack.daemon.directory).jobs), []
-    for first in [libc.rand() for _ in range(4)]:
-        for number in range(first, first + 80):
-            stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            stream.connect(path)
-            stream.sendall(zmtp_handshake(b"\0" + number.to_bytes(4, "big")))
-            streams.append(stream)
-    attack.is_served()
-    for _ in range(80):
-        with WireClient(attack.daemon.directory):
-            pass
-    assert attack.daemon.running
-    for stream in streams:
-        stream.close()
-
-
-def zmtp_handshake(name: bytes) -> bytes:
-    """What a DEALER of that name sends first (ZMTP 3.0, mechanism NULL)."""
-    properties = {b"Socket-Type": b"DEALER", b"Identity": name}
-    body = b"\x05READY" + b"".join(
-        bytes([len(key)]) + key + len(value).to_bytes(4, "big") + value for key, value in properties.items()
-    )
-    signature, version = b"\xff" + bytes(8) + b"\x7f", b"\3\0"
-    return signature + version + b"NULL".ljust(20, b"\0") + bytes(32) + b"\4" + bytes([len(body)]) + body
-
-
 def test_strangers_at_the_jobs_socket_get_nothing(attack: Victim) -> None:
     streams = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(50)]
     for number, stream in enumerate(streams):

@@ -56,6 +56,8 @@ async def exchange(server: HttpServer, request: bytes, *, end: bool = False) -> 
         writer.write_eof()
     try:
         return await reader.read()
+    except ConnectionError:
+        return b""
     finally:
         await leave(writer)
 
@@ -202,19 +204,36 @@ def test_garbage_gets_an_http_answer_or_none(requests: list[bytes]) -> None:
     on_server(scenario)
 
 
-def test_connections_beyond_the_bound_are_refused_and_the_others_are_served() -> None:
+def test_a_probe_takes_the_place_of_a_connection_that_sends_nothing() -> None:
     async def scenario(server: HttpServer) -> None:
-        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MAX_CONNECTIONS)]
-        while (refused := await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200"):
-            pass  # until the server has accepted all that are open
-        assert refused.startswith(b"HTTP/1.1 503 ")
-        reader, writer = idle[0]
-        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(MAX_CONNECTIONS + 10)]
+        for number in range(20):
+            idle.append(await asyncio.open_connection("127.0.0.1", server.port))
+            idle[-1][1].write(b"GET /healthz HTTP/1.1\r\n\r\n" if number % 2 else b"GET /he")
+            assert (await exchange(server, b"GET /healthz HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        assert await ended(idle[0][0])
         for _, other in idle:
             await leave(other)
 
     on_server(scenario)
+
+
+def test_connections_whose_answers_do_not_come_are_bounded() -> None:
+    async def never() -> HealthReply:
+        await asyncio.sleep(3600)
+        return await good()
+
+    async def scenario(server: HttpServer) -> None:
+        waiting = []
+        for _ in range(2 * MAX_CONNECTIONS):
+            waiting.append(await asyncio.open_connection("127.0.0.1", server.port))
+            waiting[-1][1].write(b"GET /healthz HTTP/1.1\r\n\r\n")
+            await asyncio.sleep(0.01)
+        assert await exchange(server, b"GET /metrics HTTP/1.1\r\n\r\n") == b""
+        for _, other in waiting:
+            await leave(other)
+
+    on_server(scenario, health=never)
 
 
 async def ended(reader: asyncio.StreamReader) -> bool:

@@ -200,10 +200,10 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
 
     class Sound:
         def tick(self) -> None:
-            ticked.append("lifelines")
+            ticked.append("sound")
 
-    daemon._service, daemon._lifelines = Failing(), Sound()  # type: ignore[assignment]
+    daemon._service, daemon._lifelines, daemon._transport = Failing(), Sound(), Sound()  # type: ignore[assignment]
     for _ in range(3):
         daemon._tick()
-    assert ticked == ["service", "lifelines"] * 3
+    assert ticked == ["service", "sound", "sound"] * 3
     assert len(caplog.records) == 1, "logged once a minute"

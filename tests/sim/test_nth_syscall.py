@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
-import kvoffd.server.transport
 import kvoffd.system.mappings
 from tests.sim.real_daemon import Traces, live
 
@@ -28,13 +26,6 @@ def _os_error(code: int) -> Callable[..., Any]:
     return fail
 
 
-def _zmq_error(code: int) -> Callable[..., Any]:
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise zmq.ZMQError(code)
-
-    return fail
-
-
 CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "open": (os, "open", _os_error(errno.EMFILE)),
     "memfd_create": (os, "memfd_create", _os_error(errno.EMFILE)),
@@ -45,11 +36,10 @@ CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "unlink": (os, "unlink", _os_error(errno.EACCES)),
     "mmap": (kvoffd.system.mappings, "_mmap", lambda *args: kvoffd.system.mappings._MAP_FAILED),
     "accept": (socket.socket, "accept", _os_error(errno.EMFILE)),
-    "send on a lifeline": (socket.socket, "send", _os_error(errno.EPIPE)),
+    "send": (socket.socket, "send", _os_error(errno.EPIPE)),
     "receive from a lifeline": (socket.socket, "recvmsg", _os_error(errno.ECONNRESET)),
-    "bind a socket": (zmq.Socket, "bind", _zmq_error(errno.EADDRINUSE)),
-    "send": (kvoffd.server.transport, "send_frames", _zmq_error(errno.EAGAIN)),
-    "receive": (kvoffd.server.transport, "receive_frames", _zmq_error(errno.EFAULT)),
+    "receive a request": (socket.socket, "recv_into", _os_error(errno.ECONNRESET)),
+    "bind a socket": (socket.socket, "bind", _os_error(errno.EADDRINUSE)),
 }
 
 

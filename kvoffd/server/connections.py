@@ -1,0 +1,164 @@
+"""Connections to the ZeroMQ sockets: what the daemon keeps for each, whose turn it is, and who subscribed to what."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+
+from kvoffd.server import zmtp
+from kvoffd.server.publisher import Frames
+
+MAX_FRAMES = 4
+"""Frames of a message; no request has more than three."""
+MAX_SUBSCRIPTIONS = 64
+MAX_TOPIC_BYTES = 256
+
+
+@dataclass(eq=False)
+class ClientProcess:
+    """One client process. Its connections take turns with those of others."""
+
+    key: tuple[int, ...]
+    connections: Counter[ListeningSocket] = field(default_factory=Counter)
+    waiting: deque[Connection] = field(default_factory=deque)
+    """Its connections that have input."""
+    unsent_bytes: int = 0
+    served_s: float = 0.0
+    """Time that its messages took, on the clock of ``Turns``."""
+
+
+class Turns:
+    """Who is served next: the waiting process that was served least. One that was idle has saved nothing up."""
+
+    def __init__(self) -> None:
+        self._order = itertools.count()
+        self._waiting: list[tuple[float, int, ClientProcess]] = []
+        self._now = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, connection: Connection) -> None:
+        """The connection has input and waits for its turn."""
+        process = connection.process
+        process.waiting.append(connection)
+        if len(process.waiting) == 1:
+            process.served_s = max(process.served_s, self._now)
+            self._push(process)
+
+    def serve(self, serve: Callable[[Connection], bool], until: float) -> None:
+        """Call ``serve`` for waiting connections in turn until the time is up; it says whether one still waits."""
+        while self._waiting:
+            self._now, _, process = heappop(self._waiting)
+            connection = process.waiting.popleft()
+            started = time.monotonic()
+            if serve(connection):
+                process.waiting.append(connection)
+            ended = time.monotonic()
+            process.served_s = self._now + ended - started
+            if process.waiting:
+                self._push(process)
+            if ended >= until:
+                return
+
+    def _push(self, process: ClientProcess) -> None:
+        heappush(self._waiting, (process.served_s, next(self._order), process))
+
+
+class Connection:
+    """One connection of a client to one of the sockets."""
+
+    __slots__ = (
+        "closed",
+        "door",
+        "incoming_since",
+        "input",
+        "name",
+        "process",
+        "reading",
+        "replay",
+        "stream",
+        "subscriptions",
+        "unsent",
+        "unsent_bytes",
+        "waits",
+    )
+
+    def __init__(
+        self, name: bytes, stream: socket.socket, door: ListeningSocket, process: ClientProcess, max_frame_bytes: int
+    ) -> None:
+        self.name = name
+        self.stream = stream
+        self.door = door
+        self.process = process
+        self.input = zmtp.Input(door.peers, max_frame_bytes, MAX_FRAMES)
+        self.reading = False
+        self.waits = False
+        """It is among ``process.waiting``."""
+        self.incoming_since: float | None = None
+        """A frame longer than ``RECEIVE_BYTES`` is arriving since then."""
+        self.unsent: deque[memoryview] = deque()
+        self.unsent_bytes = 0
+        self.replay: deque[Frames] = deque()
+        """What a replay of events has still to send."""
+        self.subscriptions: set[bytes] = set()
+        self.closed = False
+
+
+@dataclass(eq=False)
+class ListeningSocket:
+    """One listening socket."""
+
+    path: Path
+    type: bytes
+    peers: frozenset[bytes]
+    max_connections: int
+    connections: dict[bytes, Connection] = field(default_factory=dict)
+    """By name, oldest first."""
+
+
+class Subscriptions:
+    """Who wants which topics: those that begin with what it named."""
+
+    def __init__(self) -> None:
+        self._subscribers: defaultdict[bytes, set[Connection]] = defaultdict(set)
+        self._sizes: Counter[int] = Counter()
+        """How many connections named something of a size."""
+
+    def add(self, connection: Connection, topic: bytes) -> None:
+        """Raises ZmtpError beyond the bounds."""
+        if topic in connection.subscriptions:
+            return
+        if len(topic) > MAX_TOPIC_BYTES or len(connection.subscriptions) >= MAX_SUBSCRIPTIONS:
+            raise zmtp.ZmtpError(
+                f"more than {MAX_SUBSCRIPTIONS} subscriptions, or one of more than {MAX_TOPIC_BYTES} bytes"
+            )
+        connection.subscriptions.add(topic)
+        self._subscribers[topic].add(connection)
+        self._sizes[len(topic)] += 1
+
+    def remove(self, connection: Connection, topic: bytes) -> None:
+        if topic not in connection.subscriptions:
+            return
+        connection.subscriptions.remove(topic)
+        found = self._subscribers[topic]
+        found.discard(connection)
+        if not found:
+            del self._subscribers[topic]
+        self._sizes[len(topic)] -= 1
+        if not self._sizes[len(topic)]:
+            del self._sizes[len(topic)]
+
+    def to(self, topic: bytes) -> set[Connection]:
+        """Who gets what is published under a topic."""
+        found: set[Connection] = set()
+        for size in self._sizes:
+            if size <= len(topic):
+                found |= self._subscribers.get(topic[:size], set())
+        return found

@@ -1,0 +1,76 @@
+"""The daemon's own check that its clients are answered: requests over ``jobs.sock``, as a client sends them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TypeVar
+
+from kvoffd.observe.metrics import render_metrics
+from kvoffd.server import zmtp
+from kvoffd.server.service import Service
+from kvoffd.server.session import Lifeline, Peer
+from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto import codec
+from kvoffd_proto import messages as m
+
+PROBE_DEADLINE_S = 2.0
+_READ_BYTES = 64 * 1024
+_MOST_BYTES = 1 << 30
+
+AnswerT = TypeVar("AnswerT", bound=m.AnyReply)
+
+
+class ProbeFailed(Exception):
+    """The message loop did not answer in time."""
+
+
+class SelfProbe:
+    """The daemon's own requests over ``jobs.sock``, which prove that its clients are answered."""
+
+    def __init__(self, service: Service, directory: DaemonDirectory) -> None:
+        self._service = service
+        self._path = str(directory.sockets.jobs)
+        self._ids = itertools.count(1)
+        self._token = b""
+
+    def open(self) -> None:
+        """Take a session. Raises KvoffdError."""
+        session = self._service.sessions.open(Lifeline(), Peer(0, 0, 0), internal=True)
+        session.role, self._token = m.Role.ADMIN, session.token
+
+    async def health(self) -> m.HealthReply:
+        """Ask for health. Raises ProbeFailed when no answer comes within the deadline."""
+        return await self._ask(m.Health(next(self._ids), self._token))
+
+    async def works(self) -> bool:
+        await self.health()
+        return True
+
+    async def metrics(self) -> bytes:
+        """Ask for statistics and render them as Prometheus text. Raises ProbeFailed."""
+        return render_metrics(await self._ask(m.Stats(next(self._ids), self._token)))
+
+    async def _ask(self, request: m.Request[AnswerT]) -> AnswerT:
+        try:
+            async with asyncio.timeout(PROBE_DEADLINE_S):
+                reply = codec.decode_reply(await self._exchange(codec.encode(request)))
+        except (OSError, TimeoutError, EOFError) as error:
+            raise ProbeFailed(f"The message loop did not answer within {PROBE_DEADLINE_S:.0f} s ({error}).") from error
+        if not isinstance(reply, m.answer_type(type(request))):
+            raise ProbeFailed(f"The daemon answered its own {type(request).__name__} with {reply}.")
+        return reply
+
+    async def _exchange(self, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_unix_connection(self._path)
+        try:
+            writer.write(zmtp.opening(b"DEALER") + zmtp.encode([request]))
+            received = zmtp.Input({b"ROUTER"}, _MOST_BYTES, 1)
+            while not isinstance(message := received.next(), list):
+                data = await reader.read(_READ_BYTES)
+                if not data:
+                    raise EOFError("the connection was closed")
+                received.feed(data)
+            return message[0]
+        finally:
+            writer.transport.abort()
