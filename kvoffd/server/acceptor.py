@@ -20,7 +20,7 @@ REST_S = 0.005
 """Between two batches: at most 3,200 connections in a second, each of which costs some 20 µs where it is refused."""
 RETRY_S = 0.25
 """After accept() failed, as it does without descriptors: it would fail again at once."""
-BACKLOG = 128
+BACKLOG = 1024
 _UCRED = struct.Struct("iII")
 _SO_PEERPIDFD = 77  # asm-generic/socket.h
 _PIDFS_MAGIC = 0x50494446  # linux/magic.h
