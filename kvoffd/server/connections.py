@@ -28,6 +28,8 @@ class ClientProcess:
     connections: Counter[ListeningSocket] = field(default_factory=Counter)
     waiting: deque[Connection] = field(default_factory=deque)
     """Its connections that have input."""
+    held: set[Connection] = field(default_factory=set)
+    """Those that get no turn until output of the process is read."""
     unsent_bytes: int = 0
     served_s: float = 0.0
     """Time that its messages took, on the clock of ``Turns``."""

@@ -255,6 +255,7 @@ class Transport:
 
     def _take_one(self, connection: Connection) -> bool:
         if connection.process.unsent_bytes >= MAX_UNSENT_BYTES or connection.replay:
+            connection.process.held.add(connection)
             return False  # goes on when that is read
         taken = connection.input.next()
         if taken is None:
@@ -365,6 +366,7 @@ class Transport:
     def _go_on_replaying(self, connection: Connection) -> None:
         for _ in range(REPLAYED_AT_ONCE):
             if not connection.replay or connection.unsent or connection.closed:
+                self._release(connection.process)
                 return
             self._send(connection, zmtp.encode((b"", *connection.replay.popleft())))
         self._loop.call_soon(self._go_on_replaying, connection)
@@ -409,7 +411,9 @@ class Transport:
             return
         self._loop.remove_writer(connection.stream.fileno())
         self._go_on_replaying(connection)
-        if connection.process.unsent_bytes < MAX_UNSENT_BYTES:
-            for other in list(self._jobs.connections.values()):
-                if other.process is connection.process and other.input.waiting_bytes:
-                    self._wait_for_turn(other)
+        self._release(connection.process)
+
+    def _release(self, process: ClientProcess) -> None:
+        """Give turns again to connections that had none while output was not read."""
+        while process.held and process.unsent_bytes < MAX_UNSENT_BYTES:
+            self._wait_for_turn(process.held.pop())
