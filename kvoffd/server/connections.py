@@ -41,6 +41,7 @@ class Turns:
     def __init__(self) -> None:
         self._order = itertools.count()
         self._waiting: list[tuple[float, int, ClientProcess]] = []
+        self._served: ClientProcess | None = None
         self._now = 0.0
 
     def __bool__(self) -> bool:
@@ -50,7 +51,7 @@ class Turns:
         """The connection has input and waits for its turn."""
         process = connection.process
         process.waiting.append(connection)
-        if len(process.waiting) == 1:
+        if len(process.waiting) == 1 and process is not self._served:
             process.served_s = max(process.served_s, self._now)
             self._push(process)
 
@@ -58,14 +59,18 @@ class Turns:
         """Call ``serve`` for waiting connections in turn until the time is up; it says whether one still waits."""
         while self._waiting:
             self._now, _, process = heappop(self._waiting)
+            self._served = process
             connection = process.waiting.popleft()
             started = time.monotonic()
-            if serve(connection):
-                process.waiting.append(connection)
-            ended = time.monotonic()
-            process.served_s = self._now + ended - started
-            if process.waiting:
-                self._push(process)
+            try:
+                if serve(connection):
+                    process.waiting.append(connection)
+            finally:
+                self._served = None
+                ended = time.monotonic()
+                process.served_s = self._now + ended - started
+                if process.waiting:
+                    self._push(process)
             if ended >= until:
                 return
 

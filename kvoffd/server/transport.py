@@ -15,6 +15,7 @@ import socket
 import time
 from collections import Counter, deque
 from functools import partial
+from itertools import islice
 
 from kvoffd.server import zmtp
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
@@ -39,6 +40,9 @@ MAX_UNSENT_BYTES = 8 * 1024**2
 """Output that a process has not read: with more, no request of it is answered and no publication kept for it."""
 MAX_ALL_UNSENT_BYTES = 128 * 1024**2
 """Output that all processes together have not read: with more, no publication is kept for any of these."""
+PIECE_BYTES = 256
+"""What a message that waits to be sent costs besides its own bytes."""
+SENT_AT_ONCE = 256
 REPLAYED_AT_ONCE = 64
 """KV event messages that a replay sends before the loop does other work."""
 LOGGED_S = 60.0
@@ -231,8 +235,12 @@ class Transport:
 
     def _serve(self) -> None:
         self._due = False
-        self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
-        self.flush()
+        try:
+            self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
+            self.flush()
+        except Exception:
+            # The loop that serves engines must outlive whatever went wrong with one message.
+            logger.exception("An iteration of the message loop failed.")
         if self._turns:
             self.wake()
 
@@ -247,7 +255,6 @@ class Transport:
             self._drop(connection, f"it sent {error}")
             return False
         except Exception:
-            # The loop that serves engines must outlive whatever went wrong with one message.
             logger.exception("A message failed inside the daemon.")
             more = True
         connection.waits = more
@@ -386,7 +393,7 @@ class Transport:
                 return
             self._loop.add_writer(connection.stream.fileno(), self._writable, connection)
         connection.unsent.append(memoryview(data)[sent:])
-        self._count_unsent(connection, len(data) - sent)
+        self._count_unsent(connection, len(data) - sent + PIECE_BYTES)
 
     def _count_unsent(self, connection: Connection, more_bytes: int) -> None:
         connection.unsent_bytes += more_bytes
@@ -394,19 +401,21 @@ class Transport:
         self._unsent_bytes += more_bytes
 
     def _writable(self, connection: Connection) -> None:
+        unsent = connection.unsent
         try:
-            while connection.unsent:
-                first = connection.unsent[0]
-                sent = connection.stream.send(first, socket.MSG_NOSIGNAL)
-                self._count_unsent(connection, -sent)
-                if sent < len(first):
-                    connection.unsent[0] = first[sent:]
-                    break
-                connection.unsent.popleft()
+            sent = connection.stream.sendmsg(list(islice(unsent, SENT_AT_ONCE)), [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
-            pass
+            return None
         except OSError:
             return self._close(connection)
+        while sent:
+            first = unsent.popleft()
+            self._count_unsent(connection, -len(first) - PIECE_BYTES)
+            if sent < len(first):
+                unsent.appendleft(first[sent:])
+                self._count_unsent(connection, len(first) - sent + PIECE_BYTES)
+                break
+            sent -= len(first)
         if connection.unsent:
             return
         self._loop.remove_writer(connection.stream.fileno())
