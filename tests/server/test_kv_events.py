@@ -48,7 +48,7 @@ def fold(messages: list[tuple[bytes, int, bytes]]) -> dict[bytes, set[tuple[int,
 
 
 def test_folding_the_stream_from_the_start_gives_the_index():
-    with DaemonProcess("1MiB") as daemon, SharedMemory(128 * PAGE, "test") as memory:
+    with DaemonProcess("1MiB", leased_share="1") as daemon, SharedMemory(128 * PAGE, "test") as memory:
         with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
             worker.open_namespace()
             scheduler.open_namespace()
