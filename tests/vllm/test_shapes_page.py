@@ -1,4 +1,4 @@
-"""client/SHAPES.md is true to the tests: those that its rows name are there, and each test of an engine is in a row."""
+"""client/SHAPES.md and client/COMPARISON.md name tests and lines that are there; each test of an engine has a row."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.v1.kv_offload.base import TransferResult
 
 # Collecting imports vLLM and torch.
 pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "client" / "SHAPES.md"
+COMPARISON = ROOT / "client" / "COMPARISON.md"
 RESULTS = ("works", "refused", "not run")
 NAME = re.compile(r"`(tests/[\w/]+\.py(?:::[^`]+)?)`")
+VLLM = Path(vllm.__file__).parent
+# Where the folders of vLLM lie that the comparison abbreviates.
+FOLDERS = {"kv_offload": VLLM / "v1", "offloading": VLLM / "distributed" / "kv_transfer" / "kv_connector" / "v1"}
 
 COLLECT = """
 import json, sys
@@ -35,10 +43,16 @@ def rows() -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
+def named(*pages: Path) -> set[str]:
+    return {name for page in pages for name in NAME.findall(page.read_text())}
+
+
 @pytest.fixture(scope="module")
 def tests() -> dict[str, list[str]]:
-    """The marks of every test of the connector, of engines elsewhere and of GPUs, by its name for pytest."""
-    command = [sys.executable, "-c", COLLECT, "tests/vllm", "tests/gpu"]
+    """The marks of every test of the connector, of GPUs and of other files that are named, by its name for pytest."""
+    elsewhere = {name.partition("::")[0] for name in named(COMPARISON)}
+    elsewhere = {name for name in elsewhere if not name.startswith(("tests/vllm/", "tests/gpu/"))}
+    command = [sys.executable, "-c", COLLECT, "tests/vllm", "tests/gpu", *sorted(elsewhere)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("collected ")] or [""]
     assert line, done.stdout[-2000:] + done.stderr[-2000:]
@@ -65,14 +79,32 @@ def test_a_row_says_what_becomes_of_its_shape() -> None:
 
 
 def test_the_tests_that_rows_name_are_there(tests: dict[str, list[str]]) -> None:
-    named = set(NAME.findall(PAGE.read_text()))
-    missing = [name for name in sorted(named) if not any(covers(name, test) for test in tests)]
+    missing = [name for name in sorted(named(PAGE, COMPARISON)) if not any(covers(name, test) for test in tests)]
     assert not missing
 
 
 def test_every_test_of_an_engine_is_named(tests: dict[str, list[str]]) -> None:
-    named = set(NAME.findall(PAGE.read_text()))
     engines = {test for test, marks in tests.items() if {"engine", "shapes"} & set(marks)}
     assert engines
-    missing = sorted(test for test in engines if not any(covers(name, test) for name in named))
+    missing = sorted(test for test in engines if not any(covers(name, test) for name in named(PAGE)))
     assert not missing, "name them in client/SHAPES.md"
+
+
+@pytest.mark.skipif(not vllm.__version__.startswith("0.32."), reason="the first of two lines is one of 0.32")
+def test_what_the_comparison_says_of_vllm_has_a_line_there() -> None:
+    lines = re.findall(r"`(?:([\w/]+\.py))?:([\d,-]+)(?:/[\d,-]+)?`", COMPARISON.read_text())
+    assert len(lines) >= 20
+    source: list[str] = []
+    for file, numbers in lines:
+        if file:
+            source = (FOLDERS.get(file.partition("/")[0], VLLM) / file).read_text().splitlines()
+        assert all(source[int(number) - 1].strip() for number in re.findall(r"\d+", numbers)), (file, numbers)
+
+
+def test_vllms_own_worker_asserts_on_a_failed_load() -> None:
+    """When this fails, vLLM has learned it: correct client/COMPARISON.md."""
+    worker = OffloadingConnectorWorker.__new__(OffloadingConnectorWorker)
+    worker.worker = SimpleNamespace(get_finished=lambda: [TransferResult(job_id=1, success=False)])
+    worker._load_jobs = {1: "request"}
+    with pytest.raises(AssertionError):
+        worker.get_finished(set())
