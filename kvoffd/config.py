@@ -149,6 +149,12 @@ class Config:
     namespaces_bytes: int = size_setting(
         64 * 1024**2, 1024**2, "Memory for all namespaces beside their blocks; one may take an eighth of it."
     )
+    index_bytes: int = size_setting(
+        0,
+        0,
+        "Memory for what is known of the blocks in the pool, 1.5 KiB for each of their slots; 0 takes a 64th of the "
+        "pool, at least 128MiB. Beyond it the oldest blocks are evicted.",
+    )
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
     max_pieces_per_job: int = number_setting(
         65_536, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."
@@ -171,7 +177,25 @@ class Config:
         "a library, such as /usr/lib/libcuda.so.1",
     )
 
+    @property
+    def max_slots(self) -> int:
+        """Most slots of the pool in use."""
+        return (self.index_bytes or max(LEAST_INDEX_BYTES, self.pool_bytes // 64)) // INDEX_BYTES_PER_SLOT
 
+    @property
+    def memory_bytes(self) -> int:
+        """What the daemon needs with its pool: the slot table and page tables, the index, namespaces, the rest."""
+        table_bytes = self.pool_bytes * 21 // 1000
+        return (
+            self.pool_bytes + table_bytes + self.max_slots * INDEX_BYTES_PER_SLOT + self.namespaces_bytes + REST_BYTES
+        )
+
+
+INDEX_BYTES_PER_SLOT = 1536
+"""Measured: 1.4 KiB of a block of one slot, with its key of 32 bytes and its place in the eviction policy."""
+LEAST_INDEX_BYTES = 128 << 20
+REST_BYTES = 256 << 20
+"""Interpreter and libraries (30 MiB), and what sessions may cost: leases 11 bytes a key, jobs, frames, completions."""
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
 """What the name of a setting has in place of the unit that ends its field's name."""
 

@@ -41,7 +41,12 @@ class Blocks:
     """The steps of a block's life. The caller sees to it that all pins are entered: see ``LeasedBlocks``."""
 
     def __init__(
-        self, slots: Pool, policy: EvictionPolicy, listener: CacheListener, clock: Callable[[], float]
+        self,
+        slots: Pool,
+        policy: EvictionPolicy,
+        listener: CacheListener,
+        clock: Callable[[], float],
+        max_slots: int = 2**62,
     ) -> None:
         self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
         """By namespace and group: the blocks that are WRITING or READY."""
@@ -62,6 +67,7 @@ class Blocks:
         self.tiering: TieringHooks | None = None
         """Who looks after the tiers below the pool; None while there are none."""
         self._slots = slots
+        self._max_slots = max_slots
         self._policy = policy
         self._listener = listener
         self._clock = clock
@@ -78,6 +84,7 @@ class Blocks:
 
     def take_slots(self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None) -> list[int]:
         """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending."""
+        count = self._room_in_index(count, protected)
         offsets = self._slots.take(slot_bytes, count, node)
         while (lacking := count - len(offsets)) > 0:
             victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected)
@@ -87,6 +94,23 @@ class Blocks:
             # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
             offsets.extend(self._slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
+
+    def _room_in_index(self, count: int, protected: Set[Block]) -> int:
+        """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
+
+        Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
+        """
+        excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
+        victims: list[Block] = []
+        if excess > 0:
+            for block in self._policy.candidates():
+                if not block.pins and block not in protected:
+                    victims.append(block)
+                    excess -= len(block.shards)
+                    if excess <= 0:
+                        break
+            self.evict(victims)
+        return max(0, min(count, self._max_slots - len(self.block_at)))
 
     def start_shards(
         self,

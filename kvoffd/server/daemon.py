@@ -162,7 +162,8 @@ class Daemon:
         """Take the memory and touch every page of it, telling how far it is; but for a pool that is there already."""
         config = self._config
         pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
-        logger.info("kvoffd %s takes a pool of %s.", __version__, format_size(config.pool_bytes))
+        pool_size, memory = format_size(config.pool_bytes), format_size(config.memory_bytes)
+        logger.info("kvoffd %s takes a pool of %s, and needs %s of memory with it.", __version__, pool_size, memory)
         if pool.resident:
             return pool
         started = self._touch_logged_at = time.monotonic()
@@ -196,6 +197,7 @@ class Daemon:
             lease_ttl_s=config.lease_ttl_s,
             lease_bounds=LeaseBounds(config.max_leased_keys, int(pool.pool_bytes * config.leased_share)),
             max_namespaces_bytes=config.namespaces_bytes,
+            max_slots=config.max_slots,
         )
         adopt_blocks(cache, pool)
         self._inbox = Inbox(asyncio.get_running_loop())

@@ -247,3 +247,18 @@ def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
         assert rig.put(namespace, keys_of(number)) == 0
         check_invariants(rig.cache)
     assert namespace.ready_blocks >= 4
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_no_more_slots_are_in_use_than_the_index_may_have(policy: str) -> None:
+    rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, policy=policy, max_slots=10)
+    namespace = rig.open()
+    for number in range(0, 40, 2):
+        assert rig.put(namespace, keys_of(number, number + 1)) == 0
+        assert len(rig.cache.blocks.block_at) <= 10
+    assert namespace.ready_blocks == 10
+    assert rig.states(namespace, keys_of(29, 30, 39)) == [A, R, R]
+    rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(30, 40)))])
+    assert rig.put(namespace, keys_of(50, 51)) == 2, "what is leased stays"
+    assert rig.states(namespace, keys_of(*range(30, 40))) == [R] * 10
+    check_invariants(rig.cache)

@@ -192,12 +192,17 @@ class CacheHarness:
     """A cache on fake slots, and shortcuts for what tests do with it."""
 
     def __init__(
-        self, regions: int = 4, region_bytes: int = 4 * SLOT_UNIT, policy: str = "lru", last_region_bytes: int = 0
+        self,
+        regions: int = 4,
+        region_bytes: int = 4 * SLOT_UNIT,
+        policy: str = "lru",
+        last_region_bytes: int = 0,
+        max_slots: int = 2**62,
     ) -> None:
         self.slots = FakeSlots(regions, region_bytes, last_region_bytes)
         self.events = FoldedEvents()
         self.clock = Clock()
-        self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock)
+        self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock, max_slots=max_slots)
 
     def open(
         self, name: str = "a", world_size: int = 1, shard_bytes: Sequence[int] = (SLOT_UNIT,), key_bytes: int = 8

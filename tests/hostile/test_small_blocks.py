@@ -1,0 +1,40 @@
+"""Blocks so small that to know them costs more memory than they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.wire import WireClient, ids, keys
+
+from kvoffd.config import INDEX_BYTES_PER_SLOT
+from kvoffd_client import SharedMemory
+from kvoffd_proto import messages as m
+from tests.hostile.target import Target
+
+SLOTS, BATCH = 682, 128
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, str]:
+    return {"index_size": str(SLOTS * INDEX_BYTES_PER_SLOT)}
+
+
+def test_small_blocks_fill_the_index_and_no_more(target: Target) -> None:
+    """The pool has room for three times as many."""
+
+    def attack(directory: Path) -> None:
+        with WireClient(directory) as worker, SharedMemory(BATCH * 8192, "hostile") as memory:
+            memory.view[:] = 1
+            worker.open_namespace()
+            name = worker.register(memory, page_bytes=8192)
+            for number in range(12):
+                part = m.GroupTransfer(0, keys(*range(BATCH * number, BATCH * (number + 1))), ids(*range(BATCH)))
+                assert worker.result(m.Store(worker.next_id(), worker.token, name, number, [part])).ok
+                worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
+
+    target.attack(attack)
+    known = {found.label: found for found in target.stats().namespaces}
+    blocks = sum(found.ready_blocks + found.writing_blocks for found in known.values())
+    assert SLOTS // 2 < blocks <= SLOTS
+    assert known["test"].evicted_blocks > BATCH
