@@ -57,6 +57,29 @@ def make_tiny_llama(path: Path, seed: int = 0) -> Path:
     return _write(path, _llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
 
 
+def make_draft(path: Path, eagle: bool) -> Path:
+    """Write a draft model for the tiny Llama into ``path``, some of whose drafts are right: the Llama with some noise.
+
+    With ``eagle`` it is one layer of the Llama, over the next token's embedding and half of the Llama's hidden state.
+    """
+    from safetensors.numpy import save_file
+
+    random, shape = np.random.default_rng(5), TINY_LLAMA
+    weights, config = _llama_weights(shape, 0), _llama_config(shape)
+    if eagle:
+        first = {name.removeprefix("model."): each for name, each in weights.items() if ".layers.0." in name}
+        weights = {name: each for name, each in first.items() if "input_layernorm" not in name}
+        weights["fc.weight"] = np.hstack([np.eye(shape.hidden), np.eye(shape.hidden) / 2]).astype(np.float32)
+        config["num_hidden_layers"] = 1
+    else:
+        for each in weights.values():
+            each += np.float32(0.03 * each.std()) * random.standard_normal(each.shape, np.float32)
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def write_lora_adapter(path: Path, seed: int) -> Path:
     """Write a LoRA adapter of rank 8 for the tiny Llama's queries and values into ``path``, as PEFT does."""
     from safetensors.numpy import save_file

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.daemon import DaemonProcess
-from support.engine import EngineProcess, full_blocks, wait_connected
-from support.models import make_tiny_gemma3, make_tiny_llama
+from support.engine import Completion, EngineProcess, full_blocks, wait_connected
+from support.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from support.shapes import (
     PROMPTS,
     Shape,
@@ -21,7 +22,7 @@ from support.shapes import (
     wait_stored,
 )
 
-from kvoffd_client import AdminClient
+from kvoffd_client import AdminClient, BlockClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -129,6 +130,51 @@ def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: 
             assert [one.tokens for one in answer] == [one.tokens for one in first]
             assert [one.cached for one in answer] == [full_blocks(len(each)) for each in prompts]
         assert len(admin.namespaces().namespaces) == 1
+
+
+@pytest.mark.shapes
+@pytest.mark.parametrize(("method", "layers"), [("eagle", 1), ("draft_model", 4)])
+def test_what_a_draft_model_keeps_is_the_same_however_many_tokens_it_drafts(
+    method: str, layers: int, tmp_path: Path
+) -> None:
+    """One engine loads what another stored that drafts fewer tokens, and both would have stored the same bytes."""
+    model, draft = make_tiny_llama(tmp_path / "model"), make_draft(tmp_path / "draft", eagle=method == "eagle")
+    prompts = [list(range(10, 60)) * 12, list(range(100, 133)) * 10]
+    with DaemonProcess("256MiB", block_access="read") as daemon, AdminClient(daemon.directory) as admin:
+
+        def answers(tokens: int, salt: str) -> list[Completion]:
+            drafting = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
+            options = {"offload_prompt_only": False, "salt": salt}
+            with EngineProcess(model, daemon.directory, extra_config=options, speculative_config=drafting) as engine:
+                wait_connected(admin)
+                found = engine.generate(prompts, max_tokens=80)
+                wait_stored(admin)
+                engine.forget()
+                again = engine.generate(prompts, max_tokens=80)
+                counted = engine.metrics()
+            accepted = counted["vllm:spec_decode_num_accepted_tokens"]
+            assert 0 < accepted < counted["vllm:spec_decode_num_draft_tokens"]
+            assert [answer.tokens for answer in again] == [answer.tokens for answer in found]
+            own[salt, tokens] = [answer.cached for answer in again]
+            return found
+
+        own: dict[tuple[str, int], list[int]] = {}
+        first, other, shared = answers(3, "one"), answers(4, "two"), answers(4, "one")
+        assert [answer.cached for answer in (*first, *other)] == [0] * 4
+        assert [answer.cached for answer in shared] == own["one", 3] == own["two", 4]
+        assert min(own["one", 3]) > 0
+        for some in (other, shared):
+            assert [answer.tokens for answer in some] == [answer.tokens for answer in first]
+        one, two = (space.namespace for space in admin.namespaces().namespaces)
+        with BlockClient(daemon.directory) as client:
+            keys = {block.key for block in client.list_blocks(one)} & {block.key for block in client.list_blocks(two)}
+            assert len(keys) > sum(full_blocks(len(each)) for each in prompts) // 32
+            for key in keys:
+                with client.get_block(one, key) as mine, client.get_block(two, key) as others:
+                    pairs = list(zip(mine.shards[0].layers, others.shards[0].layers, strict=True))
+                    assert len(pairs) == 4 + layers
+                    for left, right in pairs:
+                        np.testing.assert_allclose(left.array, right.array, rtol=1e-3, atol=1e-3, err_msg=left.name)
 
 
 @pytest.mark.shapes

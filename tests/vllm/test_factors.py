@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_tiny_gemma3, make_tiny_llama
+from support.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from support.vllm_config import HEADS, cache_config, full_attention, make_config
+from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm.connector_options import ConnectorOptions
@@ -110,6 +112,8 @@ CHANGES: dict[str, tuple[str, object]] = {
     "computation": ("attention_config.use_non_causal", True),
     "blocks_per_chunk": ("kv_transfer_config.kv_connector_extra_config", {"blocks_per_chunk": 4}),
     "context_parallel_interleave": ("parallel_config.cp_kv_cache_interleave_size", 16),
+    "attention_backend": ("attention_config.backend", "another"),
+    "multimodal": ("model_config.multimodal_config", MultiModalConfig()),
 }
 
 
@@ -119,6 +123,61 @@ def test_the_engines_setting_reaches_its_fact(name: str, engine_config: Any) -> 
     config = copy.deepcopy(engine_config)
     set_path(*CHANGES[name])(config)
     assert getattr(factors_of(config), name) != getattr(before, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "value"),
+    [("model_runner", "use_v2_model_runner", True), ("hash_lookahead_tokens", "num_hash_lookahead_tokens", 1)],
+)
+def test_what_vllm_derives_from_several_settings_reaches_its_fact(
+    name: str, attribute: str, value: object, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(engine_config), attribute, property(lambda _: not value), raising=False)
+    before = getattr(factors_of(engine_config), name)
+    monkeypatch.setattr(type(engine_config), attribute, property(lambda _: value))
+    assert getattr(factors_of(engine_config), name) != before
+
+
+def test_the_layout_of_the_kv_cache_is_a_fact(engine_config: Any) -> None:
+    other = dataclasses.replace(cache_config(), kv_cache_layout="LBNHC")
+    assert factors_of(engine_config, other).kv_layout != factors_of(engine_config).kv_layout
+
+
+def test_of_a_multimodal_model_what_makes_its_embeddings_counts(engine_config: Any) -> None:
+    def multimodal(**settings: Any) -> str:
+        config = copy.deepcopy(engine_config)
+        config.model_config.multimodal_config = MultiModalConfig(**settings)
+        return factors_of(config).multimodal
+
+    assert multimodal() == multimodal(mm_processor_cache_gb=1)
+    assert multimodal() != multimodal(mm_processor_kwargs={"max_pixels": 100})
+
+
+def test_only_a_draft_model_with_a_kv_cache_of_its_own_counts_and_not_how_many_tokens_it_drafts(
+    model: Path, tmp_path: Path
+) -> None:
+    drafts = {eagle: str(make_draft(tmp_path / f"draft-{eagle}", eagle)) for eagle in (False, True)}
+    drafter = {"method": "draft_model", "model": drafts[False]}
+
+    def speculative(tokens: int = 3, in_parallel: bool = False, **settings: Any) -> str:
+        config = make_config(model, speculative_config={**settings, "num_speculative_tokens": tokens})
+        config.speculative_config.parallel_drafting = in_parallel
+        return factors_of(config).speculative
+
+    assert factors_of(make_config(model)).speculative == ""
+    assert speculative(method="ngram", prompt_lookup_max=4) == ""
+    found = [
+        speculative(**drafter),
+        speculative(method="eagle", model=drafts[True]),
+        speculative(method="draft_model", model=str(model)),
+        # Tokens that are drafted in one pass see each other's places.
+        speculative(3, True, **drafter),
+        speculative(4, True, **drafter),
+    ]
+    assert all(found)
+    assert len(set(found)) == len(found)
+    assert speculative(4, **drafter) == found[0]
+    assert speculative(4, method="eagle", model=drafts[True]) == found[1]
 
 
 def test_group_factors_follow_the_spec_of_the_group(engine_config: Any) -> None:
