@@ -85,7 +85,7 @@ class LeasedBlocks:
             keys = lease.namespace.split(group, all_keys)
             if states.count(READY) < len(keys):
                 keys = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            blocks = list(dict.fromkeys(map(index[group].__getitem__, keys)))
+            blocks = list(map(index[group].__getitem__, keys))
             if blocks:
                 self.__blocks.pin(blocks)
                 lease.add(group, blocks)

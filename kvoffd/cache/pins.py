@@ -20,7 +20,7 @@ class Lease:
     deadline: float = 0.0
     """Time of the clock, in seconds, from which the lease may be ended."""
     blocks: dict[int, list[Block]] = field(default_factory=dict)
-    """By group, in the order of the request: root first. Once for each request that found them."""
+    """By group, in the order of the request: root first. Once for each time a key was asked for, normally once."""
     untouched: list[list[Block]] = field(default_factory=list)
     """The blocks whose use is not noted yet, by request and group."""
     keys: int = 0

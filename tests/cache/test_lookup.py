@@ -75,7 +75,7 @@ def test_a_key_twice_in_a_lookup_is_harmless() -> None:
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 1)), (0, keys_of(2, 3))])
     assert answer.states == [bytes([R, R, R]), bytes([R, A])]
     assert answer.pinned == 4
-    assert [block.pins for block in rig.cache.leases.get(5).blocks[0]] == [1, 2, 2], "once for each part that names it"
+    assert rig.cache.leases.held(1).keys == 4, "so that whoever asks often has no more pins than others"
     assert rig.cache.blocks.pinned_blocks == 2
     check_invariants(rig.cache)
     rig.cache.release(1, [5])

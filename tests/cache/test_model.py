@@ -182,9 +182,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert answer.states == [bytes(self.model_state(name) for name in part) for part in names]
         ready = [name for name in names[0] + names[1] if self.model_state(name) is BlockState.READY]
         found = {name: self.index[name] for name in ready}
-        # One pin for each part that asks for a key.
-        pinned = [found[name] for part in names for name in dict.fromkeys(part) if name in found]
-        assert answer.pinned == len(ready)
+        pinned = [found[name] for name in ready]  # one pin for each time a key was asked for
+        assert answer.pinned == len(pinned)
         for model in pinned:
             model.pins += 1
         if found:

@@ -77,7 +77,7 @@ def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
     assert worker.refused(twice).code is ErrorCode.BAD_BLOCK_IDS
 
 
-def test_a_block_is_pinned_once_by_a_lease_however_often_it_is_named(
+def test_a_block_that_is_named_often_counts_as_often(
     daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
 ) -> None:
     assert store(worker, worker.register(memory, PAGE), 1).ok

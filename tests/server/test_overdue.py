@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 
@@ -90,6 +91,24 @@ def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
     assert refusal.value.code is ErrorCode.TOO_MANY
     session.hanging.clear()
     jobs.check_limits(session, registration, store)
+
+
+def test_the_pieces_of_all_jobs_of_a_session_are_bounded() -> None:
+    rig = CacheHarness()
+    namespace = rig.open()
+    jobs = EngineJobs(Config(max_pieces_in_flight=100), rig.cache, 0, runner_of(rig))
+    session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
+    layout = SimpleNamespace(page_bytes=np.ones(30))
+    registration = cast(Any, SimpleNamespace(namespace=namespace, layouts=[layout]))
+    store = Store(1, b"t" * 16, b"r" * 16, 2, [GroupTransfer(0, keys_of(1, 2), bytes(8))])
+    assert jobs.check_limits(session, registration, store) == 60
+    session.pieces = 41
+    with pytest.raises(KvoffdError, match="have 41 pieces") as refusal:
+        jobs.check_limits(session, registration, store)
+    assert refusal.value.code is ErrorCode.TOO_MANY
+    session.pieces = 40
+    layout.page_bytes = np.ones(1)
+    assert jobs.check_limits(session, registration, store) == 16, "a key counts as eight at least"
 
 
 def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
