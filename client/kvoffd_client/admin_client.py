@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -28,6 +29,8 @@ from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
 
 REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
 """Other machines may be far away."""
+HEALTH_MS = 1000
+"""How long health() waits for an answer without a session."""
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
@@ -206,6 +209,29 @@ class AdminClient(AdminRequests):
                     yield topic, int.from_bytes(sequence, "big"), batch
                 elif idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
                     return
+
+    def health(self) -> m.HealthReply:
+        """Whether the daemon works: a round trip through the loop that serves engines.
+
+        Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
+        """
+        return self._health_without_session() or super().health()
+
+    def _health_without_session(self) -> m.HealthReply | None:
+        path = SocketPaths(Path(self._directory)).jobs
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as there:
+                there.connect(str(path))
+        except OSError:
+            return None
+        with zmq.Context() as context, context.socket(zmq.DEALER) as jobs:
+            jobs.setsockopt(zmq.LINGER, 0)
+            jobs.connect(f"ipc://{path}")
+            jobs.send(encode(m.Health(1, NO_TOKEN)))
+            if not jobs.poll(HEALTH_MS):
+                return None
+            reply = decode_reply(jobs.recv())
+        return reply if isinstance(reply, m.HealthReply) else None
 
     def close(self) -> None:
         """End the session. Repeatable."""

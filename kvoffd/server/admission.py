@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvoffd.cache.cache import BlockCache
@@ -18,6 +19,12 @@ from kvoffd_proto.messages import TOKEN_BYTES, Role
 logger = logging.getLogger(__name__)
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
+PROCESS_PART = 4
+"""One process may have one part in so many of the sessions; one user, but root and the daemon's own, three in four."""
+MIN_SESSIONS = 16
+"""Or so many, where that is more."""
+RESERVED_SESSIONS = 8
+"""Sessions beyond max_sessions, for administrators that are root or the daemon's own user or in admin_uids."""
 ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
 LOST_GPU_PATIENCE_S = 5.0
@@ -63,6 +70,9 @@ class Sessions:
         self._random_bytes = random_bytes
         self._max_attached = max_attached
         self.by_token: dict[bytes, Session] = {}
+        self._taken = self._reserved = 0
+        self._of_user: Counter[int] = Counter()
+        self._of_process: Counter[int] = Counter()
         self._last_id = 0
         self.epoch = int.from_bytes(random_bytes(8), "big") >> 1
         """This life of the daemon."""
@@ -86,15 +96,46 @@ class Sessions:
     def open(self, lifeline: Lifeline, peer: Peer, *, internal: bool = False) -> Session:
         """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
         self.check_not_stopping()
-        limit, taken = self._config.max_sessions, [session for session in self if not session.internal]
-        # Where all are taken, some may be dead already, their EOF just not read yet.
-        if not internal and len(taken) >= limit and sum(one.lifeline.alive() for one in taken) >= limit:
-            raise KvoffdError(f"All {limit} sessions are taken; raise max_sessions.", ErrorCode.TOO_MANY)
+        reserved = False if internal else self._takes_reserve(peer)
         self._last_id += 1
         token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id)
-        session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log, internal=internal)
+        session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log)
+        session.internal, session.reserved = internal, reserved
         self.by_token[token] = session
+        self._count(session, 1)
         return session
+
+    def _takes_reserve(self, peer: Peer) -> bool:
+        """Whether the only place left for a newcomer is one of those for administrators. Raises KvoffdError."""
+        limit = self._config.max_sessions
+        of_process = max(MIN_SESSIONS, limit // PROCESS_PART)
+        if peer.process and self._of_process[peer.process] >= of_process:
+            raise KvoffdError(
+                f"The process has {of_process} sessions, as many as one may; close some, or raise max_sessions.",
+                ErrorCode.TOO_MANY,
+            )
+        privileged = peer.uid in {0, os.geteuid(), *self._config.admin_uids}
+        of_user = limit if privileged else max(MIN_SESSIONS, limit * 3 // 4)
+        if self._taken < limit and self._of_user[peer.uid] < of_user:
+            return False
+        if privileged and self._reserved < RESERVED_SESSIONS:
+            return True
+        raise KvoffdError(
+            f"All {limit} sessions are taken, or the {of_user} that one user may have; raise max_sessions.",
+            ErrorCode.TOO_MANY,
+        )
+
+    def _count(self, session: Session, change: int) -> None:
+        if session.internal:
+            return
+        if session.reserved:
+            self._reserved += change
+        else:
+            self._taken += change
+        for counts, key in ((self._of_user, session.peer.uid), (self._of_process, session.peer.process)):
+            counts[key] += change
+            if not counts[key]:
+                del counts[key]
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
         """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
@@ -129,6 +170,7 @@ class Sessions:
         if session.ended:
             return
         del self.by_token[session.token]
+        self._count(session, -1)
         self._cache.end_owner(session.id)
         session.end(on_drained)
         self._runner.abandon(list(session.jobs.values()))

@@ -44,6 +44,11 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
     config = context.config
     if session.role is not None and session.role != message.role:
         raise KvoffdError(f"The session sent Hello as {session.role}; a role cannot change.", ErrorCode.WRONG_ROLE)
+    if session.reserved and message.role is not m.Role.ADMIN:
+        raise KvoffdError(
+            f"All {config.max_sessions} sessions are taken; the others are for administrators. Raise max_sessions.",
+            ErrorCode.TOO_MANY,
+        )
     if message.role is m.Role.ADMIN and not session.internal and not may_administer(session.peer, config):
         raise KvoffdError(
             f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.", ErrorCode.FORBIDDEN

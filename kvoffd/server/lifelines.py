@@ -8,14 +8,15 @@ import logging
 import os
 import select
 import socket
-import struct
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import PoolShare
+from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.context import Context
-from kvoffd.server.session import Lifeline, Peer, Session
+from kvoffd.server.session import Lifeline, Session
+from kvoffd.system.closing import Closer, check_descriptor
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
@@ -23,10 +24,10 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 
 logger = logging.getLogger(__name__)
 
-_UCRED = struct.Struct("iII")
 _MAX_FDS = 16
-_READ_BYTES = 4096
-_BACKLOG = 128
+_READ_BYTES = 1024
+"""Some forty frames: what one wake-up of the loop handles of a lifeline."""
+LOGGED_S = 60.0
 HELLO_DEADLINE_S = 10.0
 
 
@@ -55,9 +56,15 @@ class _Connection(Lifeline):
     def close(self) -> None:
         """Close the stream and what came over it and was not taken."""
         self._server.forget(self)
-        self._stream.close()
+        if self._stream.fileno() >= 0:
+            try:
+                self._stream.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer is gone
+            # What was sent over it and not read is closed with it.
+            self._server.closer.close(self._stream.detach())
         for fd in self._fds:
-            os.close(fd)
+            self._server.closer.close(fd)
         self._fds.clear()
 
     def send(self, message: lifeline.FromDaemon) -> None:
@@ -97,9 +104,10 @@ class _Connection(Lifeline):
             raise lifeline.LifelineError("An Attach frame came without its descriptor.")
         fd = self._fds.pop(0)
         try:
+            check_descriptor(fd)
             self._server.context.sessions.attach(self.session, frame.segment_id, fd)
         except KvoffdError as error:
-            os.close(fd)
+            self._server.closer.close(fd)
             self._server.context.count_error(error.code)
             self.send(lifeline.AttachRefused(frame.segment_id, error.code, error.message))
         else:
@@ -145,27 +153,33 @@ class LifelineServer:
         self._directory = directory
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener = listener
+        self._acceptor = Acceptor(listener, self._admit)
         self._connections: set[_Connection] = set()
+        self.closer = Closer()
+        self._refused_logged_at = -LOGGED_S
 
     def open(self) -> None:
         """Bind and listen. Raises OSError."""
         path = self._directory.sockets.lifeline
         self._listener.bind(str(path))
         self._directory.open_to_group(path)
-        self._listener.listen(_BACKLOG)
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        self._acceptor.start()
 
     def close(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._loop.remove_reader(self._listener.fileno())
-            self._listener.close()
+        self._acceptor.close()
         for connection in list(self._connections):
             self._end(connection)
 
     def tick(self) -> None:
-        """Accept again if it failed. End connections that never said Hello: they would hold a session for ever."""
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        """End connections of processes that died, and those that never said Hello: they would hold a session for ever.
+
+        The loop tells of a process that died with something unread once only, when what it had sent is still there.
+        """
+        by_fd = {connection.fileno(): connection for connection in self._connections}
+        for fd in failed_streams(by_fd):
+            self._end(by_fd[fd])
         overdue = self.context.clock() - HELLO_DEADLINE_S
         for connection in list(self._connections):
             session = connection.session
@@ -179,25 +193,11 @@ class LifelineServer:
             self._connections.remove(connection)
             self._loop.remove_reader(connection.fileno())
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                stream, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                # It stays readable: without a pause until the next tick the loop would do nothing else.
-                logger.warning("A lifeline could not be accepted: %s.", error.strerror)
-                self._loop.remove_reader(self._listener.fileno())
-                return
-            stream.setblocking(False)
-            self._admit(stream)
-
     def _admit(self, stream: socket.socket) -> None:
         connection = _Connection(stream, self)
         context = self.context
         try:
-            peer = Peer(*_UCRED.unpack(stream.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+            peer = peer_of(stream)
             if not may_connect(peer, context.config):
                 raise KvoffdError(
                     f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
@@ -207,7 +207,7 @@ class LifelineServer:
             connection.session = context.sessions.open(connection, peer)
         except KvoffdError as error:
             context.count_error(error.code)
-            logger.warning("A connection was refused: %s", error.message)
+            self._log_refusal(error)
             try:
                 connection.send(lifeline.Refused(error.code, error.message))
             except OSError:
@@ -221,6 +221,13 @@ class LifelineServer:
             connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
         except OSError:
             self._end(connection)
+
+    def _log_refusal(self, error: KvoffdError) -> None:
+        now = self.context.clock()
+        often = now - self._refused_logged_at < LOGGED_S
+        logger.log(logging.DEBUG if often else logging.WARNING, "A connection was refused: %s", error.message)
+        if not often:
+            self._refused_logged_at = now
 
     def _readable(self, connection: _Connection) -> None:
         try:

@@ -62,7 +62,11 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
 
 @answers(m.Health)
 def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
-    """Whether the daemon works. That it answers at all says that its loop does."""
+    return health_reply(context, message)
+
+
+def health_reply(context: Context, message: m.Health) -> m.HealthReply:
+    """Whether the daemon works. That it answers at all says that its loop does. Needs no session."""
     problems = list(context.memory.problems)
     if lost := context.cache.integrity.mismatches:
         problems.append(

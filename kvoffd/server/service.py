@@ -13,8 +13,7 @@ from weakref import WeakSet
 
 # These fill the table of handlers.
 import kvoffd.server.admin_requests
-import kvoffd.server.engine_requests
-import kvoffd.server.report  # noqa: F401
+import kvoffd.server.engine_requests  # noqa: F401
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
@@ -28,6 +27,7 @@ from kvoffd.server.engine_memory import MemoryMapper, Post
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.publisher import EventPublisher
+from kvoffd.server.report import health_reply
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.system.mappings import MappedSegment, map_memfd
@@ -36,6 +36,7 @@ from kvoffd.transfer.engine import TransferEngine
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.sockets import NO_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,8 @@ class Service:
             return context.refusal(request_id, error)
 
     def _dispatch(self, request: m.AnyRequest, session: Session | None) -> m.AnyReply | None:
+        if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:
+            return health_reply(self.context, request)
         if session is None:
             raise KvoffdError(ErrorCode.BAD_TOKEN.sentence, ErrorCode.BAD_TOKEN)
         session.last_request_at = self.context.clock()

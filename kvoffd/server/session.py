@@ -191,6 +191,8 @@ class Session:
     last_request_at: float = field(init=False)
     internal: bool = False
     """The daemon's own probe: not shown and not counted."""
+    reserved: bool = False
+    """One of those beyond max_sessions, which are for administrators."""
     ended: bool = False
     namespaces: set[bytes] = field(default_factory=set)
     segments: dict[int, int] = field(default_factory=dict)

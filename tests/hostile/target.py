@@ -51,7 +51,7 @@ GROWTH_BYTES = 256 << 20
 LEFT_BYTES = 96 << 20
 """And how much of that may be left when the attacker is gone: the allocator keeps some of it for the next one."""
 SAMPLE_S = 0.02
-LEFT_DESCRIPTORS, LEFT_MAPPINGS = 6, 24
+LEFT_DESCRIPTORS, LEFT_MAPPINGS = 6, 48
 """Those of the session that asks for the statistics, and the allocator's arenas."""
 
 _LIMITED = (

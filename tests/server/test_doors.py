@@ -14,6 +14,7 @@ import zmq
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
+from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
@@ -284,8 +285,9 @@ def test_a_file_that_is_no_memfd_is_refused(worker, tmp_path):
     path = tmp_path / "plain"
     path.write_bytes(bytes(8 * PAGE))
     with path.open("r+b") as file:
-        worker.attach(file.fileno(), 7)
-    assert worker.refused(register_request(worker)).code is ErrorCode.UNSAFE_SEGMENT
+        refusal = worker.attach(file.fileno(), 7)
+    assert isinstance(refusal, lifeline.AttachRefused)
+    assert refusal.code is ErrorCode.UNSAFE_SEGMENT
 
 
 def test_gpu_handles_are_refused_with_a_sentence(worker):
@@ -318,12 +320,18 @@ def test_a_segment_id_can_be_attached_once(worker, memory):
     assert refused.code is ErrorCode.MALFORMED
 
 
-def test_the_number_of_sessions_is_limited():
+def test_the_number_of_sessions_is_limited_but_for_administrators():
     with DaemonProcess(max_sessions="2") as daemon, WireClient(daemon.directory), WireClient(daemon.directory):
-        third = WireClient(daemon.directory, role=None)
-        assert isinstance(third.greeting, lifeline.Refused)
-        assert third.greeting.code is ErrorCode.TOO_MANY
-        third.close()
+        with WireClient(daemon.directory, role=None) as third:
+            hello = m.Hello(1, third.token, PROTOCOL_VERSION, m.Role.WORKER, "third", "")
+            assert third.refused(hello).code is ErrorCode.TOO_MANY
+            third.hello(m.Role.ADMIN)
+        reserve = [WireClient(daemon.directory, role=None) for _ in range(RESERVED_SESSIONS + 1)]
+        refused = reserve[-1].greeting
+        assert isinstance(refused, lifeline.Refused)
+        assert refused.code is ErrorCode.TOO_MANY
+        for client in reserve:
+            client.close()
 
 
 def test_a_user_who_is_not_allowed_is_refused():

@@ -1,0 +1,74 @@
+"""Descriptors that clients sent: which of them can be memory, and how the others are closed.
+
+The last close of a descriptor may wait: a TCP socket's for as long as its owner lets it linger, a FUSE file's for the
+program behind it. Nor may anything be asked of such a file, not even its size.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import struct
+import threading
+
+from kvoffd.errors import UnsafeSegment
+
+CLOSING_THREADS = 8
+"""So many closes may hang before descriptors that are no memory stay open."""
+_NO_LINGER = struct.pack("ii", 0, 0)
+_DEVICES = ("/dev/nvidia", "/dmabuf:", "anon_inode:[dmabuf]")
+"""What a GPU's driver exports: its own device files (VMM handles), and dma-buf."""
+
+
+def check_descriptor(fd: int) -> None:
+    """Raise UnsafeSegment unless the descriptor is a memfd, or may be a GPU's. Asks the kernel alone, never waits."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        target = os.readlink(f"/proc/self/fd/{fd}")
+        if not target.startswith(_DEVICES):
+            kind = target.partition(":")[0] if target[:1] != "/" else "file or device"
+            raise UnsafeSegment(
+                f"The descriptor is a {kind} and neither a memfd nor what a GPU's driver exports; attach memory."
+            ) from None
+
+
+class Closer:
+    """Threads that close what may make its closer wait."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads = 0
+
+    def close(self, fd: int) -> None:
+        """Have the descriptor closed. Returns at once."""
+        # One thread at a time is enough for all that do not wait; a thread that waits is replaced.
+        if not self._idle.acquire(blocking=False) and self._threads < CLOSING_THREADS:
+            self._threads += 1
+            threading.Thread(target=self._run, name="kvoffd-close", daemon=True).start()
+        self._waiting.put(fd)
+
+    def _run(self) -> None:
+        while True:
+            fd = self._waiting.get()
+            try:
+                _forbid_lingering(fd)
+                os.close(fd)
+            except OSError:
+                pass  # closed all the same (close(2))
+            self._idle.release()
+
+
+def _forbid_lingering(fd: int) -> None:
+    """A close then does not wait, unless the client sets it again meanwhile."""
+    try:
+        one = socket.socket(fileno=fd)
+    except OSError:
+        return  # it is no socket
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+    finally:
+        one.detach()
