@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,18 @@ SOCKET_MODE = 0o660
 
 class DirectoryError(KvoffdError):
     """The directory cannot be used. The message says why and what to do."""
+
+
+def _check_owner(directory: Path) -> None:
+    """Refuse a directory whose owner could put other sockets into it. Raises OSError, DirectoryError."""
+    found = directory.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise DirectoryError(
+            f"The directory {directory} belongs to uid {found.st_uid}, who could take the place of this daemon (uid "
+            f"{os.geteuid()}) there; give it to the daemon's user (chown) or choose another with --directory."
+        )
+    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+        logger.warning("Everybody may write in %s and take the daemon's place there; `chmod o-w` it.", directory)
 
 
 class DaemonDirectory:
@@ -41,13 +54,22 @@ class DaemonDirectory:
             if not directory.is_dir():
                 directory.mkdir(mode=DIRECTORY_MODE, parents=True)
                 directory.chmod(DIRECTORY_MODE)  # the umask may have taken bits away
-            lock_fd = os.open(directory / "kvoffd.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _check_owner(directory)
+            # Whoever may write in the directory could have put a link there, to a file that is emptied below.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock_fd = os.open(directory / "kvoffd.lock", flags, 0o600)
         except OSError as error:
             raise DirectoryError(
                 f"The directory {directory} cannot be used ({error.strerror}); "
                 "choose another with --directory, or make it writable for this user."
             ) from error
         with on_error(partial(os.close, lock_fd)):
+            lock = os.fstat(lock_fd)
+            if not stat.S_ISREG(lock.st_mode) or lock.st_nlink > 1 or lock.st_uid not in (0, os.geteuid()):
+                raise DirectoryError(
+                    f"{directory}/kvoffd.lock is not the daemon's own: it is no regular file, has other names "
+                    f"too, or belongs to uid {lock.st_uid}. Somebody else made it; remove it."
+                )
             if not try_lock(lock_fd):
                 holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise DirectoryError(

@@ -52,3 +52,35 @@ def test_the_lock_can_be_kept_while_the_sockets_go(tmp_path: Path) -> None:
         DaemonDirectory(tmp_path).acquire()
     directory.release()
     DaemonDirectory(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "fifo"])
+def test_a_lock_that_somebody_else_put_there_is_not_touched(tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    lock = directory / "kvoffd.lock"
+    if kind == "fifo":
+        os.mkfifo(lock)
+    else:
+        (lock.symlink_to if kind == "symbolic link" else lock.hardlink_to)(victim)
+    with pytest.raises(DirectoryError):
+        DaemonDirectory(directory).acquire()
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    os.chown(other, 12345, 12345)
+    with pytest.raises(DirectoryError, match="belongs to uid 12345"):
+        DaemonDirectory(other).acquire()
+    assert not list(other.iterdir())
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "kvoffd.lock").touch()
+    os.chown(mine / "kvoffd.lock", 12345, 12345)
+    with pytest.raises(DirectoryError, match="belongs to uid 12345"):
+        DaemonDirectory(mine).acquire()
