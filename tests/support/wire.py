@@ -49,8 +49,8 @@ class WireClient(Closing):
     def __init__(self, directory: Path, role: m.Role | None = m.Role.WORKER) -> None:
         self.paths = SocketPaths(directory)
         self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.stream.connect(str(self.paths.lifeline))  # waits its turn, where a timeout would make it fail
         self.stream.settimeout(TIMEOUT_S)
-        self.stream.connect(str(self.paths.lifeline))
         self._buffer = lifeline.FrameBuffer()
         self._bodies: list[bytes] = []
         self.greeting = self.lifeline_frame()
