@@ -246,7 +246,7 @@ PLANTED = (
         "the client gives up jobs that it sent after it asked",
         "kvoffd_client.worker_session",
         "WorkerSession._fail_unknown",
-        "job.request_id < asked and",
+        "request_id < asked and",
         "",
     ),
     Planted(
