@@ -13,11 +13,12 @@ import pytest
 import torch
 from support.models import make_draft, make_tiny_gemma3, make_tiny_llama
 from support.vllm_config import HEADS, cache_config, full_attention, make_config
+from vllm import envs
 from vllm.config import MultiModalConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm.connector_options import ConnectorOptions
-from kvoffd_client.vllm.factors import collect_factors, hash_probe, label_of, shard_bytes_of
+from kvoffd_client.vllm.factors import ENVIRONMENT, collect_factors, hash_probe, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import EngineFactors
 
 OPTIONS = ConnectorOptions()
@@ -136,6 +137,15 @@ def test_what_vllm_derives_from_several_settings_reaches_its_fact(
     before = getattr(factors_of(engine_config), name)
     monkeypatch.setattr(type(engine_config), attribute, property(lambda _: value))
     assert getattr(factors_of(engine_config), name) != before
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_a_variable_that_changes_numbers_reaches_its_fact(
+    name: str, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = factors_of(engine_config).computation
+    monkeypatch.setattr(envs, name, "another", raising=False)
+    assert factors_of(engine_config).computation != before
 
 
 def test_the_layout_of_the_kv_cache_is_a_fact(engine_config: Any) -> None:

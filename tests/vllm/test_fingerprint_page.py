@@ -1,16 +1,19 @@
-"""client/FINGERPRINT.md judges every field of vLLM's configuration."""
+"""client/FINGERPRINT.md judges every field of vLLM's configuration, and its environment variables."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 import vllm
 import vllm.config
+from vllm import envs
 
 from kvoffd_client.vllm import release_of
+from kvoffd_client.vllm.factors import ENVIRONMENT
 
 PAGE = Path(__file__).parents[2] / "client" / "FINGERPRINT.md"
 RELEASE = ".".join(map(str, release_of(vllm.__version__) or ()))
@@ -40,3 +43,27 @@ def test_every_field_is_judged_once(name: str) -> None:
     fields = {field.name for field in dataclasses.fields(CLASSES[name])}
     assert fields - set(named) == set(), "judge them in client/FINGERPRINT.md"
     assert set(named) - fields == set(), "this vLLM does not have them"
+
+
+def variables() -> list[tuple[str, str, str]]:
+    """Each name or pattern of the page's last table, with the only release that has it, and the verdict."""
+    rows = [line.split(" | ") for line in PAGE.read_text().split("\n## Environment variables")[1].splitlines()]
+    return [
+        (name, only, row[1])
+        for row in rows
+        if len(row) == 3
+        for name, only in re.findall(r"`([A-Z0-9_]+\*?)`(?: \((0\.\d+)\))?", row[0])
+    ]
+
+
+def test_every_environment_variable_is_judged_once() -> None:
+    names = [name for name, only, _ in variables() if RELEASE.startswith(only)]
+    assert len(names) == len(set(names))
+    known = set(envs.environment_variables)
+    missing = sorted(each for each in known if not any(fnmatchcase(each, name) for name in names))
+    assert not missing, "judge them in client/FINGERPRINT.md"
+    assert not {name for name in names if "*" not in name} - known, "this vLLM does not have them"
+
+
+def test_the_variables_that_are_in_are_those_that_are_read() -> None:
+    assert sorted(name for name, _, verdict in variables() if verdict == "in") == sorted(ENVIRONMENT)

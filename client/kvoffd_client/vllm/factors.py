@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm
+from vllm import envs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -40,6 +41,24 @@ MULTIMODAL_FIELDS = (
     "mm_processor_kwargs",
     "video_pruning_method",
     "video_pruning_rate",
+)
+
+# Variables of vllm.envs that change numbers by more than rounding does, and that nothing else here shows.
+ENVIRONMENT = (
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MEDIA_CONNECTOR",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_VIDEO_LOADER_BACKEND",
 )
 
 # Speculative methods that draft without a KV cache of their own.
@@ -173,6 +192,7 @@ def _computation(vllm_config: Any) -> str:
             "indexer_kv_dtype": _plain(attention.indexer_kv_dtype),
             "diffusion": _plain(vllm_config.diffusion_config),
             "additional": _plain(vllm_config.additional_config),
+            "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
         }
     )
 
