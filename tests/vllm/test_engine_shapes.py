@@ -108,6 +108,20 @@ def test_latent_attention_is_stored_once_however_many_ranks_have_it(tmp_path: Pa
 
 
 @pytest.mark.shapes
+def test_heads_that_several_ranks_have_are_stored_by_each_of_them(tmp_path: Path) -> None:
+    """One KV head at TP 2: vLLM gives each rank a copy, and only for latent attention says that they are equal."""
+    model = make_transformers_model(tmp_path / "model", "LlamaConfig", num_key_value_heads=1)
+    stored = []
+    for ranks in (1, 2):
+        shape = Shape(settings={"tensor_parallel": ranks}, workers=ranks)
+        with DaemonProcess("256MiB", lease_ttl="200s", job_deadline="200s") as daemon:
+            check_runs(shape, run_shape(shape, model, daemon))
+            with AdminClient(daemon.directory) as admin:
+                stored.append(admin.stats().store.bytes)
+    assert stored[1] == 2 * stored[0] > 0
+
+
+@pytest.mark.shapes
 def test_speculation_without_a_draft_models_kv_cache_shares_with_none(tmp_path: Path) -> None:
     """Blocks hold accepted tokens: with n-grams, however many are proposed, they are those of plain decoding."""
     model = make_tiny_llama(tmp_path / "model")
