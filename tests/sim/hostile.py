@@ -175,7 +175,9 @@ class Hostile:
         return (session << 32) | self._rng.randint(1, 5)
 
     def _foreign_leases(self) -> list[int]:
-        return [(number << 32) | at for number in range(1, self._session_id)[-8:] for at in range(1, 9)]
+        """Leases of honest engines, as if somebody had told their ids: nobody could guess them."""
+        known = [lease_id for engine in self._world.engines for lease_id in engine.scheduler.session.leases]
+        return [*known, (self._session_id << 32) | 99]
 
     def _leases(self) -> None:
         foreign = self._foreign_leases()
