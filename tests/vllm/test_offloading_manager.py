@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, MemoryReport
+from kvoffd_client.vllm.connector_options import OWN_KEYS
 from kvoffd_client.vllm.connector_stats import (
     CONNECTED,
     DEFERRED_STORES,
@@ -21,7 +25,8 @@ from kvoffd_client.vllm.connector_stats import (
     LOOKUPS,
 )
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreThreshold, StoreWindow
+from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
@@ -34,7 +39,7 @@ SHARD_BYTES = 1000
 class Harness:
     """A manager of one group and its fake client."""
 
-    def __init__(self, **roles: bool) -> None:
+    def __init__(self, **roles: Any) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         suffix = (0).to_bytes(4, "big")
@@ -304,3 +309,42 @@ def test_shutdown_closes_the_client() -> None:
     harness = Harness()
     harness.manager.shutdown()
     assert harness.client.closed
+
+
+def test_a_block_is_stored_when_enough_requests_have_computed_it() -> None:
+    harness = Harness(store_threshold=StoreThreshold(2, 64))
+    stored = []
+    for name in ("first", "second", "third"):
+        offered = harness.manager.prepare_store(KEYS, harness.request(name, set()))
+        assert offered is not None
+        stored.append(list(offered.keys_to_store))
+        harness.manager.complete_store(offered.keys_to_store, ReqContext(name))
+    assert stored == [[], KEYS, KEYS]
+
+
+def test_only_the_latest_blocks_are_counted() -> None:
+    threshold = StoreThreshold(2, 2)
+    assert threshold.take(KEYS) == []
+    assert threshold.take(KEYS[:1]) == []
+    assert threshold.take(KEYS[:1]) == KEYS[:1]
+    assert StoreThreshold(1, 0).take(KEYS) == KEYS
+
+
+@pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
+def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: object, waits: bool) -> None:
+    harness = Harness()
+    params = {} if tiers is None else {"kv_load_tiers": tiers}
+    context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
+    harness.manager.on_new_request(context)
+    harness.manager.begin_lookup("r", [KEYS])
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
+    harness.manager.begin_lookup("r", [KEYS])
+    found = harness.results(context)
+    assert found[0] is LookupResult.HIT
+    assert found[1] is (LookupResult.HIT_PENDING if waits else LookupResult.MISS)
+
+
+def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
+    manager = Harness(config_info={"directory": "/run/kvoffd"}).manager
+    assert manager.config_info() == [{"directory": "/run/kvoffd"}]
+    assert set(CONFIG_INFO) <= set(OWN_KEYS)

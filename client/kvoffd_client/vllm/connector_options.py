@@ -52,6 +52,9 @@ class ConnectorOptions:
             thousands of tokens of a model of 8 billion parameters: more than most GPUs compute in that time.
         store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the
             store is abandoned, in a way that the daemon never commits it.
+        store_threshold: a block is stored once it was computed in so many requests of this engine, as with vLLM's own
+            offloading; below 2 at the first.
+        max_tracker_size: blocks whose requests are counted for that, the latest ones.
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
             a request whose load failed must fail.
     """
@@ -63,6 +66,8 @@ class ConnectorOptions:
     disk_wait: str = LIMIT
     disk_wait_ms: float = 1000.0
     store_fence_timeout_s: float = 2.0
+    store_threshold: int = 0
+    max_tracker_size: int = 64_000
     respect_load_failure_policy: bool = False
 
     @property
@@ -117,6 +122,8 @@ def _checked(key: str, value: object) -> str | float | bool:
         fits, wanted = isinstance(value, bool), "true or false"
     elif isinstance(default, str):
         fits, wanted = isinstance(value, str), "a string"
+    elif isinstance(default, int):
+        fits, wanted = type(value) is int and 0 <= value < 10**9, "a whole number"
     else:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         fits, wanted = number and 0 < value < 3_600_000, "a positive number"  # type: ignore[operator]

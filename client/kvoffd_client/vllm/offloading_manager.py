@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -74,6 +76,29 @@ class StoreWindow:
         return sum(self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in keys)
 
 
+class StoreThreshold:
+    """Counts in how many requests a block was computed, and lets it be stored from the ``least``-th on.
+
+    As vLLM's ``store_threshold``: the counts are of this engine alone, and those of the latest ``size`` blocks.
+    """
+
+    def __init__(self, least: int, size: int) -> None:
+        self._least = least
+        self._size = size
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()
+
+    def take(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Count ``keys``; return those that are to be stored."""
+        if self._least < 2:
+            return list(keys)
+        for key in keys:
+            self._counts[key] = self._counts.pop(key, 0) + 1
+        reached = [key for key in keys if self._counts[key] >= self._least]
+        while len(self._counts) > self._size:
+            self._counts.popitem(last=False)
+        return reached
+
+
 class KvEventTranslator:
     """Translates the daemon's KV events to vLLM's, and remembers which blocks were announced.
 
@@ -135,6 +160,8 @@ class KvoffdManager(OffloadingManager):
         *,
         loads: bool = True,
         stores: bool = True,
+        store_threshold: StoreThreshold | None = None,
+        config_info: Mapping[str, str | float] | None = None,
     ) -> None:
         self.client = lookup_settings.client
         self._lookup_settings = lookup_settings
@@ -148,6 +175,8 @@ class KvoffdManager(OffloadingManager):
         self.namespace = namespace
         self._loads = loads
         self._stores = stores
+        self._store_threshold = store_threshold or StoreThreshold(0, 0)
+        self._config_info = config_info or {}
         self._usable = True
         self._credit_reported = False
         self._on_hold = False  # one answer for all keys of a scan
@@ -209,7 +238,11 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._lookups[req_context.req_id] = RequestLookups(self._lookup_settings)
+        # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
+        disk = req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
+        self._lookups[req_context.req_id] = RequestLookups(
+            self._lookup_settings, disk_wait_over=not disk, disk_wait_counted=not disk
+        )
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -266,6 +299,7 @@ class KvoffdManager(OffloadingManager):
             if not self._store_window.open:
                 self._counters.count(stats.DEFERRED_STORES)
                 return None
+            wanted = self._store_threshold.take(wanted)
             self._store_window.begin(wanted)
         adapter = lookups.adapter if lookups is not None else b""
         return PrepareStoreOutput(
@@ -298,6 +332,10 @@ class KvoffdManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self._counters.take(self.client.ready)
+
+    def config_info(self) -> Sequence[Mapping[str, str | float]]:
+        """Labels of vLLM's metric kv_offload_config_info (0.33; never asked for before)."""
+        return [self._config_info]
 
     def shutdown(self) -> None:
         self.client.close()

@@ -27,7 +27,7 @@ from kvoffd_client.vllm.connector_stats import DEFINITIONS
 from kvoffd_client.vllm.kv_memory import NotShareable, SharedKvMemory, record_event, registration_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreWindow
+from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
@@ -62,12 +62,20 @@ SETUP: ContextVar[EngineSetup] = ContextVar("kvoffd_engine_setup")
 """Set by the connector while vLLM builds the spec."""
 
 
+CONFIG_INFO = ("directory", "store_threshold", "disk_wait", "lookup_deadline_ms")
+"""Options that vLLM 0.33 publishes as labels of vllm:kv_offload_config_info."""
+
+
 class KvoffdSpec(OffloadingSpec):
     """vLLM's OffloadingSpec for the daemon. Only KvoffdConnector can build it; elsewhere it raises RuntimeError."""
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         return dict(DEFINITIONS)
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        return CONFIG_INFO
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
@@ -150,6 +158,9 @@ class KvoffdSpec(OffloadingSpec):
             EngineNamespace(self.config.parallel.world_size, client, time.monotonic),
             loads=setup.loads,
             stores=setup.stores,
+            store_threshold=StoreThreshold(options.store_threshold, options.max_tracker_size),
+            config_info={name: getattr(options, name) for name in CONFIG_INFO}
+            | {"directory": options.socket_directory},
         )
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
