@@ -32,6 +32,7 @@ def config(served: Any) -> Any:
     config.model_config = copy.copy(served.model_config)
     config.parallel_config = copy.copy(served.parallel_config)
     config.cache_config = copy.copy(served.cache_config)
+    config.offload_config = copy.deepcopy(served.offload_config)
     return config
 
 
@@ -66,6 +67,11 @@ def test_other_gpus(config: Any, monkeypatch: pytest.MonkeyPatch, platform: str)
     other = SimpleNamespace(is_cuda=lambda: False, is_cpu=lambda: False, device_name=platform)
     monkeypatch.setattr(engine_requirements, "current_platform", other)
     refused(config, f"vLLM runs on {platform}")
+
+
+def test_weights_that_take_turns_on_the_gpu(config: Any) -> None:
+    config.offload_config.prefetch.offload_group_size = 8
+    refused(config, "--offload-group-size")
 
 
 def test_images_that_are_numbered_and_not_hashed(config: Any) -> None:

@@ -58,6 +58,11 @@ def _problem(vllm_config: Any) -> str:
             f"vLLM {vllm.__version__} does not tell connectors when it goes to sleep, and a sleeping engine has no KV "
             "cache. Start it without sleep mode, or use vLLM 0.33."
         )
+    if vllm_config.offload_config.prefetch.offload_group_size:
+        return (
+            "its layers take turns in buffers on the GPU, so the digest that tells updated weights would not see "
+            "all of them. Start it without --offload-group-size; --cpu-offload-gb works."
+        )
     multimodal = model.multimodal_config
     if (
         multimodal is not None
