@@ -75,6 +75,8 @@ class JobRunner:
             lambda _, outcome, __: self._post(lambda: self.transfer_done(job, outcome)),
             lambda _: self.transfer_overdue(job),
             job.checksums,
+            # Processes take turns, as they do at the sockets; one that the kernel does not tell has its sessions do so.
+            owner=job.session.peer.process or -job.session.id,
         )
         try:
             job.client_memory.memory.engine.submit(job.transfer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
@@ -27,6 +27,7 @@ class Transfer:
         checksums: of its slots. A load's are compared before its first byte moves; a store's are taken of each slot
             that is whole while others are still copied.
         abandoned: the transfer ends as FAILED at its next step.
+        owner: whose it is: owners take turns, however many transfers each of them has queued.
     """
 
     direction: Direction
@@ -36,6 +37,7 @@ class Transfer:
     on_overdue: Callable[[Transfer], None] | None = None
     checksums: SlotChecksums | None = None
     abandoned: bool = False
+    owner: Hashable = None
 
 
 OnDone = Callable[[Transfer, Outcome, float], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +102,8 @@ class Lane:
             else None
         )
         self._wake = threading.Condition()
-        self._queue: dict[Transfer, None] = {}  # a queue that lets go of its middle
+        # By owner, whose turn it is first: queues that let go of their middle.
+        self._queue: dict[Hashable, dict[Transfer, None]] = {}
         self._running: dict[Transfer, CopyProgress] = {}
         # Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
@@ -144,9 +145,10 @@ class Lane:
         with self._wake:
             accepted = not self._stopped
             if accepted:
-                known = transfer in self._queue or transfer in self._running
-                assert not known, "A transfer is submitted once."
-                self._queue[transfer] = None
+                waiting = self._queue.setdefault(transfer.owner, {})
+                assert transfer not in waiting, "A transfer is submitted once."
+                assert transfer not in self._running, "A transfer is submitted once."
+                waiting[transfer] = None
                 self._wake.notify()
         if not accepted:
             _finish(transfer, Outcome.CANCELLED, 0.0)
@@ -154,9 +156,9 @@ class Lane:
     def cancel(self, transfer: Transfer) -> bool:
         """See TransferEngine."""
         with self._wake:
-            if transfer not in self._queue:
+            if transfer not in self._queue.get(transfer.owner, ()):
                 return False
-            del self._queue[transfer]
+            self._take(transfer)
         _finish(transfer, Outcome.CANCELLED, 0.0)
         return True
 
@@ -164,9 +166,9 @@ class Lane:
         """See TransferEngine."""
         now = self.clock()
         with self._wake:
-            waiting = [transfer for transfer in self._queue if now >= transfer.deadline]
+            waiting = [one for queue in self._queue.values() for one in queue if now >= one.deadline]
             for transfer in waiting:
-                del self._queue[transfer]
+                self._take(transfer)
             over = [transfer for transfer in self._running if now >= transfer.deadline + OVERDUE_GRACE_S]
             late = [transfer for transfer in over if transfer not in self._overdue]
             starved = [transfer for transfer in self._overdue if _wants_cpu(self._running[transfer].thread_id)]
@@ -180,7 +182,7 @@ class Lane:
     def load(self) -> DirectionLoad:
         with self._wake:
             return DirectionLoad(
-                len(self._queue),
+                sum(map(len, self._queue.values())),
                 len(self._running),
                 self._busy_seconds,
                 self._bytes + sum(progress.copied_bytes for progress in self._running.values()),
@@ -197,7 +199,7 @@ class Lane:
         """Cancel what waits, abandon what runs, have the threads end."""
         with self._wake:
             self._stopped = True
-            waiting = list(self._queue)
+            waiting = [transfer for queue in self._queue.values() for transfer in queue]
             self._queue.clear()
             for transfer in self._running:
                 transfer.abandoned = True
@@ -283,14 +285,23 @@ class Lane:
             self._wake.notify()
         _finish(transfer, outcome, seconds)
 
+    def _take(self, transfer: Transfer) -> None:
+        queue = self._queue[transfer.owner]
+        del queue[transfer]
+        if not queue:
+            del self._queue[transfer.owner]
+
     def _next(self) -> tuple[Transfer, CopyProgress] | None:
         with self._wake:
             while not self._queue or self._awaiting_checksums >= MAX_AWAITING_CHECKSUMS:
                 if self._stopped:
                     return None
                 self._wake.wait()
-            transfer = next(iter(self._queue))
-            del self._queue[transfer]
+            owner, queue = next(iter(self._queue.items()))
+            transfer = next(iter(queue))
+            self._take(transfer)
+            if queue:  # its next turn is behind those of all others
+                self._queue[owner] = self._queue.pop(owner)
             progress = self._running[transfer] = CopyProgress(self.clock, transfer, self.add_checksum_cost)
             return transfer, progress
 
