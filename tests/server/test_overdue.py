@@ -129,7 +129,7 @@ def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
         return begin_store(*arguments)
 
     rig.cache.begin_store = slow_begin_store  # type: ignore[method-assign]
-    session = cast(Any, SimpleNamespace(jobs={}, store_bytes=0, pieces=0))
+    session = cast(Any, SimpleNamespace(id=1, peer=Peer(1, 0, 0), jobs={}, store_bytes=0, pieces=0))
     jobs = EngineJobs(Config(), rig.cache, 0, runner)
     accepted_at = rig.clock.now
     job = StoreJob(1, session, cast(Any, registration), jobs)
