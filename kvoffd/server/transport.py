@@ -7,6 +7,7 @@ its subscriptions, and the output that it does not read. A connection whose repl
 
 from __future__ import annotations
 
+import array
 import asyncio
 import itertools
 import logging
@@ -22,6 +23,7 @@ from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, Subscriptions, Turns
 from kvoffd.server.service import Service
+from kvoffd.system.closing import Closer
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import SEQUENCE_BYTES
@@ -46,7 +48,8 @@ SENT_AT_ONCE = 256
 REPLAYED_AT_ONCE = 64
 """KV event messages that a replay sends before the loop does other work."""
 LOGGED_S = 60.0
-_NO_DESCRIPTORS = 83  # SO_PASSRIGHTS, Linux 6.16
+_SO_PASSRIGHTS = 83  # asm-generic/socket.h, Linux 6.16
+_MOST_DESCRIPTORS = socket.CMSG_SPACE(253 * 4)  # SCM_MAX_FD: what is not received is closed by the receiver's kernel
 
 
 class Transport:
@@ -66,6 +69,8 @@ class Transport:
         self._jobs = ListeningSocket(paths.jobs, b"ROUTER", frozenset({b"DEALER", b"REQ"}), max_connections)
         self._events = ListeningSocket(paths.events, b"PUB", frozenset({b"SUB", b"XSUB"}), max_connections)
         self._acceptors: list[Acceptor] = []
+        self._closer: Closer | None = None
+        """Closes descriptors that clients send, where the kernel lets them."""
         self._numbers = itertools.count(1)
         self._processes: dict[tuple[int, ...], ClientProcess] = {}
         self._turns = Turns()
@@ -82,10 +87,10 @@ class Transport:
         for door in (self._jobs, self._events):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             try:
-                # Nobody sends descriptors here; what the kernel does not take it need not close.
-                listener.setsockopt(socket.SOL_SOCKET, _NO_DESCRIPTORS, 0)
+                # Descriptors are for the lifeline. Here the kernel refuses them to who sends them.
+                listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
             except OSError:
-                pass  # before Linux 6.16
+                self._closer = Closer()  # before Linux 6.16: they come
             acceptor = Acceptor(listener, partial(self._admit, door))
             self._acceptors.append(acceptor)
             listener.bind(str(door.path))
@@ -189,7 +194,10 @@ class Transport:
         door, process = connection.door, connection.process
         self._pause(connection)
         self._loop.remove_writer(connection.stream.fileno())
-        connection.stream.close()
+        if self._closer is None:
+            connection.stream.close()
+        else:  # with the descriptors that were not received
+            self._closer.close(connection.stream.detach())
         del door.connections[connection.name]
         self._count_unsent(connection, -connection.unsent_bytes)
         for topic in list(connection.subscriptions):
@@ -213,8 +221,9 @@ class Transport:
 
     def _readable(self, connection: Connection) -> None:
         incoming = connection.incoming_since is not None
+        room = self._scratch if incoming else self._scratch[:RECEIVE_BYTES]
         try:
-            count = connection.stream.recv_into(self._scratch if incoming else self._scratch[:RECEIVE_BYTES])
+            count = connection.stream.recv_into(room) if self._closer is None else self._receive(connection, room)
         except BlockingIOError:
             return
         except OSError:
@@ -226,6 +235,15 @@ class Transport:
             self._wait_for_turn(connection)
         if not incoming and connection.input.waiting_bytes >= RECEIVE_BYTES:
             self._pause(connection)
+
+    def _receive(self, connection: Connection, room: memoryview) -> int:
+        """Receive, and have descriptors that came with it closed: closing one may wait."""
+        assert self._closer is not None
+        count, ancillary, _, _ = connection.stream.recvmsg_into([room], _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        for _, _, payload in ancillary:
+            for fd in array.array("i", payload[: len(payload) // 4 * 4]):
+                self._closer.close(fd)
+        return count
 
     def _wait_for_turn(self, connection: Connection) -> None:
         if not connection.waits and not connection.closed:
