@@ -17,6 +17,8 @@ from kvoffd.errors import UnsafeSegment
 
 CLOSING_THREADS = 8
 """So many closes may hang before descriptors that are no memory stay open."""
+WAITING_CLOSES = 16
+"""With more, another thread is started: the others may hang."""
 _NO_LINGER = struct.pack("ii", 0, 0)
 _DEVICES = ("/dev/nvidia", "/dmabuf:", "anon_inode:[dmabuf]")
 """What a GPU's driver exports: its own device files (VMM handles), and dma-buf."""
@@ -36,20 +38,22 @@ def check_descriptor(fd: int) -> None:
 
 
 class Closer:
-    """Threads that close what may make its closer wait."""
+    """Threads that close what may make its closer wait: one, and more of them while closes wait for it."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
         self._threads = 0
+        self._start_thread()
 
     def close(self, fd: int) -> None:
         """Have the descriptor closed. Returns at once."""
-        # One thread at a time is enough for all that do not wait; a thread that waits is replaced.
-        if not self._idle.acquire(blocking=False) and self._threads < CLOSING_THREADS:
-            self._threads += 1
-            threading.Thread(target=self._run, name="kvoffd-close", daemon=True).start()
         self._waiting.put(fd)
+        if self._waiting.qsize() > WAITING_CLOSES and self._threads < CLOSING_THREADS:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._threads += 1
+        threading.Thread(target=self._run, name="kvoffd-close", daemon=True).start()
 
     def _run(self) -> None:
         while True:
@@ -59,7 +63,6 @@ class Closer:
                 os.close(fd)
             except OSError:
                 pass  # closed all the same (close(2))
-            self._idle.release()
 
 
 def _forbid_lingering(fd: int) -> None:

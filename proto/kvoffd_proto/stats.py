@@ -293,9 +293,6 @@ class StatsReply(Reply, frozen=True):
     load: Annotated[DirectionStats, metrics_of_part("Copies from the pool to engines.", label=("direction", "load"))]
     lookup_latency: Annotated[LatencyStats, doc("Time spent on a Lookup inside the daemon.")]
     leases: Annotated[Count, gauge("Live leases.")]
-    shortened_lookups: Annotated[
-        Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
-    ]
     pinned_blocks: Annotated[Count, gauge("Blocks under a lease, a copy or an operator's pin.")]
     sessions: Annotated[Count, gauge("Open sessions.")]
     lookups_per_second: Annotated[PerSecond, gauge("Lookups per second over the last ten seconds.")]
@@ -338,6 +335,9 @@ class StatsReply(Reply, frozen=True):
     ] = 0.0
     publications_dropped: Annotated[
         Count, counter("Completions and KV event messages that a client of events.sock left unread for too long.")
+    ] = 0
+    shortened_lookups: Annotated[
+        Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
     ] = 0
 
 
