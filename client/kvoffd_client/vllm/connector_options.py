@@ -123,7 +123,8 @@ def _checked(key: str, value: object) -> str | float | bool:
     elif isinstance(default, str):
         fits, wanted = isinstance(value, str), "a string"
     elif isinstance(default, int):
-        fits, wanted = type(value) is int and 0 <= value < 10**9, "a whole number"
+        least = 1 if default else 0
+        fits, wanted = type(value) is int and least <= value < 10**9, f"a whole number from {least} on"
     else:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         fits, wanted = number and 0 < value < 3_600_000, "a positive number"  # type: ignore[operator]
