@@ -171,6 +171,7 @@ class LifelineServer:
         self._acceptor.close()
         for connection in list(self._connections):
             self._end(connection)
+        self.closer.stop()
 
     def tick(self) -> None:
         """End connections of processes that died, and those that never said Hello: they would hold a session for ever.

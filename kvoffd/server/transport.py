@@ -106,6 +106,8 @@ class Transport:
             await asyncio.sleep(0.01)
         for connection in [*self._jobs.connections.values(), *self._events.connections.values()]:
             self._close(connection)
+        if self._closer is not None:
+            self._closer.stop()
 
     def wake(self) -> None:
         """Serve and send soon: something other than a message changed what is to be sent."""

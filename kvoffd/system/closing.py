@@ -19,6 +19,8 @@ CLOSING_THREADS = 8
 """So many closes may hang before descriptors that are no memory stay open."""
 WAITING_CLOSES = 16
 """With more, another thread is started: the others may hang."""
+STOP_S = 0.5
+_STOP = -1
 _NO_LINGER = struct.pack("ii", 0, 0)
 _DEVICES = ("/dev/nvidia", "/dmabuf:", "anon_inode:[dmabuf]")
 """What a GPU's driver exports: its own device files (VMM handles), and dma-buf."""
@@ -42,22 +44,29 @@ class Closer:
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._threads = 0
+        self._threads: list[threading.Thread] = []
         self._start_thread()
 
     def close(self, fd: int) -> None:
         """Have the descriptor closed. Returns at once."""
         self._waiting.put(fd)
-        if self._waiting.qsize() > WAITING_CLOSES and self._threads < CLOSING_THREADS:
+        if self._waiting.qsize() > WAITING_CLOSES and len(self._threads) < CLOSING_THREADS:
             self._start_thread()
 
+    def stop(self) -> None:
+        """Have the threads end once all is closed, but for those that hang."""
+        for _ in self._threads:
+            self._waiting.put(_STOP)
+        for thread in self._threads:
+            thread.join(STOP_S)
+
     def _start_thread(self) -> None:
-        self._threads += 1
-        threading.Thread(target=self._run, name="kvoffd-close", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="kvoffd-close", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _run(self) -> None:
-        while True:
-            fd = self._waiting.get()
+        while (fd := self._waiting.get()) != _STOP:
             try:
                 _forbid_lingering(fd)
                 os.close(fd)
