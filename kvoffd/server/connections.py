@@ -31,6 +31,8 @@ class ClientProcess:
     held: set[Connection] = field(default_factory=set)
     """Those that get no turn until output of the process is read."""
     unsent_bytes: int = 0
+    incoming_at: float = 0.0
+    """When a long frame of it was last let in."""
     served_s: float = 0.0
     """Time that its messages took, on the clock of ``Turns``."""
 

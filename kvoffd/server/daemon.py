@@ -76,6 +76,7 @@ def run(config: Config) -> int:
     native()  # fails now, or after minutes of touching the pool
     os.umask(0o007)
     _raise_descriptor_limit()
+    signal.signal(signal.SIGURG, lambda *_: None)  # a signal that is not ignored interrupts: see Closer.interrupt
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

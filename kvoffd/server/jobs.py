@@ -120,6 +120,7 @@ class JobRunner:
         self._ended_at = self.clock()
         job.client_memory.job_ended()
         job.session.job_ended(job)
+        job.transfer = None  # they refer to each other, and full collections are off (GC_THRESHOLDS)
 
     def transfer_overdue(self, job: Job) -> None:
         """The job's copy hangs beyond its deadline. See the class."""

@@ -16,7 +16,7 @@ from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.context import Context
 from kvoffd.server.session import Lifeline, Session
-from kvoffd.system.closing import Closer, check_descriptor
+from kvoffd.system.closing import MOST_DESCRIPTORS, Closer, check_descriptor
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
@@ -76,9 +76,7 @@ class _Connection(Lifeline):
     def read(self) -> None:
         """Take what has arrived. Raises LifelineError or OSError when the stream must end, EOFError at its end."""
         try:
-            data, ancillary, flags, _ = self._stream.recvmsg(
-                _READ_BYTES, socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary, flags, _ = self._stream.recvmsg(_READ_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return  # only of this call: an answer that finds no room ends the stream
         for level, kind, payload in ancillary:
@@ -178,6 +176,7 @@ class LifelineServer:
 
         The loop tells of a process that died with something unread once only, when what it had sent is still there.
         """
+        self.closer.interrupt()
         by_fd = {connection.fileno(): connection for connection in self._connections}
         for fd in failed_streams(by_fd):
             self._end(by_fd[fd])

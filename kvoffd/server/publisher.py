@@ -21,6 +21,8 @@ from kvoffd_proto.events import (
     kv_topic,
 )
 
+MAX_KEPT_BYTES = 64 * 1024**2
+"""Payloads that are kept for replay, however few messages they are."""
 MAX_EVENTS_PER_MESSAGE = 64
 """Bounds a message where very much happened at once, as when a pool is taken over."""
 
@@ -34,7 +36,9 @@ class EventPublisher:
     def __init__(self, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
         self._pending: dict[bytes, list[KvEvent]] = {}
-        self._sent: deque[tuple[int, Frames]] = deque(maxlen=buffer_steps)
+        self._buffer_steps = buffer_steps
+        self._sent: deque[tuple[int, Frames]] = deque()
+        self._sent_bytes = 0
         self.sequence = 0
         """Number of the next message."""
 
@@ -74,6 +78,9 @@ class EventPublisher:
             payload = encode_event_batch(EventBatch(self._wall_clock(), events))
             frames = (kv_topic(fingerprint), self.sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
             self._sent.append((self.sequence, frames))
+            self._sent_bytes += len(payload)
+            while len(self._sent) > self._buffer_steps or self._sent_bytes > MAX_KEPT_BYTES:
+                self._sent_bytes -= len(self._sent.popleft()[1][2])
             messages.append(frames)
             self.sequence += 1
         self._pending.clear()

@@ -23,7 +23,7 @@ from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, Subscriptions, Turns
 from kvoffd.server.service import Service
-from kvoffd.system.closing import Closer
+from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import SEQUENCE_BYTES
@@ -36,20 +36,18 @@ SERVE_S = 0.0002
 """How long messages are answered before the loop looks at lifelines and completions."""
 MAX_INCOMING_FRAMES = 4
 """Frames longer than ``RECEIVE_BYTES`` that arrive at a time, one of a process; other connections wait."""
-INCOMING_FRAME_S = 10.0
-"""How long such a frame may take to arrive, for others wait."""
+INCOMING_FRAME_S, CONTENDED_FRAME_S = 10.0, 1.0
+"""How long such a frame may take to arrive, and how long while others wait."""
 MAX_UNSENT_BYTES = 8 * 1024**2
 """Output that a process has not read: with more, no request of it is answered and no publication kept for it."""
 MAX_ALL_UNSENT_BYTES = 128 * 1024**2
 """Output that all processes together have not read: with more, no publication is kept for any of these."""
 PIECE_BYTES = 256
 """What a message that waits to be sent costs besides its own bytes."""
-SENT_AT_ONCE = 256
-REPLAYED_AT_ONCE = 64
-"""KV event messages that a replay sends before the loop does other work."""
+SENT_AT_ONCE, REPLAYED_AT_ONCE = 256, 64
+"""Messages that wait, and KV events of a replay, that are sent before the loop does other work."""
 LOGGED_S = 60.0
 _SO_PASSRIGHTS = 83  # asm-generic/socket.h, Linux 6.16
-_MOST_DESCRIPTORS = socket.CMSG_SPACE(253 * 4)  # SCM_MAX_FD: what is not received is closed by the receiver's kernel
 
 
 class Transport:
@@ -104,7 +102,7 @@ class Transport:
         deadline = self._loop.time() + linger_s
         while self._unsent_bytes and self._loop.time() < deadline:  # noqa: ASYNC110 - clients read when they like
             await asyncio.sleep(0.01)
-        for connection in [*self._jobs.connections.values(), *self._events.connections.values()]:
+        for connection in self._connections():
             self._close(connection)
         if self._closer is not None:
             self._closer.stop()
@@ -121,17 +119,22 @@ class Transport:
         The loop tells only once of a peer that closed its end with something unread (EPOLLERR; libuv then stops to
         look), and the input that it had sent hides the end of it.
         """
-        connections = {
-            one.stream.fileno(): one for door in (self._jobs, self._events) for one in door.connections.values()
-        }
+        connections = {one.stream.fileno(): one for one in self._connections()}
+        if self._closer is not None:
+            self._closer.interrupt()
         for fd in failed_streams(connections):
             self._close(connections[fd])
-        overdue = self._loop.time() - INCOMING_FRAME_S
+        patience_s = CONTENDED_FRAME_S if self._wait_for_incoming else INCOMING_FRAME_S
+        overdue = self._loop.time() - patience_s
         for connection in list(self._incoming):
-            if connection.incoming_since is not None and connection.incoming_since < overdue:
-                self._drop(connection, f"a frame did not arrive within {INCOMING_FRAME_S:.0f} s")
+            since = connection.incoming_since
+            if since is not None and since < overdue and connection.input.missing_bytes:
+                self._drop(connection, f"a frame did not arrive within {patience_s:.0f} s")
 
     # --- connections ------------------------------------------------------------------------------
+
+    def _connections(self) -> list[Connection]:
+        return [*self._jobs.connections.values(), *self._events.connections.values()]
 
     def _admit(self, door: ListeningSocket, stream: socket.socket) -> None:
         peer = peer_of(stream)
@@ -142,7 +145,8 @@ class Transport:
         # A process that the kernel does not tell apart from others stands for itself with each connection.
         key = (peer.uid, peer.process) if peer.process else (peer.uid, 0, int.from_bytes(name, "big"))
         process = self._processes.get(key) or ClientProcess(key)
-        if len(door.connections) >= door.max_connections and not self._make_place(door, process):
+        full = len(door.connections) >= door.max_connections
+        if full and peer.pid != os.getpid() and not self._make_place(door, process):
             self._refuse(stream, ErrorCode.TOO_MANY, f"{door.max_connections} connections to {door.path.name} are open")
             return
         self._processes[key] = process
@@ -202,6 +206,8 @@ class Transport:
             self._closer.close(connection.stream.detach())
         del door.connections[connection.name]
         self._count_unsent(connection, -connection.unsent_bytes)
+        process.held.discard(connection)
+        self._release(process)
         for topic in list(connection.subscriptions):
             self._subscriptions.remove(connection, topic)
         self._arrived(connection)
@@ -241,7 +247,7 @@ class Transport:
     def _receive(self, connection: Connection, room: memoryview) -> int:
         """Receive, and have descriptors that came with it closed: closing one may wait."""
         assert self._closer is not None
-        count, ancillary, _, _ = connection.stream.recvmsg_into([room], _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        count, ancillary, _, _ = connection.stream.recvmsg_into([room], MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         for _, _, payload in ancillary:
             for fd in array.array("i", payload[: len(payload) // 4 * 4]):
                 self._closer.close(fd)
@@ -258,8 +264,7 @@ class Transport:
         try:
             self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
             self.flush()
-        except Exception:
-            # The loop that serves engines must outlive whatever went wrong with one message.
+        except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")
         if self._turns:
             self.wake()
@@ -300,10 +305,8 @@ class Transport:
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._service.replay_events(connection.name, taken[1])
         else:
-            # Not one frame of ours: let the decoder refuse it, so that the sender hears why.
-            self._service.handle(connection.name, b"")
-        # A reply must not wait until other messages are served.
-        self.flush()
+            self._service.handle(connection.name, b"")  # no request: the decoder refuses it, and the sender hears why
+        self.flush()  # a reply must not wait until other messages are served
         if connection.input.waiting_bytes < RECEIVE_BYTES:
             self._read_on(connection)
         return True
@@ -320,14 +323,14 @@ class Transport:
     def _start_incoming(self) -> None:
         """Read the long frames whose turn it is, one of a process."""
         busy = {connection.process for connection in self._incoming}
-        for connection in list(self._wait_for_incoming):
+        for connection in sorted(self._wait_for_incoming, key=lambda one: one.process.incoming_at):
             if len(self._incoming) >= MAX_INCOMING_FRAMES:
                 break
             if connection.process not in busy:
                 self._wait_for_incoming.remove(connection)
                 self._incoming.add(connection)
                 busy.add(connection.process)
-                connection.incoming_since = self._loop.time()
+                connection.incoming_since = connection.process.incoming_at = self._loop.time()
                 self._read_on(connection)
 
     def _arrived(self, connection: Connection) -> None:
@@ -436,10 +439,9 @@ class Transport:
                 self._count_unsent(connection, len(first) - sent + PIECE_BYTES)
                 break
             sent -= len(first)
-        if connection.unsent:
-            return
-        self._loop.remove_writer(connection.stream.fileno())
-        self._go_on_replaying(connection)
+        if not unsent:
+            self._loop.remove_writer(connection.stream.fileno())
+            self._go_on_replaying(connection)
         self._release(connection.process)
 
     def _release(self, process: ClientProcess) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import os
 import queue
+import signal
 import socket
 import struct
 import threading
+import time
 
 from kvoffd.errors import UnsafeSegment
 
@@ -19,6 +21,10 @@ CLOSING_THREADS = 8
 """So many closes may hang before descriptors that are no memory stay open."""
 WAITING_CLOSES = 16
 """With more, another thread is started: the others may hang."""
+MOST_DESCRIPTORS = socket.CMSG_SPACE(253 * 4)
+"""Room for all descriptors of a message (SCM_MAX_FD): the kernel closes the others in the thread that reads."""
+PATIENCE_S = 1.0
+"""A close that takes longer is interrupted."""
 STOP_S = 0.5
 _STOP = -1
 _NO_LINGER = struct.pack("ii", 0, 0)
@@ -45,6 +51,8 @@ class Closer:
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._closing: dict[int, float] = {}
+        """Since when which thread closes something."""
         self._start_thread()
 
     def close(self, fd: int) -> None:
@@ -52,6 +60,13 @@ class Closer:
         self._waiting.put(fd)
         if self._waiting.qsize() > WAITING_CLOSES and len(self._threads) < CLOSING_THREADS:
             self._start_thread()
+
+    def interrupt(self) -> None:
+        """End closes that wait for long: a signal does so to a socket's, even one in the queue of another socket."""
+        overdue = time.monotonic() - PATIENCE_S
+        for thread, since in list(self._closing.items()):
+            if since < overdue:
+                signal.pthread_kill(thread, signal.SIGURG)
 
     def stop(self) -> None:
         """Have the threads end once all is closed, but for those that hang."""
@@ -66,12 +81,15 @@ class Closer:
         thread.start()
 
     def _run(self) -> None:
+        own = threading.get_ident()
         while (fd := self._waiting.get()) != _STOP:
+            self._closing[own] = time.monotonic()
             try:
                 _forbid_lingering(fd)
                 os.close(fd)
             except OSError:
                 pass  # closed all the same (close(2))
+            del self._closing[own]
 
 
 def _forbid_lingering(fd: int) -> None:
