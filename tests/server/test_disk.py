@@ -110,7 +110,7 @@ def test_blocks_outlive_the_daemon_and_its_pool(tmp_path: Path) -> None:
 
 
 def test_what_is_put_and_finds_no_room_stays_on_disk(tmp_path: Path) -> None:
-    with daemon_on(tmp_path, block_access="write") as daemon, engine_on(daemon) as engine:
+    with daemon_on(tmp_path, block_access="write", leased_share="1") as daemon, engine_on(daemon) as engine:
         with AdminClient(daemon.directory) as admin, BlockClient(daemon.directory) as desk:
             serving(admin)
             sums = fill(engine, admin, 48)

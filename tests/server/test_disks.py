@@ -205,8 +205,10 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
     """As a request does it."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
-    service = SimpleNamespace(cache=rig.rig.cache, disks=rig.disks, tiering=rig.disks.tiering, epoch=1)
-    clear(service, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+    context = SimpleNamespace(
+        cache=rig.rig.cache, disks=rig.disks, tiering=rig.disks.tiering, epoch=1, sessions=[], clock=time.monotonic
+    )
+    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
