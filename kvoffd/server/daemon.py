@@ -24,7 +24,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.disks import opener
-from kvoffd.server.http import HttpServer
+from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
@@ -37,6 +37,7 @@ from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.host_engine import HostEngine
+from kvoffd_proto.messages import HealthReply
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,9 @@ class Daemon:
         self._tick_failed_at = -TICK_FAILURES_LOGGED_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
+        self._probe: SelfProbe | None = None
+        """There while the daemon serves."""
+        self._http = HttpServer(config.http_address, self._metrics, self._health) if config.http_address else None
 
     async def serve(self) -> None:
         """Start, serve until told to stop, stop. Raises KvoffdError when it cannot start."""
@@ -139,6 +143,7 @@ class Daemon:
         admin_keys = AdminKeys.read(self._config) if self._config.admin_address else None
         self._directory.acquire()
         try:
+            await self._start_http()
             self._pool = await self._take_pool()
             try:
                 if not self._stop.is_set():
@@ -146,8 +151,33 @@ class Daemon:
             finally:
                 await self._close_pool()
         finally:
+            if self._http is not None:
+                await self._http.close()
             self._directory.release(keep_lock=self._copy_stuck)
         logger.info("Stopped.")
+
+    async def _start_http(self) -> None:
+        """Answer probes before the pool is touched, which may take minutes, and refuse a taken address before that."""
+        if self._http is None:
+            return
+        try:
+            await self._http.start()
+        except KvoffdError as error:
+            # A second daemon on the node must not fail for a page that nobody asked it for.
+            if self._config.http_address != Config().http_address:
+                raise
+            logger.warning("No /metrics and no probes are served: %s", error.message)
+
+    async def _metrics(self) -> bytes:
+        return await self._serving_probe().metrics()
+
+    async def _health(self) -> HealthReply:
+        return await self._serving_probe().health()
+
+    def _serving_probe(self) -> SelfProbe:
+        if self._probe is None:
+            raise NotServing("The daemon is stopping." if self._stop.is_set() else "The daemon is starting.")
+        return self._probe
 
     async def _serve_pool(self, admin_keys: AdminKeys | None) -> None:
         self._build_service()
@@ -228,10 +258,6 @@ class Daemon:
         self._transport = Transport(service, self._directory, _most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
-        self._probe = SelfProbe(service, self._directory)
-        self._http = (
-            HttpServer(config.http_address, self._probe.metrics, self._probe.health) if config.http_address else None
-        )
         self._admin_server = (
             AdminServer(service, config.directory, config.admin_address, admin_keys) if admin_keys is not None else None
         )
@@ -242,19 +268,13 @@ class Daemon:
         try:
             self._lifelines.open()
             self._transport.open()
-            self._probe.open()
+            probe = SelfProbe(self._service, self._directory)
+            probe.open()
             if self._admin_server is not None:
                 self._admin_server.open()
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
-        if self._http is not None:
-            try:
-                await self._http.start()
-            except KvoffdError as error:
-                # A second daemon on the node must not fail for a page that nobody asked it for.
-                if config.http_address != Config().http_address:
-                    raise
-                logger.warning("No /metrics and no probes are served: %s", error.message)
+        self._probe = probe
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         logger.info("Serving %s.", config.directory)
         disks = self._service.context.disks
@@ -269,6 +289,7 @@ class Daemon:
         """Tick until told to stop. The watchdog is fed only after a round trip through the message loop."""
         context = self._service.context
         context.loop_watch.start(asyncio.get_running_loop())
+        assert self._probe is not None
         watchdog = asyncio.create_task(keep_watchdog(self._notifier, self._probe.works))
         try:
             while not self._stop.is_set():
@@ -330,8 +351,7 @@ class Daemon:
 
     async def _shutdown(self) -> None:
         """Close all sockets, end all threads but for what hangs, and send what that has left."""
-        if self._http is not None:
-            await self._http.close()
+        self._probe = None
         if self._admin_server is not None:
             self._admin_server.close(LINGER_MS)
         disks = self._service.context.disks

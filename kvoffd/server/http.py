@@ -1,5 +1,8 @@
 """Plain HTTP for scrapers and probes: GET /metrics, /healthz, /readyz, and nothing else.
 
+/healthz is 200 while the loop that serves engines answers, whatever it has to say: a restart mends nothing else.
+/readyz is 200 while the daemon takes sessions. Both name the problems that the daemon knows of.
+
 No web framework: three fixed answers do not earn a dependency, and this server must run in the daemon's own loop, so
 that an answer proves that the loop turns.
 """
@@ -39,6 +42,10 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
     return _Answer(status, f"{text}\n".encode())
 
 
+class NotServing(Exception):
+    """The daemon has nothing to tell yet, or any more. The message is a sentence for whoever asked."""
+
+
 class HttpServer:
     """Serves one request per connection, at most ``MAX_CONNECTIONS`` at a time.
 
@@ -47,8 +54,9 @@ class HttpServer:
 
     Args:
         address: ``host:port``; port 0 takes a free one.
-        metrics: Gives the Prometheus page.
-        health: Gives the daemon's health, best by a round trip through its message loop.
+        metrics: Gives the Prometheus page; NotServing becomes 503.
+        health: Gives the daemon's health by a round trip through its message loop; NotServing says that it is alive
+            and not ready, any other exception that it does not answer.
         deadline_s: A connection that has not been answered by then is answered 408 or 503, or closed.
     """
 
@@ -180,13 +188,17 @@ class HttpServer:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon failed to answer; its log has the details.")
 
     async def _answer(self, path: bytes) -> _Answer:
-        if path == b"/metrics":
-            return _Answer(HTTPStatus.OK, await self._metrics(), METRICS_CONTENT_TYPE)
-        if path not in (b"/healthz", b"/readyz"):
+        if path not in (b"/metrics", b"/healthz", b"/readyz"):
             return _sentence(HTTPStatus.NOT_FOUND, "Only /metrics, /healthz and /readyz are served.")
-        health = await self._health()
-        good = health.healthy if path == b"/healthz" else health.ready
-        lines = ("ok" if good else "not ok", *health.problems)
+        try:
+            if path == b"/metrics":
+                return _Answer(HTTPStatus.OK, await self._metrics(), METRICS_CONTENT_TYPE)
+            health = await self._health()
+            ready, problems = health.ready, health.problems
+        except NotServing as reason:
+            ready, problems = False, [str(reason)]
+        good = ready or path == b"/healthz"
+        lines = ("ok" if good else "not ok", *problems)
         return _sentence(HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(lines))
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from typing import NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvoffd.errors import KvoffdError
-from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer
+from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer, NotServing
 from kvoffd_proto.messages import HealthReply
 
 DEADLINE_S = 10.0
@@ -101,17 +102,30 @@ def test_metrics_may_be_awaited() -> None:
 
 @pytest.mark.parametrize("healthy", [True, False])
 @pytest.mark.parametrize("ready", [True, False])
-def test_probes_say_what_the_daemon_says(healthy: bool, ready: bool) -> None:
+def test_a_daemon_that_answers_is_alive_and_one_that_takes_sessions_is_ready(healthy: bool, ready: bool) -> None:
     async def health() -> HealthReply:
         return HealthReply(1, 1, healthy, ready, ["The disk is full."])
 
     async def scenario(server: HttpServer) -> None:
         status, _, body = await get(server, "/healthz")
-        assert status == (200 if healthy else 503)
-        assert "The disk is full." in body
-        assert (await get(server, "/readyz"))[0] == (200 if ready else 503)
+        assert (status, body) == (200, "ok\nThe disk is full.\n")
+        status, _, body = await get(server, "/readyz")
+        assert status == (200 if ready else 503)
+        assert body.endswith("ok\nThe disk is full.\n")
 
     on_server(scenario, health=health)
+
+
+def test_a_daemon_that_does_not_serve_yet_is_alive_and_not_ready() -> None:
+    async def starting() -> NoReturn:
+        raise NotServing("The daemon is starting.")
+
+    async def scenario(server: HttpServer) -> None:
+        told = [(await get(server, path))[::2] for path in ("/healthz", "/readyz", "/metrics")]
+        sentence = "The daemon is starting.\n"
+        assert told == [(200, f"ok\n{sentence}"), (503, f"not ok\n{sentence}"), (503, f"not ok\n{sentence}")]
+
+    on_server(scenario, metrics=starting, health=starting)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -11,7 +12,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from support.waiting import wait_until
 from support.wire import WireClient, ids, keys, stats
 
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
@@ -142,16 +146,70 @@ def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
         assert daemon.process.wait(10) == 0
 
 
-def test_the_loop_answers_health_over_http():
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def test_the_loop_answers_health_over_http():
+    port = free_port()
     with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
         daemon.wait_log("Serving ")  # HTTP opens after the sockets
         base = f"http://127.0.0.1:{port}"
         assert urllib.request.urlopen(f"{base}/healthz", timeout=5).read().startswith(b"ok")
         assert urllib.request.urlopen(f"{base}/readyz", timeout=5).status == 200
         assert b"kvoffd_pool" in urllib.request.urlopen(f"{base}/metrics", timeout=5).read()
+
+
+def http_status(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_broken_disk_ends_neither_life_nor_service(tmp_path):
+    port = free_port()
+    with DaemonProcess(http_address=f"127.0.0.1:{port}", disk=f"{tmp_path}/missing=64MiB"):
+        wait_until(lambda: "missing" in http_status(port, "/healthz")[1], 10)
+        assert http_status(port, "/healthz")[0] == 200
+        assert http_status(port, "/readyz")[0] == 200
+
+
+def test_probes_are_answered_while_the_pool_is_touched(tmp_path, monkeypatch):
+    """And a daemon whose memory is refused was alive until then."""
+    told = {}
+
+    def touch_slowly(config, *_):
+        told.update({path: http_status(port, path) for path in ("/healthz", "/readyz", "/metrics")})
+        raise KvoffdError("The memory is refused.")
+
+    monkeypatch.setattr("kvoffd.server.daemon.open_pool", touch_slowly)
+    port = free_port()
+
+    async def serve() -> None:
+        await Daemon(Config(directory=tmp_path, http_address=f"127.0.0.1:{port}")).serve()
+
+    with pytest.raises(KvoffdError, match="refused"):
+        asyncio.run(serve())
+    sentence = "The daemon is starting.\n"
+    assert told == {
+        "/healthz": (200, f"ok\n{sentence}"),
+        "/readyz": (503, f"not ok\n{sentence}"),
+        "/metrics": (503, f"not ok\n{sentence}"),
+    }
+
+
+def test_a_taken_http_address_is_refused_before_the_pool_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with closing(DaemonProcess(http_address=address)) as daemon:
+            daemon.start(wait=False)
+            assert daemon.process.wait(20) == 2
+            assert f"The HTTP address {address} cannot be listened on" in daemon.log
+            assert "takes a pool" not in daemon.log
 
 
 def test_systemd_is_told_when_the_daemon_is_ready_and_that_it_lives(tmp_path):
