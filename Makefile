@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test abi shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -20,8 +20,11 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
-test: $(VENV)/.engine ## run every test that needs no GPU, but for the shapes; PYTEST_ARGS adds arguments
+test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for the shapes; PYTEST_ARGS adds arguments
 	$(BIN)/pytest -m 'not gpu and not shapes' $(PYTEST_ARGS)
+
+abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA driver with NVIDIA's headers (a part of test)
+	$(BIN)/pytest tests/abi $(PYTEST_ARGS)
 
 shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
@@ -56,7 +59,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz .cuda dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.
@@ -65,6 +68,10 @@ $(VENV)/.tools: pyproject.toml hatch_build.py kvoffd/transfer/host_copy.c kvoffd
 		"\`make PYTHON=/path/to/python\`." >&2; exit 1; }
 	@$(PYTHON) $(BUILD) $(VENV) tools
 	@touch $@
+
+# What is out of reach is said, and its tests are skipped by name; the next `make` tries again.
+.cuda/.fetched: tests/tools/cuda_files.py | $(VENV)/.tools
+	@if $(BIN)/python -m tests.tools.cuda_files .cuda; then touch $@; fi
 
 $(VENV)/.engine: $(BUILD) tests/tools/vllm_cpu_requirements.py | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) engine

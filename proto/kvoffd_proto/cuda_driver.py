@@ -4,7 +4,8 @@ Nothing here is on the wire. It lies in this package because the daemon, the cli
 driver, neither daemon nor client may import the other, and both import this package. It imports the standard library
 only, and makes no call of the driver before it is asked to.
 
-Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x. Every call releases the GIL.
+Declarations are those of NVIDIA's CUDA driver API, 12.0 to 13.x; ``make abi`` compares all of them with its headers.
+Every call releases the GIL.
 """
 
 from __future__ import annotations
@@ -14,15 +15,41 @@ from typing import Any, ClassVar
 
 DEFAULT_LIBRARY = "libcuda.so.1"
 
-IPC_HANDLE_BYTES = 64
-UUID_BYTES = 16
-_TEXT_BYTES = 128
+# Constants of cuda.h, without the CU_ or CUDA_ that their names begin with there.
+IPC_HANDLE_SIZE = 64
 
+ERROR_INVALID_VALUE = 1
+ERROR_OUT_OF_MEMORY = 2
+ERROR_NO_DEVICE = 100
 ERROR_INVALID_CONTEXT = 201
+ERROR_MAP_FAILED = 205
+ERROR_PEER_ACCESS_UNSUPPORTED = 217
+ERROR_CONTAINED = 226
+ERROR_OPERATING_SYSTEM = 304
+ERROR_INVALID_HANDLE = 400
+ERROR_NOT_FOUND = 500
+ERROR_ILLEGAL_ADDRESS = 700
+ERROR_LAUNCH_TIMEOUT = 702
+ERROR_TOO_MANY_PEERS = 711
+ERROR_HARDWARE_STACK_ERROR = 714
+ERROR_ILLEGAL_INSTRUCTION = 715
+ERROR_MISALIGNED_ADDRESS = 716
+ERROR_INVALID_ADDRESS_SPACE = 717
+ERROR_INVALID_PC = 718
+ERROR_LAUNCH_FAILED = 719
+ERROR_TENSOR_MEMORY_LEAK = 721
+ERROR_NOT_PERMITTED = 800
+ERROR_NOT_SUPPORTED = 801
+ERROR_MPS_CLIENT_TERMINATED = 810
+ERROR_EXTERNAL_DEVICE = 911
 
 POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
 POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10
+POINTER_ATTRIBUTE_RANGE_START_ADDR = 11
+POINTER_ATTRIBUTE_RANGE_SIZE = 12
+POINTER_ATTRIBUTE_MEMPOOL_HANDLE = 17
 
+GET_PROC_ADDRESS_DEFAULT = 0
 STREAM_NON_BLOCKING = 1
 EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
@@ -31,14 +58,35 @@ MEMHOSTREGISTER_PORTABLE = 1
 IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1
 MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1
 MEM_HANDLE_TYPE_FABRIC = 8
+MEM_ALLOCATION_TYPE_PINNED = 1
 MEM_LOCATION_TYPE_DEVICE = 1
 MEM_ACCESS_FLAGS_PROT_READWRITE = 3
 # The only order that is right for memory that kernels write.
 MEMCPY_SRC_ACCESS_ORDER_STREAM = 1
 MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE = 1
 
+# cuda.h says of these that the process must be terminated and relaunched: every call after one of them fails.
+RELAUNCH_ERRORS = frozenset(
+    {
+        ERROR_CONTAINED,
+        ERROR_ILLEGAL_ADDRESS,
+        ERROR_LAUNCH_TIMEOUT,
+        ERROR_HARDWARE_STACK_ERROR,
+        ERROR_ILLEGAL_INSTRUCTION,
+        ERROR_MISALIGNED_ADDRESS,
+        ERROR_INVALID_ADDRESS_SPACE,
+        ERROR_INVALID_PC,
+        ERROR_LAUNCH_FAILED,
+        ERROR_TENSOR_MEMORY_LEAK,
+        ERROR_MPS_CLIENT_TERMINATED,
+        ERROR_EXTERNAL_DEVICE,
+    }
+)
 
-# The structs are those of cuda.h: CUmemLocation, CUmemAccessDesc and so on.
+_TEXT_BYTES = 128
+
+
+# The structs are those of cuda.h, which STRUCTS names; so are their fields.
 
 
 class MemLocation(ctypes.Structure):
@@ -52,83 +100,148 @@ class MemAccessDesc(ctypes.Structure):
 class MemAllocationProp(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_uint),
-        ("requested_handle_types", ctypes.c_uint),
+        ("requestedHandleTypes", ctypes.c_uint),
         ("location", MemLocation),
-        ("win32_handle_meta_data", ctypes.c_void_p),
-        ("alloc_flags", ctypes.c_ubyte * 8),
+        ("win32HandleMetaData", ctypes.c_void_p),
+        ("allocFlags", ctypes.c_ubyte * 8),
     )
 
 
 class MemcpyAttributes(ctypes.Structure):  # since 12.8
     _fields_ = (
-        ("src_access_order", ctypes.c_uint),
-        ("src_loc_hint", MemLocation),
-        ("dst_loc_hint", MemLocation),
+        ("srcAccessOrder", ctypes.c_uint),
+        ("srcLocHint", MemLocation),
+        ("dstLocHint", MemLocation),
         ("flags", ctypes.c_uint),
     )
 
 
 class IpcMemHandle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_BYTES),)
+    _fields_ = (("reserved", ctypes.c_char * IPC_HANDLE_SIZE),)
 
 
-_INT, _UINT, _SIZE, _ADDRESS = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t, ctypes.c_uint64
-_POINTER, _TEXT = ctypes.c_void_p, ctypes.c_char_p
-PROTOTYPES: dict[str, tuple[type, ...]] = {
-    "cuInit": (_UINT,),
-    "cuDriverGetVersion": (_POINTER,),
-    "cuGetErrorName": (_INT, _POINTER),
-    "cuGetProcAddress_v2": (_TEXT, _POINTER, _INT, _ADDRESS, _POINTER),
-    # Devices and contexts.
-    "cuDeviceGetCount": (_POINTER,),
-    "cuDeviceGet": (_POINTER, _INT),
-    "cuDeviceGetUuid": (_POINTER, _INT),
-    "cuDeviceGetUuid_v2": (_POINTER, _INT),
-    "cuDeviceGetName": (_POINTER, _INT, _INT),
-    "cuDeviceGetPCIBusId": (_POINTER, _INT, _INT),
-    "cuDevicePrimaryCtxRetain": (_POINTER, _INT),
-    "cuDevicePrimaryCtxRelease_v2": (_INT,),
-    "cuCtxGetCurrent": (_POINTER,),
-    "cuCtxSetCurrent": (_POINTER,),
-    "cuCtxGetStreamPriorityRange": (_POINTER, _POINTER),
-    # Streams, events, copies, kernels.
-    "cuStreamCreate": (_POINTER, _UINT),
-    "cuStreamCreateWithPriority": (_POINTER, _UINT, _INT),
-    "cuStreamSynchronize": (_POINTER,),
-    "cuStreamDestroy_v2": (_POINTER,),
-    "cuEventCreate": (_POINTER, _UINT),
-    "cuEventRecord": (_POINTER, _POINTER),
-    "cuEventSynchronize": (_POINTER,),
-    "cuEventDestroy_v2": (_POINTER,),
-    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, _SIZE, _POINTER),
-    "cuModuleLoadData": (_POINTER, _TEXT),
-    "cuModuleGetFunction": (_POINTER, _POINTER, _TEXT),
-    "cuLaunchKernel": (_POINTER, *(_UINT,) * 7, _POINTER, _POINTER, _POINTER),
-    # Memory of the GPU and of the host.
-    "cuMemGetInfo_v2": (_POINTER, _POINTER),
-    "cuMemAlloc_v2": (_POINTER, _SIZE),
-    "cuMemFree_v2": (_ADDRESS,),
-    "cuMemHostAlloc": (_POINTER, _SIZE, _UINT),
-    "cuMemFreeHost": (_POINTER,),
-    "cuMemHostRegister_v2": (_POINTER, _SIZE, _UINT),
-    "cuMemHostUnregister": (_POINTER,),
-    "cuPointerGetAttribute": (_POINTER, _INT, _ADDRESS),
-    "cuMemGetAddressRange_v2": (_POINTER, _POINTER, _ADDRESS),
-    # Memory of another process: IPC handles, and allocations of the virtual memory API.
-    "cuIpcGetMemHandle": (_POINTER, _ADDRESS),
-    "cuIpcOpenMemHandle_v2": (_POINTER, IpcMemHandle, _UINT),
-    "cuIpcCloseMemHandle": (_ADDRESS,),
-    "cuMemRetainAllocationHandle": (_POINTER, _ADDRESS),
-    "cuMemGetAllocationPropertiesFromHandle": (_POINTER, _ADDRESS),
-    "cuMemExportToShareableHandle": (_POINTER, _ADDRESS, _UINT, _ADDRESS),
-    "cuMemImportFromShareableHandle": (_POINTER, _POINTER, _UINT),
-    "cuMemRelease": (_ADDRESS,),
-    "cuMemAddressReserve": (_POINTER, _SIZE, _SIZE, _ADDRESS, _ADDRESS),
-    "cuMemAddressFree": (_ADDRESS, _SIZE),
-    "cuMemMap": (_ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS),
-    "cuMemUnmap": (_ADDRESS, _SIZE),
-    "cuMemSetAccess": (_ADDRESS, _SIZE, _POINTER, _SIZE),
+class Uuid(ctypes.Structure):
+    _fields_ = (("bytes", ctypes.c_char * 16),)
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "CUmemLocation": MemLocation,
+    "CUmemAccessDesc": MemAccessDesc,
+    "CUmemAllocationProp": MemAllocationProp,
+    "CUmemcpyAttributes": MemcpyAttributes,
+    "CUipcMemHandle": IpcMemHandle,
+    "CUuuid": Uuid,
 }
+
+TYPES: dict[str, type] = {
+    "int": ctypes.c_int,
+    "unsigned int": ctypes.c_uint,
+    "unsigned long long": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "cuuint64_t": ctypes.c_uint64,
+    "CUresult": ctypes.c_int,
+    "CUdevice": ctypes.c_int,
+    "CUdeviceptr": ctypes.c_uint64,
+    "CUcontext": ctypes.c_void_p,
+    "CUstream": ctypes.c_void_p,
+    "CUevent": ctypes.c_void_p,
+    "CUmodule": ctypes.c_void_p,
+    "CUfunction": ctypes.c_void_p,
+    "CUpointer_attribute": ctypes.c_int,
+    "CUmemGenericAllocationHandle": ctypes.c_uint64,
+    "CUmemAllocationHandleType": ctypes.c_int,
+    "CUipcMemHandle": IpcMemHandle,
+}
+"""What a C type of an argument is here. Every pointer is a ``c_void_p``, but a text's a ``c_char_p``."""
+
+PROTOTYPES: dict[str, tuple[str, ...]] = {
+    "cuInit": ("unsigned int",),
+    "cuDriverGetVersion": ("int *",),
+    "cuGetErrorName": ("CUresult", "const char **"),
+    "cuGetProcAddress_v2": ("const char *", "void **", "int", "cuuint64_t", "CUdriverProcAddressQueryResult *"),
+    # Devices and contexts.
+    "cuDeviceGetCount": ("int *",),
+    "cuDeviceGet": ("CUdevice *", "int"),
+    "cuDeviceGetUuid": ("CUuuid *", "CUdevice"),
+    "cuDeviceGetUuid_v2": ("CUuuid *", "CUdevice"),
+    "cuDeviceGetName": ("char *", "int", "CUdevice"),
+    "cuDeviceGetPCIBusId": ("char *", "int", "CUdevice"),
+    "cuDevicePrimaryCtxRetain": ("CUcontext *", "CUdevice"),
+    "cuDevicePrimaryCtxRelease_v2": ("CUdevice",),
+    "cuCtxGetCurrent": ("CUcontext *",),
+    "cuCtxSetCurrent": ("CUcontext",),
+    "cuCtxGetStreamPriorityRange": ("int *", "int *"),
+    # Streams, events, copies, kernels.
+    "cuStreamCreate": ("CUstream *", "unsigned int"),
+    "cuStreamCreateWithPriority": ("CUstream *", "unsigned int", "int"),
+    "cuStreamSynchronize": ("CUstream",),
+    "cuStreamDestroy_v2": ("CUstream",),
+    "cuEventCreate": ("CUevent *", "unsigned int"),
+    "cuEventRecord": ("CUevent", "CUstream"),
+    "cuEventSynchronize": ("CUevent",),
+    "cuEventDestroy_v2": ("CUevent",),
+    "cuMemcpyAsync": ("CUdeviceptr", "CUdeviceptr", "size_t", "CUstream"),
+    "cuModuleLoadData": ("CUmodule *", "const void *"),
+    "cuModuleGetFunction": ("CUfunction *", "CUmodule", "const char *"),
+    "cuLaunchKernel": ("CUfunction", *("unsigned int",) * 7, "CUstream", "void **", "void **"),
+    # Memory of the GPU and of the host.
+    "cuMemGetInfo_v2": ("size_t *", "size_t *"),
+    "cuMemAlloc_v2": ("CUdeviceptr *", "size_t"),
+    "cuMemFree_v2": ("CUdeviceptr",),
+    "cuMemHostAlloc": ("void **", "size_t", "unsigned int"),
+    "cuMemFreeHost": ("void *",),
+    "cuMemHostRegister_v2": ("void *", "size_t", "unsigned int"),
+    "cuMemHostUnregister": ("void *",),
+    "cuPointerGetAttribute": ("void *", "CUpointer_attribute", "CUdeviceptr"),
+    "cuMemGetAddressRange_v2": ("CUdeviceptr *", "size_t *", "CUdeviceptr"),
+    # Memory of another process: IPC handles, and allocations of the virtual memory API.
+    "cuIpcGetMemHandle": ("CUipcMemHandle *", "CUdeviceptr"),
+    "cuIpcOpenMemHandle_v2": ("CUdeviceptr *", "CUipcMemHandle", "unsigned int"),
+    "cuIpcCloseMemHandle": ("CUdeviceptr",),
+    "cuMemRetainAllocationHandle": ("CUmemGenericAllocationHandle *", "void *"),
+    "cuMemGetAllocationPropertiesFromHandle": ("CUmemAllocationProp *", "CUmemGenericAllocationHandle"),
+    "cuMemExportToShareableHandle": (
+        *("void *", "CUmemGenericAllocationHandle", "CUmemAllocationHandleType", "unsigned long long"),
+    ),
+    "cuMemImportFromShareableHandle": ("CUmemGenericAllocationHandle *", "void *", "CUmemAllocationHandleType"),
+    "cuMemRelease": ("CUmemGenericAllocationHandle",),
+    "cuMemAddressReserve": ("CUdeviceptr *", "size_t", "size_t", "CUdeviceptr", "unsigned long long"),
+    "cuMemAddressFree": ("CUdeviceptr", "size_t"),
+    "cuMemMap": ("CUdeviceptr", "size_t", "size_t", "CUmemGenericAllocationHandle", "unsigned long long"),
+    "cuMemUnmap": ("CUdeviceptr", "size_t"),
+    "cuMemSetAccess": ("CUdeviceptr", "size_t", "const CUmemAccessDesc *", "size_t"),
+}
+"""The C types of each symbol's arguments; all return a CUresult."""
+
+OPTIONAL = frozenset({"cuDeviceGetUuid"})
+"""Symbols that a driver may be without: headers from 13.0 on do not declare them any more."""
+
+_COLUMNS = ("CUdeviceptr *", "CUdeviceptr *", "size_t *", "size_t", "CUmemcpyAttributes *", "size_t *", "size_t")
+BATCH_SYMBOL = "cuMemcpyBatchAsync"
+BATCH_FORMS: dict[int, tuple[str, ...]] = {
+    12080: (*_COLUMNS, "size_t *", "CUstream"),
+    13000: (*_COLUMNS, "CUstream"),
+}
+"""The two forms of BATCH_SYMBOL, by the version that ``cuGetProcAddress`` is asked for: destinations, sources, sizes,
+their count, attributes, first copies, their count, then in the older form which copy failed, then the stream."""
+
+
+def argument_types(declared: tuple[str, ...]) -> list[type]:
+    """Return what ctypes calls these C types."""
+    return [
+        (ctypes.c_char_p if text == "const char *" else ctypes.c_void_p) if text.endswith("*") else TYPES[text]
+        for text in declared
+    ]
+
+
+def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> None:
+    """Give the library's functions these prototypes. Raises AttributeError for one that is not there, but OPTIONAL."""
+    for name, declared in prototypes.items():
+        if name in OPTIONAL and not hasattr(library, name):
+            continue
+        function = getattr(library, name)
+        function.argtypes = argument_types(declared)
+        function.restype = TYPES["CUresult"]
 
 
 class CudaCallFailed(Exception):
@@ -164,10 +277,7 @@ class CudaLibrary:
     def __init__(self, path: str) -> None:
         try:
             self._library = ctypes.CDLL(path)
-            for name, argtypes in PROTOTYPES.items():
-                function = getattr(self._library, name)
-                function.argtypes = argtypes
-                function.restype = ctypes.c_int
+            declare(self._library, PROTOTYPES)
         except (OSError, AttributeError) as error:
             raise self.library_missing(
                 f"The CUDA driver {path} cannot be used ({error}); install a driver of CUDA 12 or newer, or set "
@@ -205,24 +315,24 @@ class CudaLibrary:
 
     def version(self) -> int:
         """Return the highest CUDA version that the driver supports: 1000 * major + 10 * minor."""
-        return self._number(_INT, "cuDriverGetVersion")
+        return self._number(ctypes.c_int, "cuDriverGetVersion")
 
     def device_count(self) -> int:
-        return self._number(_INT, "cuDeviceGetCount")
+        return self._number(ctypes.c_int, "cuDeviceGetCount")
 
     def device(self, ordinal: int) -> int:
-        return self._number(_INT, "cuDeviceGet", ordinal)
+        return self._number(ctypes.c_int, "cuDeviceGet", ordinal)
 
     def device_name(self, device: int) -> str:
         return self._text("cuDeviceGetName", device)
 
     def device_uuid(self, device: int) -> bytes:
         """Return 16 bytes: the UUID of the MIG instance where the device is one."""
-        return self._bytes(UUID_BYTES, "cuDeviceGetUuid_v2", device)
+        return self._bytes(ctypes.sizeof(Uuid), "cuDeviceGetUuid_v2", device)
 
     def retain_context(self, device: int) -> int:
         """Return the device's primary context, the one that torch uses; make it if need be. Release it as often."""
-        return self._number(_POINTER, "cuDevicePrimaryCtxRetain", device)
+        return self._number(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", device)
 
     def release_context(self, device: int) -> None:
         """Give one ``retain_context`` back; the context goes with the last."""

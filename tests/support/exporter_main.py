@@ -11,19 +11,23 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.cuda_calls import load, pinned_properties
+
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda.export import ExportDriver, export_segments
 from kvoffd_client.cuda.order import Event, OrderedSender
-from kvoffd_proto.cuda_driver import DEFAULT_LIBRARY
+from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer
 
 CHUNK = 2 << 20
-U64, SIZE, POINTER = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
 
 
 class Gpu:
@@ -33,7 +37,7 @@ class Gpu:
         self.layers, self.blocks, self.page_bytes = layers, blocks, page_bytes
         self.driver = ExportDriver(library)
         self.driver.set_context(self.driver.retain_context(0))
-        self.cuda = ctypes.CDLL(library or DEFAULT_LIBRARY)
+        self.cuda = load(library or cuda.DEFAULT_LIBRARY)
         self.nbytes = layers * blocks * page_bytes
         self.address = self._ordinary() if kind == "ordinary" else self._chunks()
 
@@ -42,11 +46,11 @@ class Gpu:
         assert status == 0, (name, status)
 
     def write(self, data: bytes) -> None:
-        self.call("cuMemcpyHtoD_v2", U64(self.address), data, SIZE(len(data)))
+        self.call("cuMemcpyHtoD_v2", self.address, data, len(data))
 
     def read(self) -> bytes:
         data = ctypes.create_string_buffer(self.nbytes)
-        self.call("cuMemcpyDtoH_v2", data, U64(self.address), SIZE(self.nbytes))
+        self.call("cuMemcpyDtoH_v2", data, self.address, self.nbytes)
         return data.raw
 
     def pages(self) -> list[str]:
@@ -55,21 +59,22 @@ class Gpu:
         return [hashlib.sha256(data[:, block].tobytes()).hexdigest() for block in range(self.blocks)]
 
     def _ordinary(self) -> int:
-        address = U64()
-        self.call("cuMemAlloc_v2", ctypes.byref(address), SIZE(self.nbytes))
+        address = ctypes.c_uint64()
+        self.call("cuMemAlloc_v2", ctypes.byref(address), self.nbytes)
         return address.value
 
     def _chunks(self) -> int:
         count = -(-self.nbytes // CHUNK)
-        address, properties = U64(), (ctypes.c_uint32 * 8)(1, 1, 1, 0)
-        self.call("cuMemAddressReserve", ctypes.byref(address), SIZE(count * CHUNK), SIZE(0), U64(0), U64(0))
+        properties = pinned_properties(0, cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        address, allocation = ctypes.c_uint64(), ctypes.c_uint64()
+        self.call("cuMemAddressReserve", ctypes.byref(address), count * CHUNK, 0, 0, 0)
         for number in range(count):
-            allocation = U64()
-            self.call("cuMemCreate", ctypes.byref(allocation), SIZE(CHUNK), properties, U64(0))
-            self.call("cuMemMap", U64(address.value + number * CHUNK), SIZE(CHUNK), SIZE(0), allocation, U64(0))
-            self.call("cuMemRelease", allocation)
-        access = (ctypes.c_uint32 * 3)(1, 0, 3)
-        self.call("cuMemSetAccess", address, SIZE(count * CHUNK), access, SIZE(1))
+            self.call("cuMemCreate", ctypes.byref(allocation), CHUNK, ctypes.byref(properties), 0)
+            self.call("cuMemMap", address.value + number * CHUNK, CHUNK, 0, allocation.value, 0)
+            self.call("cuMemRelease", allocation.value)
+        location = cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, 0)
+        access = cuda.MemAccessDesc(location, cuda.MEM_ACCESS_FLAGS_PROT_READWRITE)
+        self.call("cuMemSetAccess", address.value, count * CHUNK, ctypes.byref(access), 1)
         return address.value
 
     def write_late(self, data: bytes) -> Event:

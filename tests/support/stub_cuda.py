@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.cuda_calls import load, pinned_properties
 from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.driver import CudaDriver
@@ -59,7 +60,7 @@ class StubCuda:
 
     def __init__(self, library: Path) -> None:
         self.path = str(library)
-        self._library = ctypes.CDLL(self.path)
+        self._library = load(self.path)
         self._library.stub_log_length.restype = ctypes.c_size_t
 
     def driver(self) -> CudaDriver:
@@ -120,24 +121,21 @@ class StubCuda:
     def allocate(self, size: int) -> DeviceBuffer:
         """Ordinary device memory; needs a context."""
         address = ctypes.c_uint64()
-        self._library.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         assert self._library.cuMemAlloc_v2(ctypes.byref(address), size) == 0
         return DeviceBuffer(address.value, size, self.ipc_handle(address.value))
 
     def free(self, buffer: DeviceBuffer) -> None:
         """Frees device memory."""
-        self._library.cuMemFree_v2.argtypes = [ctypes.c_uint64]
         assert self._library.cuMemFree_v2(buffer.address) == 0
 
     def map_chunks(self, sizes: list[int], handle_types: int = 1) -> DeviceBuffer:
         """Memory of the virtual memory API, in chunks; needs a context."""
-        library, size, device = self._library, ctypes.c_size_t, 0
-        driver = self.driver()
+        device, driver = 0, self.driver()
         address = at = driver.reserve(sum(sizes))
-        properties = (ctypes.c_uint32 * 8)(1, handle_types, 1, device)
+        properties = ctypes.byref(pinned_properties(device, handle_types))
         for length in sizes:
             allocation = ctypes.c_uint64()
-            assert library.cuMemCreate(ctypes.byref(allocation), size(length), properties, ctypes.c_uint64(0)) == 0
+            assert self._library.cuMemCreate(ctypes.byref(allocation), length, properties, 0) == 0
             driver.map(at, length, allocation.value)
             driver.release(allocation.value)
             at += length
@@ -147,7 +145,6 @@ class StubCuda:
     def ipc_handle(self, address: int) -> bytes:
         """The handle of an allocation."""
         handle = ctypes.create_string_buffer(64)
-        self._library.cuIpcGetMemHandle.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         assert self._library.cuIpcGetMemHandle(handle, address) == 0
         return handle.raw
 

@@ -48,7 +48,7 @@ class ExportDriver(cuda.CudaLibrary):
         return bool(self._number(ctypes.c_uint, "cuPointerGetAttribute", attribute, address))
 
     def ipc_handle(self, base: int) -> bytes:
-        return self._bytes(cuda.IPC_HANDLE_BYTES, "cuIpcGetMemHandle", base)
+        return self._bytes(cuda.IPC_HANDLE_SIZE, "cuIpcGetMemHandle", base)
 
     def export_chunk(self, address: int) -> tuple[int, int]:
         """Export the chunk mapped at ``address``: (fd, handle types); fd is -1 where its types have no descriptors."""
@@ -56,7 +56,7 @@ class ExportDriver(cuda.CudaLibrary):
         try:
             properties = cuda.MemAllocationProp()
             self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(properties), allocation)
-            types, wanted = int(properties.requested_handle_types), cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            types, wanted = int(properties.requestedHandleTypes), cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             if not types & wanted:
                 return -1, types
             return self._number(ctypes.c_int, "cuMemExportToShareableHandle", allocation, wanted, 0), types

@@ -9,8 +9,6 @@ from kvoffd.errors import KvoffdError
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.errors import ErrorCode
 
-_BATCH_SYMBOL = b"cuMemcpyBatchAsync"
-
 
 class CudaError(cuda.CudaCallFailed, KvoffdError):
     """A call of the driver failed."""
@@ -36,8 +34,14 @@ class CudaDriver(cuda.CudaLibrary):
         self._copy = self._library.cuMemcpyAsync
 
     def whole_uuid(self, device: int) -> bytes:
-        """Return 16 bytes: the UUID of the whole GPU, also where the device is a MIG instance of it."""
-        return self._bytes(cuda.UUID_BYTES, "cuDeviceGetUuid", device)
+        """Return 16 bytes: the UUID of the whole GPU, also where the device is a MIG instance of it.
+
+        Drivers that do not tell any more give the device's own.
+        """
+        call = "cuDeviceGetUuid"
+        if not hasattr(self._library, call):
+            return self.device_uuid(device)
+        return self._bytes(ctypes.sizeof(cuda.Uuid), call, device)
 
     def pci_bus_id(self, device: int) -> str:
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
@@ -77,16 +81,20 @@ class CudaDriver(cuda.CudaLibrary):
         """Return the call for many copies at once; None where the driver has none (before CUDA 12.8)."""
         version = self.version()
         # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
-        if version < 12080:
+        if version < min(cuda.BATCH_FORMS):
             return None
-        has_fail_index = version < 13000
+        form = max(known for known in cuda.BATCH_FORMS if known <= version)
         function, status = ctypes.c_void_p(), ctypes.c_int()
         error = self._library.cuGetProcAddress_v2(
-            _BATCH_SYMBOL, ctypes.byref(function), 12080 if has_fail_index else 13000, 0, ctypes.byref(status)
+            cuda.BATCH_SYMBOL.encode(),
+            ctypes.byref(function),
+            form,
+            cuda.GET_PROC_ADDRESS_DEFAULT,
+            ctypes.byref(status),
         )
         if error or not function.value:
             return None
-        return BatchCopy(self, function.value, has_fail_index)
+        return BatchCopy(self, function.value, form)
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -134,22 +142,18 @@ class BatchCopy:
     also returns the index of the copy that failed.
     """
 
-    def __init__(self, driver: CudaDriver, function: int, has_fail_index: bool) -> None:
+    def __init__(self, driver: CudaDriver, function: int, form: int) -> None:
         self._driver = driver
-        pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        fail_index = (pointer,) if has_fail_index else ()
-        prototype = ctypes.CFUNCTYPE(
-            ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, *fail_index, pointer
-        )
-        self._function = prototype(function)
+        declared = cuda.BATCH_FORMS[form]
+        self._function = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.argument_types(declared))(function)
         # One entry of attributes, which holds from copy 0 on: for all of them.
         self._attributes = cuda.MemcpyAttributes(
-            src_access_order=cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=cuda.MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+            srcAccessOrder=cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=cuda.MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
         )
         self._first = ctypes.c_size_t(0)
         self._fail_index = ctypes.c_size_t(0)
         self._fixed: tuple[int, ...] = (ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1)
-        if has_fail_index:
+        if len(declared) > len(cuda.BATCH_FORMS[max(cuda.BATCH_FORMS)]):
             self._fixed += (ctypes.addressof(self._fail_index),)
 
     def __call__(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:

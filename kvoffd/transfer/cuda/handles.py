@@ -9,19 +9,27 @@ from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
-from kvoffd_proto.cuda_driver import ERROR_INVALID_CONTEXT
+from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.errors import ErrorCode
 
 # Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
 _MAX_SEGMENT_BYTES = 1 << 56
 
 _ADVICE = {
-    1: "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or GPU.",
-    205: "The driver cannot map the memory: container runtimes that split GPUs up between containers forbid that.",
-    217: "This GPU cannot reach the memory of the one it lies on; the engine must export memory of its own GPU.",
-    400: "The handle is stale: the engine has freed the memory, or has ended.",
-    711: "The GPU has as many peers as it can have.",
-    801: "CUDA's sharing of memory between processes does not work here, as in some virtual machines and sandboxes.",
+    cuda.ERROR_INVALID_VALUE: (
+        "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or GPU."
+    ),
+    cuda.ERROR_MAP_FAILED: (
+        "The driver cannot map the memory: container runtimes that split GPUs up between containers forbid that."
+    ),
+    cuda.ERROR_PEER_ACCESS_UNSUPPORTED: (
+        "This GPU cannot reach the memory of the one it lies on; the engine must export memory of its own GPU."
+    ),
+    cuda.ERROR_INVALID_HANDLE: "The handle is stale: the engine has freed the memory, or has ended.",
+    cuda.ERROR_TOO_MANY_PEERS: "The GPU has as many peers as it can have.",
+    cuda.ERROR_NOT_SUPPORTED: (
+        "CUDA's sharing of memory between processes does not work here, as in some virtual machines and sandboxes."
+    ),
 }
 
 
@@ -156,7 +164,7 @@ class GpuMappings:
 
 def _unmappable(error: CudaError) -> UnmappableHandle:
     advice = _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
-    if error.call.startswith("cuIpcOpen") and error.status == ERROR_INVALID_CONTEXT:
+    if error.call == "cuIpcOpenMemHandle_v2" and error.status == cuda.ERROR_INVALID_CONTEXT:
         advice = (
             f"Most likely the engine's process and the daemon have the same process id ({os.getpid()}), each in its "
             "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."

@@ -1,0 +1,152 @@
+"""What our ctypes bindings say of the CUDA driver is so in NVIDIA's headers; a mistake of any kind is seen."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cuda_abi import Declarations, differences, header_version
+from support.cuda_calls import TEST_PROTOTYPES
+from support.cuda_files import ROOT, VERSIONS, include_directory
+
+from kvoffd_proto import cuda_driver as cuda
+
+CONSTANTS = {
+    ("CUDA_" if name.startswith("ERROR_") else "CU_") + name: value
+    for name, value in vars(cuda).items()
+    if name.isupper() and not name.startswith("_") and isinstance(value, int)
+}
+OURS = Declarations(
+    {**cuda.PROTOTYPES, **TEST_PROTOTYPES},
+    cuda.TYPES,
+    cuda.STRUCTS,
+    CONSTANTS,
+    cuda.BATCH_FORMS,
+    gone=dict.fromkeys(cuda.OPTIONAL, 13000),
+    since={
+        "CU_MEM_HANDLE_TYPE_FABRIC": 12030,
+        "CUDA_ERROR_CONTAINED": 12050,
+        "CUDA_ERROR_TENSOR_MEMORY_LEAK": 12050,
+        "CUmemcpyAttributes": 12080,
+        "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM": 12080,
+        "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": 12080,
+    },
+)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_our_declarations_are_those_of_the_header(version: str) -> None:
+    assert differences(OURS, include_directory(version)) == {}
+
+
+def test_no_other_calls_of_cuda_are_made() -> None:
+    """No code names a call that the tables do not declare, or loads another library of CUDA."""
+    known = {*OURS.prototypes, cuda.BATCH_SYMBOL}
+    strangers = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for place in ("kvoffd", "client/kvoffd_client", "proto/kvoffd_proto", "tests")
+        for path in (ROOT / place).rglob("*.py")
+        if path.parent.name != "abi"
+        for name in names_of(ast.parse(path.read_text()))
+        if re.fullmatch(r"(cu|cuda|nvml)[A-Z][A-Za-z]+\w*|libcudart.*|libnvidia-ml.*", name) and name not in known
+    }
+    assert strangers == set(), "declare them in cuda_driver.PROTOTYPES, where the headers judge them"
+
+
+def names_of(tree: ast.Module) -> Iterator[str]:
+    """Texts and attributes of a module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+class Swapped(ctypes.Structure):
+    """CUmemLocation in another order."""
+
+    _fields_ = (("id", ctypes.c_int), ("type", ctypes.c_uint))
+
+
+class TooLarge(ctypes.Structure):
+    """CUuuid with eight bytes too many."""
+
+    _fields_ = (("bytes", ctypes.c_char * 24),)
+
+
+MISTAKES: dict[str, tuple[Declarations, str]] = {
+    "a flag of another one's value": (
+        Declarations(constants={"CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE": 14}),
+        "CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE",
+    ),
+    "an enumerator that does not exist": (
+        Declarations(constants={"CU_POINTER_ATTRIBUTE_IPC": 10}),
+        "CU_POINTER_ATTRIBUTE_IPC",
+    ),
+    "a defined number": (Declarations(constants={"CU_IPC_HANDLE_SIZE": 32}), "CU_IPC_HANDLE_SIZE"),
+    "two arguments in the other order": (
+        Declarations({"cuMemGetAddressRange_v2": ("size_t *", "CUdeviceptr *", "CUdeviceptr")}),
+        "cuMemGetAddressRange_v2",
+    ),
+    "an argument too few": (Declarations({"cuMemMap": ("CUdeviceptr", *("size_t",) * 3)}), "cuMemMap"),
+    "an int for a size": (Declarations({"cuMemUnmap": ("CUdeviceptr", "int")}), "cuMemUnmap"),
+    "a symbol of the 32-bit past": (Declarations({"cuMemAlloc": ("CUdeviceptr *", "size_t")}), "cuMemAlloc"),
+    "a symbol that has a successor of the same types": (
+        Declarations({"cuStreamDestroy": ("CUstream",)}),
+        "cuStreamDestroy",
+    ),
+    "a version that does not exist": (Declarations({"cuMemMap_v2": cuda.PROTOTYPES["cuMemMap"]}), "cuMemMap_v2"),
+    "fields in the other order": (Declarations(structs={"CUmemLocation": Swapped}), "CUmemLocation"),
+    "a struct too large": (Declarations(structs={"CUuuid": TooLarge}), "CUuuid"),
+    "a type too small": (Declarations(types={"CUdeviceptr": ctypes.c_uint}), "CUdeviceptr"),
+    "a number for a pointer": (Declarations(types={"CUstream": ctypes.c_uint64}), "CUstream"),
+}
+BATCH_MISTAKES = {
+    "the forms exchanged": ({12080: cuda.BATCH_FORMS[13000], 13000: cuda.BATCH_FORMS[12080]}, {12080, 13000}),
+    "sizes before sources": ({12080: tuple(sorted(cuda.BATCH_FORMS[12080]))}, {12080}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("version", ["12.0", "newest"])
+def test_a_mistake_is_found(version: str, mistake: str) -> None:
+    wrong, name = MISTAKES[mistake]
+    assert list(differences(wrong, include_directory(version))) == [name]
+
+
+@pytest.mark.parametrize("mistake", BATCH_MISTAKES)
+def test_a_mistake_in_the_batch_call_is_found(mistake: str) -> None:
+    forms, wrong = BATCH_MISTAKES[mistake]
+    found = differences(Declarations(batch_forms=forms), include_directory("newest"))
+    assert set(found) == {f"PFN_cuMemcpyBatchAsync_v{form}" for form in wrong}
+
+
+def test_a_mistake_is_found_among_all_others() -> None:
+    constants = {**OURS.constants, "CU_STREAM_NON_BLOCKING": 2}
+    found = differences(replace(OURS, constants=constants), include_directory("newest"))
+    assert list(found) == ["CU_STREAM_NON_BLOCKING"]
+
+
+@pytest.mark.parametrize("version", ["12.8", "newest"])
+def test_the_errors_that_end_a_process_are_those_of_the_header(version: str) -> None:
+    include = include_directory(version)
+    text = (include / "cuda.h").read_text()
+    errors = text[text.index("typedef enum cudaError_enum") : text.index("} CUresult;")]
+    ending = {
+        int(number)
+        for comment, number in re.findall(r"/\*\*(.*?)\*/\s*CUDA_\w+\s*=\s*(\d+)", errors, re.DOTALL)
+        if "process must be terminated" in re.sub(r"[\s*]+", " ", comment)
+    }
+    assert ending == cuda.RELAUNCH_ERRORS
+
+
+def test_the_headers_are_of_the_versions_they_are_called_by() -> None:
+    versions = [header_version(include_directory(version)) for version in VERSIONS]
+    assert versions[:5] == [12000, 12040, 12080, 12090, 13000]
+    assert versions[5] >= 13000
+    assert Path(include_directory("newest"), "cudaTypedefs.h").exists()
