@@ -176,6 +176,11 @@ class Config:
         "Path of the CUDA driver's library; nothing for the system's library.",
         "a library, such as /usr/lib/libcuda.so.1",
     )
+    cuda_batches: str = choice_setting(
+        "auto",
+        ("auto", "off"),
+        "Whether small pieces are copied in batches where the CUDA driver knows them, or always one by one.",
+    )
 
     @property
     def max_slots(self) -> int:

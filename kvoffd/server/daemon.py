@@ -233,7 +233,8 @@ class Daemon:
         adopt_blocks(cache, pool)
         self._inbox = Inbox(asyncio.get_running_loop())
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
-        self._gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library)
+        batches = config.cuda_batches == "auto"
+        self._gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library, batches=batches)
         if self._gpus.available:
             logger.info("A CUDA driver is here; GPUs are used when their engines register.")
         self._page_faulter = PageFaulter()

@@ -58,6 +58,8 @@ class DirectionLoad(NamedTuple):
     """CPU seconds that went into checksums, whichever threads took them."""
     checksum_bytes: int = 0
     """Bytes of which checksums were taken."""
+    refused_batches: int = 0
+    """Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."""
 
     def plus(self, other: DirectionLoad) -> DirectionLoad:
         return DirectionLoad(*map(add, self, other))

@@ -90,6 +90,10 @@ class DirectionStats(Wire, frozen=True):
         ),
     ] = 0.0
     checksum_bytes: Annotated[ByteCount, counter("Bytes whose checksums were taken or compared for a job.")] = 0
+    refused_batches: Annotated[
+        Count,
+        counter("Batches of copies that a CUDA driver refused, so that their pieces were copied one by one."),
+    ] = 0
 
 
 class PoolStats(Wire, frozen=True):

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver, CudaError
-from kvoffd.transfer.engine import Direction, Outcome, Transfer
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, LaneEngine
 from kvoffd.transfer.plan import Plan, UInt64Array
 
@@ -46,6 +46,9 @@ STEP_PIECES = 512
 
 # From this size on one call a piece costs less than the copy itself takes, batches gain nothing.
 PLAIN_BYTES = 256 << 10
+
+# For how long pieces are copied one by one after a batch was refused; then a batch is tried again.
+BATCH_PAUSE_S = 30.0
 
 # Pieces cut at a time, so that the thread never holds the GIL for long.
 _PIECES_AT_A_TIME = 4096
@@ -78,7 +81,7 @@ class CudaEngine(LaneEngine):
         clock: Callable[[], float] = time.monotonic,
         step_pieces: int = STEP_PIECES,
     ) -> None:
-        self._calls = CopyCalls(driver, name)
+        self._calls = CopyCalls(driver, name, clock)
 
         def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
             copier = _GpuCopier(driver, context, direction, is_pinned, self._calls, locality, step_pieces)
@@ -101,36 +104,49 @@ class CudaEngine(LaneEngine):
     def lost(self) -> bool:
         return self._calls.lost
 
+    def load_of(self, direction: Direction) -> DirectionLoad:
+        return super().load_of(direction)._replace(refused_batches=self._calls.refused_batches[direction])
+
 
 class CopyCalls:
-    """Makes one GPU's copies: in batches, until one of them is refused, then one by one.
+    """Makes one GPU's copies: in batches; for BATCH_PAUSE_S after one of them was refused, one by one.
 
     Attributes:
         lost: the context is lost; whatever is called in it fails.
+        refused_batches: how many the driver refused that single copies could do.
     """
 
-    def __init__(self, driver: CudaDriver, name: str) -> None:
+    def __init__(self, driver: CudaDriver, name: str, clock: Callable[[], float]) -> None:
         self._driver = driver
         self._name = name
+        self._clock = clock
         self.lost = False
+        self.refused_batches = dict.fromkeys(Direction, 0)
         self._batch: BatchCopy | None = driver.batch_copy()
+        self._resume_at = clock()
+        self._refusing = False
         if self._batch is None:
-            _log.info("%s: the driver supports no batches (CUDA 12.8 does); pieces are copied one by one.", name)
+            _log.info("%s: no batches, by the setting or the driver (CUDA 12.8 has them): single copies.", name)
 
-    def launch(self, step: Step, stream: int) -> None:
+    def launch(self, step: Step, direction: Direction, stream: int) -> None:
         """Put a step into the stream. Raises CudaError; a part of the step may be in the stream all the same."""
         count = step.size.size
         batch = self._batch
-        if count and batch is not None:
+        if count and batch is not None and self._clock() >= self._resume_at:
             try:
                 batch(step.destination.ctypes.data, step.source.ctypes.data, step.size.ctypes.data, count, stream)
             except CudaError as error:
                 # Copying a piece twice does no harm, so it does not matter how far the batch came.
                 self._launch_plain(step, stream)
                 # Single copies do work, so it was the batch.
-                if self._batch is not None:
-                    self._batch = None
-                    _log.warning("%s: batches fail, pieces are copied one by one from now on: %s", self._name, error)
+                self.refused_batches[direction] += 1
+                self._resume_at = self._clock() + BATCH_PAUSE_S
+                if not self._refusing:
+                    sentence = "%s: a batch failed; pieces are copied one by one, a batch is tried each %.0f s: %s"
+                    _log.warning(sentence, self._name, BATCH_PAUSE_S, error)
+                self._refusing = True
+            else:
+                self._refusing = False
         elif count:
             self._launch_plain(step, stream)
         for destination, source, size in step.plain:
@@ -189,7 +205,7 @@ class _GpuCopier:
                 self._wait_oldest(progress)
             if (early := progress.must_end()) is not None:
                 return early
-            self._calls.launch(step, self._stream)
+            self._calls.launch(step, self._direction, self._stream)
             event = self._events[number % STEPS_IN_FLIGHT]
             self._driver.record_event(event, self._stream)
             self._in_flight.append((event, step.nbytes))

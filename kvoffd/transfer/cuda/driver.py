@@ -23,14 +23,19 @@ class CudaMissing(KvoffdError):
 
 
 class CudaDriver(cuda.CudaLibrary):
-    """The driver library at a path, the system's when it is empty, as the daemon uses it. See CudaLibrary."""
+    """The driver library at a path, the system's when it is empty, as the daemon uses it. See CudaLibrary.
+
+    Args:
+        batches: whether ``batch_copy`` looks for the call at all.
+    """
 
     call_failed = CudaError
     library_missing = CudaMissing
     setting = "cuda_library"
 
-    def __init__(self, library: str = "") -> None:
+    def __init__(self, library: str = "", *, batches: bool = True) -> None:
         super().__init__(library or cuda.DEFAULT_LIBRARY)
+        self._batches = batches
         self._copy = self._library.cuMemcpyAsync
 
     def whole_uuid(self, device: int) -> bytes:
@@ -78,10 +83,10 @@ class CudaDriver(cuda.CudaLibrary):
             raise self.error("cuMemcpyAsync", status)
 
     def batch_copy(self) -> BatchCopy | None:
-        """Return the call for many copies at once; None where the driver has none (before CUDA 12.8)."""
+        """Return the call for many copies at once; None where the driver has none (before CUDA 12.8) or may not be."""
         version = self.version()
         # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
-        if version < min(cuda.BATCH_FORMS):
+        if not self._batches or version < min(cuda.BATCH_FORMS):
             return None
         form = max(known for known in cuda.BATCH_FORMS if known <= version)
         function, status = ctypes.c_void_p(), ctypes.c_int()

@@ -172,11 +172,18 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none at all before the first ``map``.
 
-    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda.
+    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda, and
+    ``batches`` whether copies are made in batches.
     """
 
     def __init__(
-        self, pool_address: int, pool_bytes: int, clock: Callable[[], float] = time.monotonic, library: str = ""
+        self,
+        pool_address: int,
+        pool_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        library: str = "",
+        *,
+        batches: bool = True,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -185,7 +192,7 @@ class Gpus:
         self._index: ControlThread | None = None
         self._missing = ""
         try:
-            self._driver: CudaDriver | None = CudaDriver(library)
+            self._driver: CudaDriver | None = CudaDriver(library, batches=batches)
         except CudaMissing as error:
             self._driver, self._missing = None, error.message
         else:

@@ -14,7 +14,7 @@ from support.stub_cuda import DeviceBuffer, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, CudaEngine
+from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, CudaEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
@@ -136,23 +136,33 @@ def test_batches_have_a_bounded_number_of_pieces_and_bytes(machine: Machine) -> 
     assert machine.stub.calls("cuMemcpyAsync") == 0
 
 
-def test_a_refused_batch_is_copied_one_by_one_and_so_is_everything_after_it(
+def test_a_refused_batch_is_copied_one_by_one_counted_and_tried_again(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.pin()
     machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            job = Job(machine, [4 * KIB] * 100)
+    machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
+
+    def copy_all(jobs: int, direction: Direction = Direction.STORE) -> int:
+        for _ in range(jobs):
+            job = Job(machine, [4 * KIB] * 100, direction)
             assert job.wait() is Outcome.DONE
             assert job.is_copied()
-        load = Job(machine, [4 * KIB] * 100, Direction.LOAD)
-        assert load.wait() is Outcome.DONE
-        assert load.is_copied()
-    assert machine.stub.calls("cuMemcpyBatchAsync") == 1
-    (record,) = caplog.records
-    assert "batches fail" in record.message
-    assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
+        return machine.stub.calls("cuMemcpyBatchAsync")
+
+    with caplog.at_level(logging.WARNING):
+        assert copy_all(2) == copy_all(1, Direction.LOAD) == 1
+        machine.now += BATCH_PAUSE_S
+        assert copy_all(2, Direction.LOAD) == 2
+        (record,) = caplog.records
+        assert "CUDA_ERROR_INVALID_VALUE (1)" in record.message
+        machine.now += BATCH_PAUSE_S
+        assert copy_all(3) == 5
+        machine.stub.fail("cuMemcpyBatchAsync", 1, 1)
+        assert copy_all(2) == 6
+        assert len(caplog.records) == 2, "it worked in between"
+    refused = [machine.engine.load_of(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
+    assert refused == [2, 1]
 
 
 def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:

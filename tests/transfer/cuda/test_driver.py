@@ -83,6 +83,12 @@ def test_a_driver_without_batches_is_no_error(stub: StubCuda, setting: tuple[str
     assert stub.driver().batch_copy() is None
 
 
+def test_an_operator_may_switch_batches_off(stub: StubCuda) -> None:
+    stub.start()
+    assert CudaDriver(stub.path, batches=False).batch_copy() is None
+    assert CudaDriver(stub.path, batches=True).batch_copy() is not None
+
+
 def test_loads_have_the_most_urgent_stream_and_stores_the_least(stub: StubCuda) -> None:
     stub.start()
     driver = stub.driver()
