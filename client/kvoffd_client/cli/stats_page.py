@@ -349,14 +349,18 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
 
 
 def _failures(now: StatsReply) -> dict[str, int]:
-    """Refusals by code, and the replies that clients did not read. Clients may leave before a reply."""
+    """Refusals by code, the replies that clients did not read, what GPUs' drivers refused. Clients may leave early."""
     unread = now.replies_dropped.get("unread", 0)
-    return now.errors | ({"unread_replies": unread} if unread else {})
+    batches = now.store.refused_batches + now.load.refused_batches
+    return (
+        now.errors | ({"unread_replies": unread} if unread else {}) | ({"refused_batches": batches} if batches else {})
+    )
 
 
 def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
     """Failures by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
+    meanings["refused_batches"] = "A CUDA driver refused batches of copies, which were made one by one, slowly."
     meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
     found = sorted(((-count, code) for code, count in failures.items() if count))
     if not found:
