@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,6 +18,7 @@ from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
+from kvoffd_client.health_request import ask_health
 from kvoffd_client.pending_requests import ReplyOrError
 from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
 from kvoffd_proto import messages as m
@@ -29,8 +29,6 @@ from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
 
 REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
 """Other machines may be far away."""
-HEALTH_MS = 1000
-"""How long health() waits for an answer without a session."""
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
@@ -215,23 +213,7 @@ class AdminClient(AdminRequests):
 
         Needs no session, so it is answered when all are taken. Where nothing answers, the attempt to open one says why.
         """
-        return self._health_without_session() or super().health()
-
-    def _health_without_session(self) -> m.HealthReply | None:
-        path = SocketPaths(Path(self._directory)).jobs
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as there:
-                there.connect(str(path))
-        except OSError:
-            return None
-        with zmq.Context() as context, context.socket(zmq.DEALER) as jobs:
-            jobs.setsockopt(zmq.LINGER, 0)
-            jobs.connect(f"ipc://{path}")
-            jobs.send(encode(m.Health(1, NO_TOKEN)))
-            if not jobs.poll(HEALTH_MS):
-                return None
-            reply = decode_reply(jobs.recv())
-        return reply if isinstance(reply, m.HealthReply) else None
+        return ask_health(Path(self._directory)) or super().health()
 
     def close(self) -> None:
         """End the session. Repeatable."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
-from kvoffd.server import zmtp
 from kvoffd.server.publisher import Frames
+from kvoffd_proto import zmtp
 
 MAX_FRAMES = 4
 """Frames of a message; no request has more than three."""

@@ -7,11 +7,10 @@ import itertools
 from typing import TypeVar
 
 from kvoffd.observe.metrics import render_metrics
-from kvoffd.server import zmtp
 from kvoffd.server.service import Service
 from kvoffd.server.session import Lifeline, Peer
 from kvoffd.system.directory import DaemonDirectory
-from kvoffd_proto import codec
+from kvoffd_proto import codec, zmtp
 from kvoffd_proto import messages as m
 
 PROBE_DEADLINE_S = 2.0

@@ -18,13 +18,13 @@ from collections import Counter, deque
 from functools import partial
 from itertools import islice
 
-from kvoffd.server import zmtp
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, Subscriptions, Turns
 from kvoffd.server.service import Service
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto import zmtp
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import SEQUENCE_BYTES
 

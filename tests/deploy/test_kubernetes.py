@@ -183,10 +183,15 @@ def test_the_daemon_runs_with_the_least_rights() -> None:
         assert pod["automountServiceAccountToken"] is False
 
 
-def test_probes_do_not_depend_on_where_http_listens() -> None:
+def test_probes_ask_for_life_and_service_where_http_listens() -> None:
     for _, container in daemons():
-        for probe in ("startupProbe", "livenessProbe"):
-            assert container[probe]["exec"]["command"] == ["kvoffd-cli", "health"]
+        (port,) = container["ports"]
+        assert environment(container)["KVOFFD_HTTP_ADDRESS"].endswith(f":{port['containerPort']}")
+        found = {probe: container[probe]["httpGet"] for probe in ("startupProbe", "livenessProbe")}
+        assert found == {
+            "startupProbe": {"path": "/readyz", "port": port["name"]},
+            "livenessProbe": {"path": "/healthz", "port": port["name"]},
+        }
 
 
 def test_engines_are_told_of_the_connector_and_a_fixed_hash_seed() -> None:

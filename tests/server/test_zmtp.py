@@ -13,8 +13,8 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.server import zmtp
 from kvoffd.server.connections import Turns
+from kvoffd_proto import zmtp
 
 HELLO = zmtp.opening(b"DEALER")
 

@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvoffd_client.cli.text import printable as printable
 from kvoffd_proto.units import format_count
 
 PIPE_CELLS = 120
@@ -51,11 +52,6 @@ def print_list(page: RenderableType) -> None:
 def print_line(text: str) -> None:
     """Print ``text`` and flush: the reader of a pipe waits for it."""
     print(text, flush=True)
-
-
-def printable(text: str) -> str:
-    """Replace characters that could move the cursor or change colours: names come from clients."""
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def fitting(text: str, style: str = "") -> Text:

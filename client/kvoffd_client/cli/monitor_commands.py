@@ -13,6 +13,7 @@ from rich.live import Live
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.console import make_console, plural, print_line, print_page, printable, short_fingerprint
+from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.cli.json_output import Plain, print_json
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
@@ -21,7 +22,6 @@ from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved,
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.units import UnitError, format_duration, parse_duration
 
-UNHEALTHY = 1
 MIN_INTERVAL_S = 0.1
 """With a shorter interval the counters would show mostly the requests for them."""
 HASH_DIGITS = 12
@@ -116,26 +116,30 @@ def _page_for_screen(page: StatsPage, interval_s: float, lines: int) -> StatsPag
     return replace(page, footnote=footnote, lines=lines)
 
 
-def health(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+def health(
+    context: typer.Context,
+    directory: Directory = None,
+    live: Annotated[bool, typer.Option("--live", help="Exit status 0 when the daemon answers at all.")] = False,
+    ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 when it takes sessions and jobs.")] = False,
+    json: Json = False,
+) -> int:
     """Ask whether the daemon works.
 
-    The answer comes through the loop that serves engines: healthy means that it works.
+    The answer comes through the loop that serves engines: healthy means that it works. --live and --ready are for
+    probes: what a restart does not mend must not make a service manager restart the daemon.
 
     Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
     """
+    if live and ready:
+        raise CliError("--live and --ready ask for two things; give one of them.")
     with open_admin(context, directory) as admin:
         reply = admin.health()
-    works = reply.healthy and reply.ready
     if json:
         print_json(reply)
     else:
-        if works:
-            print_line("healthy: the daemon takes sessions and jobs")
-        else:
-            print_line("not ready yet" if reply.healthy else "unhealthy")
-        for problem in reply.problems:
-            print_line(f"- {printable(problem)}")
-    return 0 if works else UNHEALTHY
+        for line in health_lines(reply):
+            print_line(line)
+    return health_status(reply, live=live, ready=ready)
 
 
 def events(context: typer.Context, directory: Directory = None, json: Json = False) -> int:

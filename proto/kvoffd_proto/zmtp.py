@@ -1,8 +1,9 @@
-"""ZMTP 3.1, the wire protocol of ZeroMQ (RFC 37), as the daemon's side of a connection: bytes in, messages out.
+"""ZMTP 3.1, the wire protocol of ZeroMQ (RFC 37), as one side of a connection: bytes in, messages out.
 
-Clients speak it by libzmq. The daemon does not, for libzmq bounds neither the frames of a message nor a peer's
-subscriptions, and an assertion of it ends the process when descriptors run out: what one client does to it would reach
-all others. Here every bound is met before anything is kept. There are no sockets in this module.
+Clients speak it by libzmq, but for probes, which live too short for that. The daemon does not, for libzmq bounds
+neither the frames of a message nor a peer's subscriptions, and an assertion of it ends the process when descriptors run
+out: what one client does to it would reach all others. Here every bound is met before anything is kept. There are no
+sockets in this module.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def encode_command(name: bytes, data: bytes) -> bytes:
 
 
 def opening(socket_type: bytes) -> bytes:
-    """What the daemon sends first on a connection: its greeting and its READY."""
+    """What each side sends first on a connection: its greeting and its READY."""
     size = _SIZE.pack(len(socket_type))[4:]
     return _GREETING + encode_command(b"READY", b"\x0bSocket-Type" + size + socket_type)
 

@@ -1,0 +1,95 @@
+"""``kvoffd-cli health`` as probes run it: little to import, and exit statuses of two meanings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+
+from kvoffd_client.cli import main
+from kvoffd_client.cli.health import health_lines, health_status
+from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
+from kvoffd_proto.messages import HealthReply
+
+HEAVY = {"asyncio", "kvoffd_client.admin_client", "kvoffd_proto.codec", "numpy", "rich", "typer", "zmq"}
+
+
+def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
+    script = (
+        "import json, sys; from kvoffd_client.cli import main; "
+        "status = main(sys.argv[1:]); print(json.dumps([status, sorted(sys.modules)]))"
+    )
+    for given in (
+        ["--directory", str(shared_daemon.directory)],
+        ["--live", "--directory", str(shared_daemon.directory)],
+    ):
+        command = [sys.executable, "-c", script, "health", *given]
+        said, imported = subprocess.check_output(command, text=True, timeout=30).splitlines()
+        status, modules = json.loads(imported)
+        assert (said, status) == ("healthy: the daemon takes sessions and jobs", 0)
+        assert HEAVY.isdisjoint(modules)
+
+
+@pytest.mark.parametrize(
+    ("healthy", "ready", "expected"),
+    [(True, True, (0, 0, 0)), (False, True, (1, 0, 0)), (True, False, (1, 0, 1)), (False, False, (1, 0, 1))],
+)
+def test_what_is_worse_is_neither_death_nor_refusal(healthy: bool, ready: bool, expected: tuple[int, ...]) -> None:
+    """The statuses without an option, with --live and with --ready."""
+    reply = HealthReply(1, 1, healthy, ready, ["The disk is \x1b[31mfull."])
+    found = [
+        health_status(reply, live=live, ready=want) for live, want in ((False, False), (True, False), (False, True))
+    ]
+    assert tuple(found) == expected
+    assert list(health_lines(reply))[1:] == ["- The disk is ?[31mfull."]
+
+
+def test_both_ways_say_the_same(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--directory=...`` is left to the whole command line."""
+    directory = str(shared_daemon.directory)
+    for option in (["--directory", directory], [f"--directory={directory}"]):
+        for probe in ([], ["--live"], ["--ready"]):
+            assert main(["health", *probe, *option]) == 0
+            assert capsys.readouterr() == ("healthy: the daemon takes sessions and jobs\n", "")
+
+
+def test_a_daemon_that_hangs_and_one_that_is_absent_are_not_alive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DaemonProcess() as daemon:
+        os.kill(daemon.pid, signal.SIGSTOP)
+        started = time.monotonic()
+        assert ask_health(daemon.directory) is None
+        assert time.monotonic() - started < 3 * HEALTH_TIMEOUT_S
+    assert main(["health", "--live", "--directory", str(tmp_path)]) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_garbage_is_no_health(tmp_path: Path) -> None:
+    def answer() -> None:
+        there, _ = listener.accept()
+        with there:
+            there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 100)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "jobs.sock"))
+        listener.listen()
+        listener.settimeout(5)
+        server = threading.Thread(target=answer)
+        server.start()
+        assert ask_health(tmp_path) is None
+        server.join()
+
+
+def test_only_one_kind_of_probe_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--live", "--ready"]) == 2
+    assert "give one of them" in capsys.readouterr().err
