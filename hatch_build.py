@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,42 @@ FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-share
 
 
 class CompiledLoops(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the library into the tree and into the wheel, which is then one for this platform.
+    """Puts the library into the wheel, which is then one for this platform and every Python; editable, into the tree.
 
-    Where there is no compiler kvoffd is installed without it: the connector in an engine's image needs none, and a
-    daemon says at its start what is missing.
+    Nothing in the tree is touched before the compiler has succeeded, and nothing at all for a wheel: the tree may be
+    another's, mounted into a container, and a daemon may be running on the library that lies there.
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        root = Path(self.root)
-        (root / LIBRARY).unlink(missing_ok=True)  # a new file, since a daemon may be running on the one that was there
-        named = [os.environ["CC"]] if "CC" in os.environ else ["cc", "gcc", "clang"]
-        compiler = next((words for words in map(shlex.split, named) if words and shutil.which(words[0])), None)
-        if compiler is None:
-            print(f"None of {named} is installed: kvoffd is built without what its daemon needs.", file=sys.stderr)
-            return
+        root, compiler = Path(self.root), _compiler()
+        self._made = tempfile.TemporaryDirectory(prefix="kvoffd-build-")  # goes with this object if all fails
+        made = Path(self._made.name, "libkvoffd.so")
         sources = [str(root / source) for source in SOURCES]
-        subprocess.run([*compiler, *FLAGS, "-o", str(root / LIBRARY), *sources], check=True)
+        if subprocess.run([*compiler, *FLAGS, "-o", str(made), *sources], check=False).returncode:
+            sys.exit("kvoffd's C does not compile; the compiler said why.")
+        if version == "editable":
+            beside = root / f"{LIBRARY}.new"
+            shutil.copy(made, beside)
+            beside.replace(root / LIBRARY)  # a new file: the old one may be mapped
+        else:
+            build_data["force_include"][str(made)] = LIBRARY
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append(LIBRARY)
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self.target_name == "wheel":
+            self._made.cleanup()
+
+
+def _compiler() -> list[str]:
+    """Its command line. A wheel without the library would look whole and hold a daemon that cannot start."""
+    named = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    for words in map(shlex.split, named):
+        if shutil.which(words[0]):
+            return words
+    sys.exit(
+        f"kvoffd is built from C, and no compiler was found ({', '.join(named)}): install gcc, name one in CC, or "
+        "install a wheel, which needs none."
+    )

@@ -1,0 +1,78 @@
+"""What hatch makes of this tree: a wheel that has all it needs, or a sentence; and the tree is as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = "kvoffd/libkvoffd.so"
+
+pytestmark = pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed (`make venv`)")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with a library of somebody's in it."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for name in ("kvoffd", "client", "proto"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    (tree / LIBRARY).write_bytes(b"another's")
+    return tree
+
+
+def build(tree: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    return subprocess.run(
+        command, cwd=tree, env={**os.environ, **environ}, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_a_wheel_has_the_library_and_the_tree_is_left_alone(tree: Path) -> None:
+    built = build(tree)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (tree / "dist").iterdir()
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        assert archive.read(LIBRARY)[:4] == b"\x7fELF"
+    assert names.count(LIBRARY) == 1
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {
+        "kvoffd",
+        "kvoffd_client",
+        "kvoffd_proto",
+    }
+    assert (tree / LIBRARY).read_bytes() == b"another's"
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"PATH": "/nowhere", "CC": ""}, "no compiler was found (cc, gcc, clang)"),
+        ({"CC": "no-such-compiler -O2"}, "no compiler was found (no-such-compiler -O2)"),
+    ],
+)
+def test_without_a_compiler_there_is_no_wheel(tree: Path, environ: dict[str, str], said: str) -> None:
+    built = build(tree, **environ)
+    assert built.returncode != 0
+    assert said in built.stderr
+    assert "Traceback" not in built.stderr
+    assert not list(tree.glob("dist/*"))
+    assert (tree / LIBRARY).read_bytes() == b"another's"
+
+
+def test_source_that_does_not_compile_takes_nothing_away(tree: Path) -> None:
+    (tree / "kvoffd" / "cache" / "key_states.c").write_text("int broken(")
+    assert build(tree).returncode != 0
+    assert (tree / LIBRARY).read_bytes() == b"another's"
+    assert not list(tree.glob("dist/*"))
