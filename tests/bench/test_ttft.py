@@ -13,7 +13,7 @@ from support.daemon import DaemonProcess
 from support.models import make_demo_llama
 
 from kvoffd_client.bench.results import BenchFailed
-from kvoffd_client.bench.ttft import bench_engine
+from kvoffd_client.bench.ttft import bench_pool
 
 
 def test_without_vllm_a_sentence_says_where_to_run_it(
@@ -21,7 +21,7 @@ def test_without_vllm_a_sentence_says_where_to_run_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(BenchFailed, match="the Python that your engines run with"):
-        bench_engine(daemon.directory, lambda _: None, "none", 64)
+        bench_pool(daemon.directory, lambda _: None, "none", 64)
     print("the report")
     assert capfd.readouterr().out == "the report\n"
 
@@ -34,7 +34,7 @@ def test_a_real_engine_is_faster_with_its_blocks_in_the_pool(tmp_path: Path) -> 
     model = make_demo_llama(tmp_path / "model")
     program = "import sys; from kvoffd_client.cli import main; sys.exit(main())"
     with DaemonProcess("512MiB") as daemon:
-        command = [sys.executable, "-c", program, "bench", "engine", "--json", "--model", str(model)]
+        command = [sys.executable, "-c", program, "bench", "pool", "--json", "--model", str(model)]
         command += ["--directory", str(daemon.directory)]
         # In a process of its own: what vLLM warns of is not this test's business.
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)

@@ -146,7 +146,8 @@ def test_clear_refuses_what_is_not_clear(engine: FakeEngine, cli: Cli, arguments
         ("bench", "lookup"),
         ("bench", "copy", "--json"),
         ("bench", "jobs"),
-        ("bench", "engine", "--model", "none"),
+        ("bench", "engine"),
+        ("bench", "pool", "--model", "none"),
     ],
 )
 def test_without_a_daemon_one_sentence_names_the_directory(
@@ -181,7 +182,9 @@ def test_without_a_daemon_one_sentence_names_the_directory(
         ("bench", "copy", "--piece-size", "64KiB", "--piece-size", "65MiB"),
         ("bench", "copy", "--plot", "speeds.jpg"),
         ("bench", "copy", "--plot", "/nowhere/speeds.png"),
-        ("bench", "engine"),
+        ("bench", "engine", "--tokens", "1"),
+        ("bench", "engine", "--rounds", "0"),
+        ("bench", "pool"),
         ("clear", "surplus"),
     ],
 )

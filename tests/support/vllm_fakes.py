@@ -71,6 +71,8 @@ class FakeSchedulerClient:
         future = self.asked[index][0]
         future.failed = future.done = True
 
+    def poll(self) -> None: ...
+
     def release(self, lease_id: int) -> None:
         self.released.append(lease_id)
 

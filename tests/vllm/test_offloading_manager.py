@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
+from support.manager_harness import HASHES, KEYS, ManagerHarness
+from support.vllm_fakes import block_hash, key
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client import NamespaceSpec
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, MemoryReport
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob
 from kvoffd_client.vllm.connector_options import OWN_KEYS
 from kvoffd_client.vllm.connector_stats import (
     CONNECTED,
@@ -24,67 +23,21 @@ from kvoffd_client.vllm.connector_stats import (
     LATE_LOOKUPS,
     LOOKUPS,
 )
-from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
-from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreThreshold, StoreWindow
+from kvoffd_client.vllm.offloading_manager import StoreThreshold
 from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
-from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
 
-KEYS = [key(1), key(2), key(3)]
-HASHES = {block_hash(1), block_hash(2), block_hash(3)}
-SHARD_BYTES = 1000
-
-
-class Harness:
-    """A manager of one group and its fake client."""
-
-    def __init__(self, **roles: Any) -> None:
-        self.clock = Clock()
-        self.client = FakeSchedulerClient(self.clock)
-        suffix = (0).to_bytes(4, "big")
-        client = cast(NamespaceClient, self.client)
-        self.manager = KvoffdManager(
-            LookupSettings(client, {suffix: 0}, 0.1, 1.0, self.clock),
-            StoreWindow({suffix: SHARD_BYTES}),
-            KvEventTranslator((0,)),
-            EngineNamespace(1, client, self.clock),
-            **roles,
-        )
-        self.report("weights")
-
-    def report(self, weights: str) -> None:
-        """The worker reports these weights, and that its memory is registered."""
-        namespace = self.manager.namespace
-        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation)
-        namespace.report({0: report})
-        assert namespace.current is not None
-        namespace.news()
-        namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
-
-    def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
-        """A new request, its lookup answered when ``ready`` is given."""
-        context = ReqContext(name)
-        self.manager.on_new_request(context)
-        self.manager.begin_lookup(name, [KEYS])
-        if ready is not None:
-            self.client.answer(ready)
-            self.manager.begin_lookup(name, [KEYS])
-        return context
-
-    def results(self, context: ReqContext) -> list[LookupResult]:
-        return [self.manager.lookup(item, context) for item in KEYS]
-
 
 def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
     assert harness.results(context) == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
     assert harness.manager.get_load_source(KEYS[0], context) is CacheHitSource.HOST
 
 
 def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_the_disk() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming={block_hash(2), block_hash(3)})
     harness.manager.begin_lookup("r", [KEYS])
@@ -101,7 +54,7 @@ def test_blocks_that_come_up_from_disk_put_the_request_off_and_count_as_hits_of_
 
 
 def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request()
     harness.client.answer({block_hash(1)}, coming={block_hash(2)}, wait_s=60.0)
     for _ in range(3):
@@ -113,7 +66,7 @@ def test_a_request_that_stops_waiting_for_the_disk_is_counted_once() -> None:
 
 
 def test_the_engine_keeps_stepping_while_an_answer_is_awaited_and_no_longer() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request()
     assert harness.results(context) == [LookupResult.RETRY] * 3
     assert harness.manager.has_pending_work()
@@ -124,7 +77,7 @@ def test_the_engine_keeps_stepping_while_an_answer_is_awaited_and_no_longer() ->
 
 
 def test_a_late_answer_is_a_miss_and_counted_once() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request()
     harness.clock.now += 1
     assert harness.results(context) == [LookupResult.MISS] * 3
@@ -133,7 +86,7 @@ def test_a_late_answer_is_a_miss_and_counted_once() -> None:
 
 
 def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     lease_id = harness.client.asked[0][0].lease_id
     spec = harness.manager.prepare_load(KEYS[1:], context)
@@ -147,12 +100,12 @@ def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done() -> N
 
 
 def test_a_load_nobody_looked_up_has_no_lease() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     assert harness.manager.prepare_load(KEYS, ReqContext("unknown")).lease_id == NO_LEASE
 
 
 def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.request("runs", ready=HASHES)
     harness.manager.scheduled_without_load("runs")
     ends = harness.request("ends", ready=HASHES)
@@ -161,7 +114,7 @@ def test_a_request_that_runs_or_ends_without_a_load_gives_its_lease_back() -> No
 
 
 def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemon() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     harness.manager.prepare_load(KEYS, context)
     harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.NOT_READY, ((0, block_hash(2)),)))
@@ -172,21 +125,21 @@ def test_a_failed_load_bars_the_request_and_forgets_unusable_blocks_in_the_daemo
 
 
 def test_a_failed_copy_without_names_forgets_all_its_keys() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.request(ready=HASHES)
     harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.COPY_FAILED))
     assert [item.keys for item in harness.client.invalidated] == [b"".join(sorted(HASHES))]
 
 
 def test_blocks_are_not_forgotten_for_a_fault_that_is_not_theirs() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.request(ready=HASHES)
     harness.manager.load_failed("r", KEYS, FailedJob(ErrorCode.SESSION_ENDED, ((0, block_hash(2)),)))
     assert harness.client.invalidated == []
 
 
 def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     first = harness.request("first", ready={block_hash(1)})
     output = harness.manager.prepare_store(KEYS, first)
     assert output.keys_to_store == KEYS[1:]
@@ -198,7 +151,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way() -> None:
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=set())
     harness.manager.workers_report(credit_bytes=1500, usable=True)
     assert harness.manager.prepare_store(KEYS[:2], context).keys_to_store == KEYS[:2]
@@ -209,14 +162,14 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted() -> None:
 
 
 def test_an_offer_larger_than_the_whole_credit_is_made_when_nothing_is_outstanding() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=set())
     harness.manager.workers_report(credit_bytes=1, usable=True)
     assert harness.manager.prepare_store(KEYS, context).keys_to_store == KEYS
 
 
 def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.client.ready = False
     context = harness.request("first")
     assert harness.results(context) == [LookupResult.RETRY] * 3, "it has just begun to connect"
@@ -229,7 +182,7 @@ def test_while_the_daemon_is_down_nothing_is_offered_and_vllm_goes_on() -> None:
 
 
 def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=HASHES)
     harness.manager.workers_report(credit_bytes=None, usable=False)
     assert harness.results(context) == [LookupResult.MISS] * 3
@@ -237,7 +190,7 @@ def test_workers_whose_memory_cannot_be_shared_turn_the_manager_off() -> None:
 
 
 def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready={block_hash(1)})
     lease_id = harness.client.asked[0][0].lease_id
     harness.manager.namespace.leave(engine_cache_kept=False)
@@ -261,7 +214,7 @@ def test_after_a_reset_nothing_is_believed_or_stored_until_the_weights_are_named
 
 
 def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     context = harness.request(ready=set())
     harness.manager.namespace.leave(engine_cache_kept=True)
     harness.report("other weights")
@@ -271,14 +224,14 @@ def test_blocks_that_other_weights_may_have_computed_are_not_stored() -> None:
 
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
-    producer = Harness(loads=False)
+    producer = ManagerHarness(loads=False)
     context = producer.request()
     assert producer.client.asked == []
     assert producer.results(context) == [LookupResult.MISS] * 3
     stored = producer.manager.prepare_store(KEYS, context)
     assert stored is not None
     assert stored.keys_to_store == KEYS
-    consumer = Harness(stores=False)
+    consumer = ManagerHarness(stores=False)
     context = consumer.request(ready=HASHES)
     assert consumer.results(context) == [LookupResult.HIT] * 3
     stored = consumer.manager.prepare_store([key(9)], context)
@@ -287,7 +240,7 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
 
 
 def test_events_reach_vllm_with_its_own_group_ids() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.client.events = [BlockStored([block_hash(1)], None, [], 32, None, "CPU", None, 0)]
     [event] = harness.manager.take_events()
     assert event.keys == [key(1)]
@@ -295,7 +248,7 @@ def test_events_reach_vllm_with_its_own_group_ids() -> None:
 
 
 def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.request(ready=HASHES)
     first = harness.manager.get_stats().reduce()
     assert first == {LOOKUPS: 1, CONNECTED: 1}
@@ -306,13 +259,13 @@ def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None
 
 
 def test_shutdown_closes_the_client() -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     harness.manager.shutdown()
     assert harness.client.closed
 
 
 def test_a_block_is_stored_when_enough_requests_have_computed_it() -> None:
-    harness = Harness(store_threshold=StoreThreshold(2, 64))
+    harness = ManagerHarness(store_threshold=StoreThreshold(2, 64))
     stored = []
     for name in ("first", "second", "third"):
         offered = harness.manager.prepare_store(KEYS, harness.request(name, set()))
@@ -332,7 +285,7 @@ def test_only_the_latest_blocks_are_counted() -> None:
 
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
 def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: object, waits: bool) -> None:
-    harness = Harness()
+    harness = ManagerHarness()
     params = {} if tiers is None else {"kv_load_tiers": tiers}
     context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
     harness.manager.on_new_request(context)
@@ -345,6 +298,6 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: obje
 
 
 def test_the_labels_of_the_configuration_are_those_that_are_declared() -> None:
-    manager = Harness(config_info={"directory": "/run/kvoffd"}).manager
+    manager = ManagerHarness(config_info={"directory": "/run/kvoffd"}).manager
     assert manager.config_info() == [{"directory": "/run/kvoffd"}]
     assert set(CONFIG_INFO) <= set(OWN_KEYS)

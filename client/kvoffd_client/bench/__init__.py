@@ -22,3 +22,7 @@ STREAM_JOBS = 6
 """Jobs of a stream of stores or of loads, for each copy thread."""
 POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
 """Jobs whose bytes the pool must hold: a stream that is loaded, and half of one that is stored meanwhile."""
+
+NEW_PROMPT_TOKENS = (64, 1024)
+BLOCK_TOKENS = 32
+"""Tokens of a block of the engines that the bench starts."""

@@ -1,4 +1,4 @@
-"""``kvoffd-cli bench engine``: a real vLLM's time to the first token, with and without blocks in the pool."""
+"""``kvoffd-cli bench pool``: a real vLLM's time to the first token, with and without blocks in the pool."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 FLOOR = "the same prompts again while the engine still has their blocks itself: nothing but the tail is computed"
 FIRST_TOKEN, LAST_TOKEN = 3, 999
 """Every vocabulary has these."""
+NO_VLLM = "This bench runs a vLLM, which is not installed here; run it with the Python that your engines run with."
 ANSWER_TOKENS = 8
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1", "VLLM_NO_USAGE_STATS": "1"}
 """Settings of vLLM on CPU unless the user has others: GiB of blocks, and a core that is left to the daemon."""
@@ -29,7 +30,7 @@ QUIET_S = 0.5
 POLL_S = 0.05
 
 
-def bench_engine(directory: Path, progress: Progress, model: str, tokens: int, prompts: int = 3) -> Report:
+def bench_pool(directory: Path, progress: Progress, model: str, tokens: int, prompts: int = 3) -> Report:
     """Measure vLLM's own time to the first token of ``prompts`` prompts of ``tokens`` random tokens, one by one.
 
     Cold: nobody has computed them. Warm: the engine has lost its own cache, the daemon has the blocks. The answers of
@@ -37,7 +38,7 @@ def bench_engine(directory: Path, progress: Progress, model: str, tokens: int, p
     """
     # One token more than whole blocks have: vLLM always computes the last one.
     texts = [random.choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=tokens + 1) for _ in range(prompts + 1)]
-    with _silent_stdout():
+    with silent_stdout():
         progress("starting vLLM")
         llm = _start(directory, model, tokens)
         progress("prompts that nobody has computed")
@@ -54,7 +55,7 @@ def bench_engine(directory: Path, progress: Progress, model: str, tokens: int, p
     if again != answers:
         raise BenchFailed("vLLM answered otherwise with blocks from the pool; please report it, with the model's name.")
     return Report(
-        "engine",
+        "pool",
         FLOOR,
         [
             Result(f"first of {tokens:,} tokens' answer, cold", median(cold), "ms", median(own)),
@@ -69,9 +70,7 @@ def _start(directory: Path, model: str, tokens: int) -> LLM:
     try:
         from vllm import LLM
     except ImportError as error:
-        raise BenchFailed(
-            "This bench runs a vLLM, which is not installed here; run it with the Python that your engines run with."
-        ) from error
+        raise BenchFailed(NO_VLLM) from error
     try:
         return LLM(
             model=model,
@@ -134,7 +133,7 @@ def _wait(condition: Callable[[], bool], failure: str) -> None:
 
 
 @contextmanager
-def _silent_stdout() -> Iterator[None]:
+def silent_stdout() -> Iterator[None]:
     """Send what vLLM and its processes write to standard output, where the report goes, to standard error."""
     sys.stdout.flush()
     stdout = os.dup(1)

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import (
+    BLOCK_TOKENS,
     GPU_JOB_BYTES,
     GPU_PIECES,
     HOST_JOB_BYTES,
@@ -23,6 +24,7 @@ from kvoffd_client.bench import (
     LOOKUP_ENGINES,
     LOOKUP_KEY_COUNTS,
     MIB,
+    NEW_PROMPT_TOKENS,
     POOL_JOBS,
 )
 from kvoffd_client.cli.console import plain_table, print_line, print_list
@@ -32,6 +34,7 @@ from kvoffd_proto.units import UnitError, exact_size, format_duration, format_si
 
 if TYPE_CHECKING:
     # Each command imports its bench itself: the engine's side of the client would make other commands start slowly.
+    from kvoffd_client.bench.new_prompts import EngineReport
     from kvoffd_client.bench.results import GpuFacts, Progress, Report, Result
 
 Bench: TypeAlias = "Callable[[Path, Progress], Report]"
@@ -149,6 +152,45 @@ def jobs(context: typer.Context, directory: Directory = None, json: Json = False
 @bench_app.command()
 def engine(
     context: typer.Context,
+    directory: Directory = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--tokens", min=BLOCK_TOKENS, max=100_000, help="Tokens of the prompts; may be given repeatedly. [64, 1024]"
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="How often the engines take turns.")] = 8,
+    prompts: Annotated[
+        int, typer.Option("--prompts", min=1, max=1000, help="Prompts of each size in a turn, idle and under load.")
+    ] = 8,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Directory or name of the model, as vLLM takes it; else a tiny one is made."),
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Measure what prompts that nobody has computed feel of kvoffd.
+
+    Time to the first token in three vLLM engines that take turns, with kvoffd, with a connector that does nothing and
+    with none, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed.
+    """
+    from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
+
+    place = local_directory(context, directory)
+    with AdminClient(place) as admin:
+        admin.health()
+    asked = NewPrompts(tuple(sorted(set(tokens or NEW_PROMPT_TOKENS))), rounds, prompts)
+    report = bench_engine(place, _print_progress, asked, model)
+    if json:
+        print_json(report.to_object())
+    else:
+        print_list(_first_tokens_table(report))
+    return 0
+
+
+@bench_app.command()
+def pool(
+    context: typer.Context,
     model: Annotated[str, typer.Option("--model", help="Directory or name of the model, as vLLM takes it.")],
     directory: Directory = None,
     tokens: Annotated[
@@ -159,11 +201,11 @@ def engine(
     """Measure vLLM with and without blocks in the pool.
 
     Time to the first token of long prompts that nobody has computed before, against the same prompts after the engine
-    lost its own cache. Starts a vLLM of its own, in this process; vLLM must be installed.
+    lost its own cache. Starts a vLLM of its own; vLLM must be installed.
     """
-    from kvoffd_client.bench.ttft import bench_engine
+    from kvoffd_client.bench.ttft import bench_pool
 
-    bench = partial(bench_engine, model=model, tokens=tokens)
+    bench = partial(bench_pool, model=model, tokens=tokens)
     return run_bench(bench, local_directory(context, directory), as_json=json)
 
 
@@ -203,6 +245,24 @@ def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
         yield f"daemon's memory on the GPU: {format_size(gpu.daemon_bytes)}"
     if gpu.unlockable_bytes:
         yield f"not page-locked, so slow: {format_size(gpu.unlockable_bytes)} of the pool; see `kvoffd-cli health`"
+
+
+def _first_tokens_table(report: EngineReport) -> Table:
+    """Two lines per case, of the p50 and the p90."""
+    table = plain_table()
+    table.add_column("engine", no_wrap=True)
+    for title in ("no connector", "does nothing", "kvoffd", "more", ""):
+        table.add_column(title, justify="right", no_wrap=True)
+    for case in report.cases:
+        for name, values in case.rows():
+            none, idle, own = values.values()
+            table.add_row(
+                f"{case.case}, {name}",
+                *(f"{value:.2f} ms" for value in (none, idle, own)),
+                f"{own - idle:+.2f} ms",
+                f"{own / idle - 1:+.1%}",
+            )
+    return table
 
 
 def _report_table(report: Report) -> Table:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,10 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+from vllm.v1.request import RequestStatus
 
 from kvoffd_client.vllm.connector_metadata import (
     FailedJob,
@@ -38,6 +41,7 @@ from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
+from kvoffd_client.vllm.lookup_timing import tell_of_received_requests
 from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
@@ -173,6 +177,10 @@ class KvoffdConnector(OffloadingConnector):
         else:
             _choose_load_failure_policy([transfer_config, *(config for _, config in parents)], options)
             StoreRefusalFilter.install(STORE_LOGGER)
+            from vllm.v1.engine.core import EngineCore  # workers need none of it
+
+            if not tell_of_received_requests(EngineCore, self.on_request_received.__name__):
+                logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
         self._adapters = LoraAdapters()
 
     # --- worker ---
@@ -200,8 +208,21 @@ class KvoffdConnector(OffloadingConnector):
 
     # --- scheduler ---
 
+    def on_request_received(self, request: Any) -> None:
+        """Look all keys of the request up now, so that the answer is there when it is scheduled.
+
+        Called in the thread that receives requests, usually while a step runs.
+        """
+        # An adapter's content is read when the request is scheduled; a later part of a session is no new request.
+        if request.lora_request is not None or request.resumable or request.skip_reading_prefix_cache:
+            return
+        context = ReqContext(request.request_id)
+        status = RequestOffloadState(self.connector_scheduler.config, request, context, RequestOffloadingContext())
+        status.update_offload_keys()
+        self._manager.begin_early_lookup(request.request_id, _keys_of(status))
+
     def on_new_request(self, request: Any) -> None:
-        """Look all keys of the request up now, so that the answer is there when it is scheduled."""
+        """Look all keys of the request up, where that was not done when it was received."""
         super().on_new_request(request)
         if request.lora_request is not None:
             self._manager.begin_adapter(request.request_id, self._adapters.content_of(request.lora_request))
@@ -211,6 +232,7 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, over an answer that is checked for age and completeness first."""
         self._manager.namespace.ask()
         self._begin_lookup(request)
+        self._manager.await_answer(request.request_id, self._others_that_could_run(request))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -275,8 +297,15 @@ class KvoffdConnector(OffloadingConnector):
         if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
             return
         status.update_offload_keys()
-        groups: Sequence[Sequence[bytes]] = [state.offload_keys for state in status.group_states]
-        self._manager.begin_lookup(request.request_id, groups)
+        self._manager.begin_lookup(request.request_id, _keys_of(status))
+
+    def _others_that_could_run(self, request: Any) -> Iterator[str]:
+        """Yield the ids of all other requests that vLLM has, less those that have ended or wait for their load."""
+        for request_id, status in self.connector_scheduler._req_status.items():
+            other = status.req
+            if other is request or other.is_finished() or other.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            yield request_id
 
     def _job_failed(self, job_id: int, failed: FailedJob) -> None:
         job = self.connector_scheduler._jobs.get(job_id)
@@ -297,6 +326,11 @@ class KvoffdConnector(OffloadingConnector):
     def _worker_half(self) -> KvoffdConnectorWorker:
         assert isinstance(self.connector_worker, KvoffdConnectorWorker)
         return self.connector_worker
+
+
+def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
+    """Return the keys of a request, per group on the wire."""
+    return [state.offload_keys for state in status.group_states]
 
 
 def _name_spec(kv_transfer_config: Any) -> None:

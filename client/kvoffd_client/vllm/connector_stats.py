@@ -9,6 +9,9 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 CONNECTED = "vllm:kvoffd_connected"
 LOOKUPS = "vllm:kvoffd_lookups"
+EARLY_LOOKUPS = "vllm:kvoffd_early_lookups"
+LOOKUP_WAITS = "vllm:kvoffd_lookup_waits"
+LOOKUP_WAITS_IN_VAIN = "vllm:kvoffd_lookup_waits_in_vain"
 LATE_LOOKUPS = "vllm:kvoffd_late_lookups"
 FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
@@ -20,6 +23,16 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
         documentation="1 while the scheduler is connected to the kvoffd daemon, else 0."
     ),
     LOOKUPS: OffloadingCounterMetadata(documentation="Lookups sent to the kvoffd daemon."),
+    EARLY_LOOKUPS: OffloadingCounterMetadata(
+        documentation="Lookups of these that were sent when the engine had received the request, before it came to the "
+        "scheduler."
+    ),
+    LOOKUP_WAITS: OffloadingCounterMetadata(
+        documentation="Times that the scheduler, with nothing else to run, waited up to 0.5 ms for a lookup's answer."
+    ),
+    LOOKUP_WAITS_IN_VAIN: OffloadingCounterMetadata(
+        documentation="Waits of these in which no answer came; each ends all such waiting for a second."
+    ),
     LATE_LOOKUPS: OffloadingCounterMetadata(
         documentation="Lookups that counted as misses since no answer came before lookup_deadline_ms."
     ),

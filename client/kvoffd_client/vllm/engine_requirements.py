@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def check_groups(kv_cache_config: Any) -> None:
         )
 
 
+@functools.cache
 def machine_id() -> str:
     """Return what tells this machine from another one, the same in all its containers; empty where it is unknown."""
     try:

@@ -52,6 +52,11 @@ class NamespaceClient:
         assert self._client is not None, "ready before"
         return self._client.lookup(groups, again)
 
+    def poll(self) -> None:
+        """Read answers that have arrived."""
+        if self._client is not None:
+            self._client.poll()
+
     def release(self, lease_id: int) -> None:
         if self._client is not None:
             self._client.release(lease_id)

@@ -1,4 +1,4 @@
-"""The scheduler's half: answers vLLM's questions about blocks from what the daemon has answered. Never waits."""
+"""The scheduler's half: answers vLLM's questions about blocks from what the daemon has answered."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.lookup_timing import EarlyLookups, LookupWait
 from kvoffd_client.vllm.namespace_client import EngineNamespace
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, PendingLookup, RequestLookups
 from kvoffd_proto.errors import ErrorCode
@@ -169,6 +170,8 @@ class KvoffdManager(OffloadingManager):
         self._store_window = store_window
         self._event_translator = event_translator
         self._lookups: dict[str, RequestLookups] = {}
+        self._early_lookups = EarlyLookups(lookup_settings)
+        self._lookup_wait = LookupWait(lookup_settings.clock)
         self._loading: dict[str, PendingLookup] = {}
         self._deferred: set[str] = set()
         self._counters = stats.Counters()
@@ -194,6 +197,24 @@ class KvoffdManager(OffloadingManager):
             self._counters.count(stats.LOOKUPS)
         if lookups.count_disk_wait():
             self._counters.count(stats.DISK_WAITS_ENDED)
+
+    def begin_early_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
+        """Look up the keys of a request that is not new yet. The only method that may be called in any thread."""
+        if self._loads and self._may_use_daemon:
+            self._early_lookups.ask(request_id, groups, self.namespace.generation)
+
+    def await_answer(self, request_id: str, others: Iterable[str]) -> None:
+        """Wait a moment for a request's answer where none of ``others`` can run; see ``LookupWait``."""
+        lookups = self._lookups.get(request_id)
+        if lookups is None:
+            return
+        pause_s = self._lookup_wait.due(lookups, map(self._lookups.get, others))
+        if pause_s == 0.0:
+            return
+        self._counters.count(stats.LOOKUP_WAITS)
+        if not lookups.wait(pause_s):
+            self._counters.count(stats.LOOKUP_WAITS_IN_VAIN)
+            self._lookup_wait.in_vain()
 
     def begin_adapter(self, request_id: str, content: bytes | None) -> None:
         """Have a new request's keys hold the content of its LoRA adapter; None: it is not known, so use nothing."""
@@ -240,9 +261,14 @@ class KvoffdManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which no request can leave out.
         disk = req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL)
-        self._lookups[req_context.req_id] = RequestLookups(
-            self._lookup_settings, disk_wait_over=not disk, disk_wait_counted=not disk
-        )
+        lookups = self._early_lookups.take(req_context.req_id, self.namespace.generation)
+        if lookups is None:
+            lookups = RequestLookups(self._lookup_settings)
+        else:
+            self._counters.count(stats.LOOKUPS)
+            self._counters.count(stats.EARLY_LOOKUPS)
+        lookups.disk_wait_over = lookups.disk_wait_counted = not disk
+        self._lookups[req_context.req_id] = lookups
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -324,6 +350,7 @@ class KvoffdManager(OffloadingManager):
     def reset_cache(self) -> None:
         for lookups in self._lookups.values():
             lookups.forget()
+        self._early_lookups.forget_all()
         for lookup in self._loading.values():
             self._lookup_settings.release(lookup)
         self._loading.clear()

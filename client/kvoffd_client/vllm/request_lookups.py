@@ -210,11 +210,29 @@ class RequestLookups:
         return self.last_answer is not None and self.last_answer.state(key) == READY
 
     @property
+    def unanswered(self) -> bool:
+        """Whether all that is known of this request is that a lookup was sent."""
+        return self.answer is None and self.pending is not None and not self.pending.ticket.done
+
+    @property
+    def sent_at(self) -> float:
+        """When the lookup was sent that is not answered yet; long ago where there is none."""
+        return self.pending.sent_at if self.pending is not None else float("-inf")
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the answer; False when it is not there after ``timeout_s`` seconds."""
+        came = self.pending is None or self.pending.ticket.wait(timeout_s)
+        self._take_answer()
+        return came
+
+    @property
     def _failed_lately(self) -> bool:
         return self.settings.clock() - self.failed_at < self.settings.refresh_s
 
     def _take_answer(self) -> None:
         pending = self.pending
+        if pending is not None and not pending.ticket.done:
+            self.settings.client.poll()
         if pending is not None and pending.ticket.done:
             self.pending = None
             if pending.ticket.failed or not pending.usable:

@@ -97,7 +97,7 @@ class StepsBench(Closing):
         # Room for everything, so that neither side evicts within a step. (The daemon evicts in its own process.)
         room = (rounds + 2) * blocks * PAGE_BYTES
         self._harnesses = {
-            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="tests.bench.overhead.idle"),
+            IDLE: SchedulerHarness(model, "IdleConnector", blocks, module="kvoffd_client.bench.idle_connector"),
             NATIVE: SchedulerHarness(model, "OffloadingConnector", blocks, extra_config={"cpu_bytes_to_use": room}),
             KVOFFD: SchedulerHarness(
                 model,
