@@ -1,4 +1,4 @@
-"""The bench of a real engine, with one and without."""
+"""The benches of real engines, with one and without."""
 
 from __future__ import annotations
 
@@ -6,22 +6,31 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.daemon import DaemonProcess
 from support.models import make_demo_llama
 
-from kvoffd_client.bench.results import BenchFailed
+from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
+from kvoffd_client.bench.results import BenchFailed, Progress, Report
 from kvoffd_client.bench.ttft import bench_pool
 
 
+@pytest.mark.parametrize(
+    "bench", [partial(bench_pool, model="none", tokens=64), partial(bench_engine, asked=NewPrompts())]
+)
 def test_without_vllm_a_sentence_says_where_to_run_it(
-    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    bench: Callable[[Path, Progress], Report],
+    daemon: DaemonProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(BenchFailed, match="the Python that your engines run with"):
-        bench_pool(daemon.directory, lambda _: None, "none", 64)
+        bench(daemon.directory, lambda _: None)
     print("the report")
     assert capfd.readouterr().out == "the report\n"
 

@@ -34,7 +34,6 @@ from kvoffd_proto.units import UnitError, exact_size, format_duration, format_si
 
 if TYPE_CHECKING:
     # Each command imports its bench itself: the engine's side of the client would make other commands start slowly.
-    from kvoffd_client.bench.new_prompts import EngineReport
     from kvoffd_client.bench.results import GpuFacts, Progress, Report, Result
 
 Bench: TypeAlias = "Callable[[Path, Progress], Report]"
@@ -165,27 +164,20 @@ def engine(
     ] = 8,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Directory or name of the model, as vLLM takes it; else a tiny one is made."),
+        typer.Option("--model", help="Directory or name of the model, as vLLM takes it; else a tiny one."),
     ] = None,
     json: Json = False,
 ) -> int:
     """Measure what prompts that nobody has computed feel of kvoffd.
 
-    Time to the first token in three vLLM engines that take turns, with kvoffd, with a connector that does nothing and
-    with none, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed.
+    Time to the first token in two vLLM engines that take turns, one with kvoffd and one with a connector that does
+    nothing, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed.
     """
     from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
 
-    place = local_directory(context, directory)
-    with AdminClient(place) as admin:
-        admin.health()
     asked = NewPrompts(tuple(sorted(set(tokens or NEW_PROMPT_TOKENS))), rounds, prompts)
-    report = bench_engine(place, _print_progress, asked, model)
-    if json:
-        print_json(report.to_object())
-    else:
-        print_list(_first_tokens_table(report))
-    return 0
+    bench = partial(bench_engine, asked=asked, model=model)
+    return run_bench(bench, local_directory(context, directory), as_json=json)
 
 
 @bench_app.command()
@@ -245,24 +237,6 @@ def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
         yield f"daemon's memory on the GPU: {format_size(gpu.daemon_bytes)}"
     if gpu.unlockable_bytes:
         yield f"not page-locked, so slow: {format_size(gpu.unlockable_bytes)} of the pool; see `kvoffd-cli health`"
-
-
-def _first_tokens_table(report: EngineReport) -> Table:
-    """Two lines per case, of the p50 and the p90."""
-    table = plain_table()
-    table.add_column("engine", no_wrap=True)
-    for title in ("no connector", "does nothing", "kvoffd", "more", ""):
-        table.add_column(title, justify="right", no_wrap=True)
-    for case in report.cases:
-        for name, values in case.rows():
-            none, idle, own = values.values()
-            table.add_row(
-                f"{case.case}, {name}",
-                *(f"{value:.2f} ms" for value in (none, idle, own)),
-                f"{own - idle:+.2f} ms",
-                f"{own / idle - 1:+.1%}",
-            )
-    return table
 
 
 def _report_table(report: Report) -> Table:

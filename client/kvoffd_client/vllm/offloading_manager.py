@@ -200,8 +200,9 @@ class KvoffdManager(OffloadingManager):
 
     def begin_early_lookup(self, request_id: str, groups: Sequence[Sequence[OffloadKey]]) -> None:
         """Look up the keys of a request that is not new yet. The only method that may be called in any thread."""
+        generation = self.namespace.generation  # first: the namespace may be left meanwhile
         if self._loads and self._may_use_daemon:
-            self._early_lookups.ask(request_id, groups, self.namespace.generation)
+            self._early_lookups.ask(request_id, groups, generation)
 
     def await_answer(self, request_id: str, others: Iterable[str]) -> None:
         """Wait a moment for a request's answer where none of ``others`` can run; see ``LookupWait``."""
