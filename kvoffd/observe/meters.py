@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 
 from kvoffd_proto.messages import LatencyStats
 
 _BINS = 20
+WINDOWS_S = (10.0, 100.0, 1000.0)
+"""What rates and ratios are shown over, beside the daemon's life."""
 
 
 class RateMeter:
@@ -47,6 +50,41 @@ class RateMeter:
             self._amounts[passed % _BINS] = 0.0
         self._newest = max(current, self._newest)
         return age
+
+
+class CounterWindows:
+    """What a set of counters gained over each of ``WINDOWS_S``, from samples of them. For one thread.
+
+    For each window at most ``_BINS`` samples are kept, so that a window's beginning moves in steps of a twentieth. A
+    sample that equals the one before costs no memory of its own.
+
+    Args:
+        values: the counters at the beginning, by name.
+    """
+
+    def __init__(self, values: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._kept = {window_s: deque([(clock(), values)]) for window_s in WINDOWS_S}
+
+    def sample(self, values: Mapping[str, int]) -> None:
+        """Take note of the counters. To be called about twice a second, or more often."""
+        now = self._clock()
+        for window_s, kept in self._kept.items():
+            at, before = kept[-1]
+            if now - at < window_s / _BINS:
+                continue
+            kept.append((now, before if before == values else values))
+            while kept[1][0] <= now - window_s:
+                kept.popleft()
+
+    def gained(self, window_s: float, values: Mapping[str, int]) -> tuple[float, dict[str, int]]:
+        """Return how many seconds the window has, fewer than ``window_s`` at first, and what was gained in it."""
+        now = self._clock()
+        kept = self._kept[window_s]
+        while len(kept) > 1 and kept[1][0] <= now - window_s:
+            kept.popleft()
+        at, before = kept[0]
+        return now - at, {name: value - before.get(name, 0) for name, value in values.items()}
 
 
 class LatencyRecorder:

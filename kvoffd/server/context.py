@@ -23,6 +23,7 @@ from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.publisher import EventPublisher, Frames
+from kvoffd.server.recent import Recent
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.tiering.manager import TieringManager
@@ -60,6 +61,7 @@ class Context:
     block_access: BlockAccess
     block_writer: BlockWriter
     scrubber: Scrubber
+    recent: Recent
     table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""

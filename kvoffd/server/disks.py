@@ -33,6 +33,8 @@ STOP_OPENING_S = 1.0
 MAX_DISKS = 64
 TRICKLE_BYTES_A_CORE = 4 * 2**20
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
+HARMLESS_ERRORS = {"not_direct", "started_anew", "too_large", "truncated"}
+"""Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 
@@ -162,13 +164,26 @@ class Disks:
                 logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
 
     @property
-    def problems(self) -> list[str]:
-        """A sentence for each directory that does not work."""
-        hanging = [disk.size.directory for disk in self._disks.values() if disk.tier is not None and disk.tier.hangs]
-        return [
-            *[disk.problem for disk in self._disks.values() if disk.problem],
-            *[f"A call to the disk at {name} does not return; see the kernel's log (dmesg)." for name in hanging],
-        ]
+    def problems(self) -> list[tuple[str, str]]:
+        """What is wrong with directories: a word for the kind, and a sentence."""
+        found = [("disk_failed", disk.problem) for disk in self if disk.problem]
+        for disk in self:
+            if disk.tier is None:
+                continue
+            name = disk.size.directory
+            if disk.tier.hangs:
+                found.append(("disk_hangs", f"A call to the disk at {name} does not return; see dmesg."))
+            errors = {kind: n for kind, n in sorted(disk.tier.stats().errors.items()) if kind not in HARMLESS_ERRORS}
+            if errors:
+                counts = ", ".join(f"{format_count(count)} {kind}" for kind, count in errors.items())
+                found.append(
+                    (
+                        "disk_errors",
+                        f"The disk at {name} has had errors since it was opened ({counts}); blocks that could not be "
+                        "read were recomputed. See dmesg and the drive's own report; detach the directory if it fails.",
+                    )
+                )
+        return found
 
     def __iter__(self) -> Iterator[Disk]:
         return iter(self._disks.values())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+from collections import Counter
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disk
+from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
@@ -20,6 +22,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
     cache = context.cache
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operator_pinned = cache.blocks.operator_pinned
+    level, causes = health_of(context)
     return filled(
         m.StatsReply,
         context,
@@ -57,27 +60,14 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         ),
         below=_tiering_stats(context),
         disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
+        health=level,
+        health_problems=dict(Counter(cause.reason for cause in causes)),
     )
 
 
 @answers(m.Health)
 def health(context: Context, session: Session, message: m.Health) -> m.HealthReply:
     return health_reply(context, message)
-
-
-def health_reply(context: Context, message: m.Health) -> m.HealthReply:
-    """Whether the daemon works. That it answers at all says that its loop does. Needs no session."""
-    problems = list(context.memory.problems)
-    if lost := context.cache.integrity.mismatches:
-        problems.append(
-            f"{lost} slot{'' if lost == 1 else 's'} of the pool did not match the checksum. The blocks are dropped "
-            "and the slots not used before a restart; check the machine's memory (dmesg, edac-util)."
-        )
-    if context.disks is not None:
-        problems += context.disks.problems
-    if context.sessions.stopping:
-        problems.append("The daemon is stopping.")
-    return m.HealthReply(message.request_id, context.epoch, not problems, not context.sessions.stopping, problems)
 
 
 @answers(m.Sessions)

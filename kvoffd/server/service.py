@@ -13,7 +13,8 @@ from weakref import WeakSet
 
 # These fill the table of handlers.
 import kvoffd.server.admin_requests
-import kvoffd.server.engine_requests  # noqa: F401
+import kvoffd.server.engine_requests
+import kvoffd.server.report  # noqa: F401
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
@@ -24,10 +25,11 @@ from kvoffd.server.context import HANDLERS, Context, Outbox
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
+from kvoffd.server.health import health_reply
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.publisher import EventPublisher
-from kvoffd.server.report import health_reply
+from kvoffd.server.recent import Recent
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.system.mappings import MappedSegment, map_memfd
@@ -79,6 +81,7 @@ class Service:
             BlockAccess(config, cache),
             BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),
+            Recent(cache, clock),
             table_bytes,
             disks,
         )
@@ -137,6 +140,7 @@ class Service:
         if context.cache.expire():
             self._warn_of_half_stored()
         context.memory.expire()
+        context.recent.tick()
         forget_idle(context, FORGET_AFTER_S)
         if context.disks is not None:
             context.disks.tick()

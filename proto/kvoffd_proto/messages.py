@@ -15,6 +15,7 @@ from msgspec import field
 import kvoffd_proto.blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
+from kvoffd_proto.health import *
 from kvoffd_proto.stats import *
 from kvoffd_proto.wire import *
 
@@ -296,19 +297,6 @@ class Cancel(Request[CancelReply], frozen=True):
 
 
 # --- administration ------------------------------------------------------------------------------
-
-
-class HealthReply(Reply, frozen=True):
-    """Answer to Health."""
-
-    healthy: Annotated[bool, doc("False when something in ``problems`` needs an operator.")]
-    ready: Annotated[bool, doc("True when the daemon takes sessions and jobs.")]
-    problems: Annotated[list[str], doc("Problems, one sentence each.")]
-
-
-@exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
-class Health(Request[HealthReply], frozen=True):
-    """Asks whether the daemon works. The answer is a round trip through the loop that serves engines."""
 
 
 class SessionInfo(Wire, frozen=True):

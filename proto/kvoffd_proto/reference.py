@@ -43,6 +43,8 @@ def reference() -> str:
         exchanges=_exchange_table(),
         role_doc=_docstring(m.Role),
         roles="\n".join(f"| `{role.value}` |" for role in m.Role),
+        level_doc=_docstring(m.HealthLevel),
+        levels="\n".join(f"| `{level.value}` |" for level in m.HealthLevel),
         absent=m.ABSENT,
         writing=m.WRITING,
         ready=m.READY,

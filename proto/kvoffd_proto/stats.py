@@ -10,6 +10,7 @@ from typing import Annotated
 
 from msgspec import field
 
+from kvoffd_proto.health import HealthLevel
 from kvoffd_proto.wire import (
     ANY_ROLE,
     ByteCount,
@@ -343,6 +344,23 @@ class StatsReply(Reply, frozen=True):
     shortened_lookups: Annotated[
         Count, counter("Lookups that were told of fewer ready keys, since their session may not lease more.")
     ] = 0
+    health: Annotated[
+        HealthLevel,
+        gauge(
+            "As ``Health`` tells it.",
+            "serving",
+            "1 while the daemon takes sessions and jobs, else 0.",
+            true_for=("ok", "degraded"),
+        ),
+    ] = HealthLevel.OK
+    health_problems: Annotated[
+        dict[str, Count],
+        gauge(
+            "What an operator should see to now, as ``Health`` tells it, by reason.",
+            help="What an operator should see to now, as kvoffd-cli health tells it, by reason.",
+            key_label="reason",
+        ),
+    ] = field(default_factory=dict)
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

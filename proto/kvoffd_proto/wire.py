@@ -221,11 +221,12 @@ def gauge(
     help: str = "",
     label: FixedLabel = (),
     *,
+    key_label: str = "",
     nil: float | None = None,
     true_for: tuple[str, ...] = (),
 ) -> Meta:
     """Describe a field that is a gauge on /metrics: see Metric."""
-    return Meta(description=description, extra={_METRIC: Metric("gauge", name, help, label, "", nil, true_for)})
+    return Meta(description=description, extra={_METRIC: Metric("gauge", name, help, label, key_label, nil, true_for)})
 
 
 def histogram(description: str, name: str = "") -> Meta:

@@ -72,10 +72,10 @@ def test_stats_of_a_fresh_daemon(cli: Cli) -> None:
 
 
 def test_health_is_told_and_in_the_status(cli: Cli) -> None:
-    assert cli("health") == (0, "healthy: the daemon takes sessions and jobs\n", "")
+    assert cli("health") == (0, "ok: the daemon takes sessions and jobs\n", "")
     status, out, _ = cli("health", "--json")
     assert status == 0
-    assert {"healthy": True, "ready": True, "problems": []}.items() <= json.loads(out).items()
+    assert {"level": "ok", "causes": []}.items() <= json.loads(out).items()
 
 
 def test_sessions_are_listed(engine: FakeEngine, cli: Cli) -> None:

@@ -18,7 +18,7 @@ from support.daemon import DaemonProcess
 from kvoffd_client.cli import main
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
-from kvoffd_proto.messages import HealthReply
+from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 
 HEAVY = {"asyncio", "kvoffd_client.admin_client", "kvoffd_proto.codec", "numpy", "rich", "typer", "zmq"}
 
@@ -35,22 +35,24 @@ def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
         command = [sys.executable, "-c", script, "health", *given]
         said, imported = subprocess.check_output(command, text=True, timeout=30).splitlines()
         status, modules = json.loads(imported)
-        assert (said, status) == ("healthy: the daemon takes sessions and jobs", 0)
+        assert (said, status) == ("ok: the daemon takes sessions and jobs", 0)
         assert HEAVY.isdisjoint(modules)
 
 
 @pytest.mark.parametrize(
-    ("healthy", "ready", "expected"),
-    [(True, True, (0, 0, 0)), (False, True, (1, 0, 0)), (True, False, (1, 0, 1)), (False, False, (1, 0, 1))],
+    ("level", "expected"),
+    [(HealthLevel.OK, (0, 0, 0)), (HealthLevel.DEGRADED, (1, 0, 0)), (HealthLevel.DOWN, (2, 0, 2))],
 )
-def test_what_is_worse_is_neither_death_nor_refusal(healthy: bool, ready: bool, expected: tuple[int, ...]) -> None:
+def test_what_is_worse_is_neither_death_nor_refusal(level: HealthLevel, expected: tuple[int, ...]) -> None:
     """The statuses without an option, with --live and with --ready."""
-    reply = HealthReply(1, 1, healthy, ready, ["The disk is \x1b[31mfull."])
+    reply = HealthReply(1, 1, level, [HealthProblem("disk", "The disk is \x1b[31mfull.")])
     found = [
         health_status(reply, live=live, ready=want) for live, want in ((False, False), (True, False), (False, True))
     ]
     assert tuple(found) == expected
-    assert list(health_lines(reply))[1:] == ["- The disk is ?[31mfull."]
+    first, *rest = health_lines(reply)
+    assert first.startswith(f"{level.value}: ")
+    assert rest == ["- disk: The disk is ?[31mfull."]
 
 
 def test_both_ways_say_the_same(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +61,7 @@ def test_both_ways_say_the_same(shared_daemon: DaemonProcess, capsys: pytest.Cap
     for option in (["--directory", directory], [f"--directory={directory}"]):
         for probe in ([], ["--live"], ["--ready"]):
             assert main(["health", *probe, *option]) == 0
-            assert capsys.readouterr() == ("healthy: the daemon takes sessions and jobs\n", "")
+            assert capsys.readouterr() == ("ok: the daemon takes sessions and jobs\n", "")
 
 
 def test_a_daemon_that_hangs_and_one_that_is_absent_are_not_alive(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.observe.meters import LatencyRecorder, RateMeter
+from kvoffd.observe.meters import WINDOWS_S, CounterWindows, LatencyRecorder, RateMeter
 from kvoffd_proto.messages import LatencyStats
 
 
@@ -140,3 +140,52 @@ def test_a_clock_that_was_set_back_gives_no_negative_latency() -> None:
 def test_a_recorder_that_keeps_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one"):
         LatencyRecorder(capacity=0)
+
+
+def test_windows_forget_what_is_older_than_they_are_long() -> None:
+    clock = Clock()
+    windows = CounterWindows({}, clock)
+    count = 0
+    for _ in range(4000):  # two a second, for 2,000 s: one a second in the first half, ten in the second
+        clock.now += 0.5
+        count += 10 if clock.now > 2000 else 1
+        windows.sample({"keys": count})
+    for window_s in WINDOWS_S:
+        seconds, gained = windows.gained(window_s, {"keys": count})
+        assert window_s <= seconds <= window_s * 1.06
+        assert gained["keys"] == pytest.approx(20 * seconds, rel=0.1)
+
+
+def test_windows_of_a_young_counter_are_as_long_as_its_life() -> None:
+    clock = Clock()
+    windows = CounterWindows({}, clock)
+    clock.now += 3
+    windows.sample({"keys": 5})
+    assert [windows.gained(window_s, {"keys": 7}) for window_s in WINDOWS_S] == [(3.0, {"keys": 7})] * 3
+
+
+def test_windows_keep_few_samples_and_one_copy_of_what_does_not_change() -> None:
+    clock = Clock()
+    windows = CounterWindows({"keys": 1}, clock)
+    for _ in range(3000):
+        clock.now += 0.5
+        windows.sample({"keys": 1})
+    kept = [values for deque in windows._kept.values() for _, values in deque]
+    assert len(kept) <= 22 * len(WINDOWS_S)
+    assert len({id(values) for values in kept}) == 1
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 400), st.integers(0, 5)), max_size=60))
+def test_windows_never_gain_more_than_there_was(steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    windows = CounterWindows({}, clock)
+    count, history = 0, [(clock.now, 0)]
+    for pause_s, more in steps:
+        clock.now += pause_s
+        count += more
+        windows.sample({"keys": count})
+        history.append((clock.now, count))
+        for window_s in WINDOWS_S:
+            seconds, gained = windows.gained(window_s, {"keys": count})
+            began = clock.now - seconds
+            assert gained["keys"] == count - max(n for at, n in history if at <= began + 1e-6)

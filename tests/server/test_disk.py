@@ -196,7 +196,11 @@ def test_a_spoilt_file_is_a_miss_and_counted(daemon: DaemonProcess, tmp_path: Pa
         assert below(admin).failed_promotions == {"corrupt": 1}
         assert admin.stats().disks[0].errors == {"corrupt": 1}
         assert loaded(engine, range(1, 5)) == [sums[number] for number in range(1, 5)]
-        assert admin.health().healthy, "a block that is lost costs its recomputation"
+        health = admin.health()
+        assert (health.level, health.ready) == (m.HealthLevel.DEGRADED, True), "lost blocks cost their recomputation"
+        assert [cause.reason for cause in health.causes] == ["disk_errors"]
+        assert "1 corrupt" in health.problems[0]
+        assert admin.stats().health_problems == {"disk_errors": 1}
 
 
 def test_a_directory_that_cannot_be_used_does_not_stop_the_daemon(tmp_path: Path) -> None:

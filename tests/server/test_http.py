@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from kvoffd.errors import KvoffdError
 from kvoffd.server.http import MAX_CONNECTIONS, MAX_REQUEST_BYTES, HttpServer, NotServing
-from kvoffd_proto.messages import HealthReply
+from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 
 DEADLINE_S = 10.0
 
 
 async def good() -> HealthReply:
-    return HealthReply(1, 1, healthy=True, ready=True, problems=[])
+    return HealthReply(1, 1, HealthLevel.OK, [])
 
 
 async def empty() -> bytes:
@@ -100,11 +100,12 @@ def test_metrics_may_be_awaited() -> None:
     on_server(scenario, metrics=page)
 
 
-@pytest.mark.parametrize("healthy", [True, False])
-@pytest.mark.parametrize("ready", [True, False])
-def test_a_daemon_that_answers_is_alive_and_one_that_takes_sessions_is_ready(healthy: bool, ready: bool) -> None:
+@pytest.mark.parametrize("level", list(HealthLevel))
+def test_a_daemon_that_answers_is_alive_and_one_that_takes_sessions_is_ready(level: HealthLevel) -> None:
+    ready = level is not HealthLevel.DOWN
+
     async def health() -> HealthReply:
-        return HealthReply(1, 1, healthy, ready, ["The disk is full."])
+        return HealthReply(1, 1, level, [HealthProblem("disk", "The disk is full.")])
 
     async def scenario(server: HttpServer) -> None:
         status, _, body = await get(server, "/healthz")

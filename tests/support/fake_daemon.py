@@ -283,7 +283,7 @@ class FakeDaemon:
             case m.Cancel():
                 return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])
             case m.Health():
-                return m.HealthReply(*head, True, True, [])
+                return m.HealthReply(*head, m.HealthLevel.OK, [])
             case _:
                 return m.Done(*head, 1)
 

@@ -8,25 +8,27 @@ from pathlib import Path
 
 from kvoffd_client.cli.text import printable
 from kvoffd_client.health_request import ask_health
-from kvoffd_proto.messages import HealthReply
+from kvoffd_proto.messages import HealthLevel, HealthReply
 from kvoffd_proto.sockets import default_directory
 
-UNHEALTHY = 1
+STATUS = {HealthLevel.OK: 0, HealthLevel.DEGRADED: 1, HealthLevel.DOWN: 2}
+"""Exit status without an option; 2 also where no daemon answers."""
+WORDS = {
+    HealthLevel.OK: "ok: the daemon takes sessions and jobs",
+    HealthLevel.DEGRADED: "degraded: the daemon takes sessions and jobs, and needs attention",
+    HealthLevel.DOWN: "down: the daemon takes no sessions and jobs",
+}
 
 
 def health_lines(reply: HealthReply) -> Iterator[str]:
     """What people read."""
-    if reply.healthy and reply.ready:
-        yield "healthy: the daemon takes sessions and jobs"
-    else:
-        yield "not ready yet" if reply.healthy else "unhealthy"
-    yield from (f"- {printable(problem)}" for problem in reply.problems)
+    yield WORDS[reply.level]
+    yield from (f"- {printable(cause.reason)}: {printable(cause.sentence)}" for cause in reply.causes)
 
 
 def health_status(reply: HealthReply, *, live: bool, ready: bool) -> int:
     """The exit status: with ``live`` 0 in any case, since the daemon answers; with ``ready`` 0 while it serves."""
-    good = live or (reply.ready and (ready or reply.healthy))
-    return 0 if good else UNHEALTHY
+    return 0 if live or (ready and reply.ready) else STATUS[reply.level]
 
 
 def quick_health(arguments: Sequence[str]) -> int | None:

@@ -125,10 +125,10 @@ def health(
 ) -> int:
     """Ask whether the daemon works.
 
-    The answer comes through the loop that serves engines: healthy means that it works. --live and --ready are for
-    probes: what a restart does not mend must not make a service manager restart the daemon.
+    The answer comes through the loop that serves engines, and says ok, or degraded or down with the reasons. --live and
+    --ready are for probes: what a restart does not mend must not make a service manager restart the daemon.
 
-    Exit status: 0 healthy and ready, 1 unhealthy or not ready yet, 2 not reachable.
+    Exit status: 0 ok, 1 degraded, 2 down or not reachable; 0 with --live when it answers, with --ready when it serves.
     """
     if live and ready:
         raise CliError("--live and --ready ask for two things; give one of them.")

@@ -1,0 +1,76 @@
+"""What an operator should see to, and how well the daemon works for it."""
+
+from __future__ import annotations
+
+from kvoffd.server.context import Context
+from kvoffd_proto import messages as m
+from kvoffd_proto.units import format_count, format_duration, format_size
+
+PINNED_SHARE = 0.9
+"""From this share of the usable pool on, pinned bytes leave too little for stores."""
+FLOW_WINDOW_S = 100.0
+"""What flows, such as stores without room, is judged by what happened in so many seconds."""
+
+
+def health_reply(context: Context, message: m.Health) -> m.HealthReply:
+    """The daemon's health. That it answers at all says that its loop does. Needs no session."""
+    level, causes = health_of(context)
+    return m.HealthReply(message.request_id, context.epoch, level, causes)
+
+
+def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
+    """The level, and its causes, the worst first."""
+    causes = [m.HealthProblem("gpu", sentence) for sentence in context.memory.problems]
+    if lost := context.cache.integrity.mismatches:
+        causes.append(
+            m.HealthProblem(
+                "pool_corrupt",
+                f"{lost} slot{'' if lost == 1 else 's'} of the pool did not match the checksum. The blocks are dropped "
+                "and the slots not used before a restart; check the machine's memory (dmesg, edac-util).",
+            )
+        )
+    if context.disks is not None:
+        causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
+    causes += _crowded(context)
+    if context.sessions.stopping:
+        return m.HealthLevel.DOWN, [m.HealthProblem("stopping", "The daemon is stopping."), *causes]
+    return (m.HealthLevel.DEGRADED if causes else m.HealthLevel.OK), causes
+
+
+def _crowded(context: Context) -> list[m.HealthProblem]:
+    """What keeps stores from the pool."""
+    cache = context.cache
+    causes: list[m.HealthProblem] = []
+    usage = cache.pool_usage()
+    usable_bytes = max(1, cache.slots.pool_bytes - usage.quarantined_bytes)
+    if usage.pinned_bytes >= PINNED_SHARE * usable_bytes:
+        causes.append(
+            m.HealthProblem(
+                "pool_pinned",
+                f"{format_size(usage.pinned_bytes)} of {format_size(usable_bytes)} of the pool are pinned"
+                f"{_most_pinned(context)}: stores find no room. `kvoffd-cli sessions` says who holds what; lower "
+                "leased_share, or enlarge the pool.",
+            )
+        )
+    seconds, gained = context.recent.gained_in_all(FLOW_WINDOW_S)
+    if dropped := gained["dropped_keys"]:
+        causes.append(
+            m.HealthProblem(
+                "stores_without_room",
+                f"{format_count(dropped)} block{'' if dropped == 1 else 's'} that engines offered in the last {format_duration(seconds)} found no "
+                "room and were not stored. The pool is too small, or too much of it is pinned.",
+            )
+        )
+    return causes
+
+
+def _most_pinned(context: Context) -> str:
+    """Who has most of it."""
+    leases, sessions = context.cache.leases, {session.id: session for session in context.sessions}
+    by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
+    operators_bytes = context.cache.operator_pinned_bytes
+    most = max(by_session, key=by_session.__getitem__, default=None)
+    if most is None or by_session[most] < operators_bytes:
+        return f", {format_size(operators_bytes)} by operators" if operators_bytes else ""
+    name = sessions[most].name or sessions[most].role or "new"
+    return f", {format_size(by_session[most])} by session {most} ({name})" if by_session[most] else ""
