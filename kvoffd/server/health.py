@@ -57,8 +57,8 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
         causes.append(
             m.HealthProblem(
                 "stores_without_room",
-                f"{format_count(dropped)} block{'' if dropped == 1 else 's'} that engines offered in the last {format_duration(seconds)} found no "
-                "room and were not stored. The pool is too small, or too much of it is pinned.",
+                f"In the last {format_duration(seconds)} the pool had no room for {format_count(dropped)} "
+                f"block{'' if dropped == 1 else 's'} that engines offered. It is too small, or too much is pinned.",
             )
         )
     return causes

@@ -17,6 +17,7 @@ from kvoffd_proto.messages import (
     BlockAccessStats,
     DirectionStats,
     DiskStats,
+    HealthLevel,
     Histogram,
     IntegrityStats,
     LatencyStats,
@@ -54,6 +55,8 @@ def some_stats() -> StatsReply:
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
+        health=HealthLevel.DEGRADED,
+        health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),
         disks=[
             numbers(DiskStats, 1200, directory="/a", state="serving", problem="", direct=True, errors={"torn": 1301}),
@@ -97,6 +100,8 @@ def test_samples_carry_their_labels_and_values() -> None:
     assert found["kvoffd_jobs_total", frozenset({"load"})] == stats.load.jobs
     assert found["kvoffd_errors_total", frozenset({"malformed"})] == 802
     assert found["kvoffd_replies_dropped_total", frozenset({"unread"})] == 804
+    assert found["kvoffd_serving", frozenset()] == 1
+    assert found["kvoffd_health_problems", frozenset({"disk_errors"})] == 1701
     assert found["kvoffd_lookup_seconds", frozenset({"0.99"})] == stats.lookup_latency.p99
     odd = frozenset({"bb" * 32, 'odd "label"\n\\'})
     assert found["kvoffd_namespace_keys_ready_total", odd] == stats.namespaces[1].keys_ready

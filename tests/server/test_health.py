@@ -31,11 +31,11 @@ def test_a_pool_that_one_lease_pins_is_degraded_and_says_who(capsys: pytest.Capt
             wait_until(lambda: admin.health().level is HealthLevel.DEGRADED, DEADLINE_S)
             (cause,) = admin.health().causes
             assert cause.reason == "pool_pinned"
-            assert "12 MiB by session" in cause.sentence
+            assert "12.0 MiB by session" in cause.sentence
             assert "(fake engine scheduler)" in cause.sentence
             assert engine.store([key(1000)], [0]).error is ErrorCode.NO_ROOM
             assert [cause.reason for cause in admin.health().causes] == ["pool_pinned", "stores_without_room"]
-            assert "1 block that engines offered" in admin.health().problems[1]
+            assert "no room for 1 block" in admin.health().problems[1]
             assert admin.stats().health_problems == {"pool_pinned": 1, "stores_without_room": 1}
             for options, status in (([], 1), (["--live"], 0), (["--ready"], 0)):
                 assert main(["health", *options, "--directory", str(daemon.directory)]) == status
