@@ -6,7 +6,7 @@ import itertools
 import socket
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
@@ -18,6 +18,10 @@ MAX_FRAMES = 4
 """Frames of a message; no request has more than three."""
 MAX_SUBSCRIPTIONS = 64
 MAX_TOPIC_BYTES = 256
+MAX_LONG_FRAMES = 4
+"""Frames that arrive at a time and are longer than the input a connection may have, one of a process."""
+LONG_FRAME_S, CONTENDED_FRAME_S = 10.0, 1.0
+"""How long such a frame may take to arrive, and how long while others wait."""
 
 
 @dataclass(eq=False)
@@ -114,10 +118,61 @@ class Connection:
         """A frame longer than ``RECEIVE_BYTES`` is arriving since then."""
         self.unsent: deque[memoryview] = deque()
         self.unsent_bytes = 0
-        self.replay: deque[Frames] = deque()
+        self.replay: Iterator[Frames] | None = None
         """What a replay of events has still to send."""
         self.subscriptions: set[bytes] = set()
         self.closed = False
+
+
+class LongFrames:
+    """Which connections read a frame longer than the input that each may have, and which wait until they may."""
+
+    def __init__(self, clock: Callable[[], float], read_on: Callable[[Connection], None]) -> None:
+        self._clock = clock
+        self._read_on = read_on
+        self._arriving: set[Connection] = set()
+        self._waiting: list[Connection] = []
+
+    @property
+    def patience_s(self) -> float:
+        return CONTENDED_FRAME_S if self._waiting else LONG_FRAME_S
+
+    def add(self, connection: Connection) -> None:
+        """The rest of a long frame is to be read when it is the connection's turn."""
+        if connection not in self._waiting:
+            self._waiting.append(connection)
+            self._let_in()
+
+    def arrived(self, connection: Connection) -> None:
+        """The connection's long frame, if it has one, is there, or will never be."""
+        if connection.incoming_since is not None:
+            connection.incoming_since = None
+            self._arriving.discard(connection)
+            self._let_in()
+        elif connection.closed and connection in self._waiting:
+            self._waiting.remove(connection)
+
+    def overdue(self) -> list[Connection]:
+        """Those whose frame takes too long."""
+        until = self._clock() - self.patience_s
+        return [
+            connection
+            for connection in self._arriving
+            if connection.input.missing_bytes and (connection.incoming_since or 0.0) < until
+        ]
+
+    def _let_in(self) -> None:
+        """Read the frames of the processes that had none for the longest, one of each."""
+        busy = {connection.process for connection in self._arriving}
+        for connection in sorted(self._waiting, key=lambda one: one.process.incoming_at):
+            if len(self._arriving) >= MAX_LONG_FRAMES:
+                break
+            if connection.process not in busy:
+                self._waiting.remove(connection)
+                self._arriving.add(connection)
+                busy.add(connection.process)
+                connection.incoming_since = connection.process.incoming_at = self._clock()
+                self._read_on(connection)
 
 
 @dataclass(eq=False)

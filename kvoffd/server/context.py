@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar, cast
 
@@ -41,7 +41,7 @@ class Outbox:
     """What is to be sent: replies as (sender, frame), publications as frames of ``events.sock``."""
 
     replies: list[tuple[bytes, bytes]] = field(default_factory=list)
-    event_replays: list[tuple[bytes, list[Frames]]] = field(default_factory=list)
+    event_replays: list[tuple[bytes, Iterator[Frames]]] = field(default_factory=list)
     publications: list[Frames] = field(default_factory=list)
 
 

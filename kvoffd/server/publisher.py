@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.events import (
@@ -21,7 +21,7 @@ from kvoffd_proto.events import (
     kv_topic,
 )
 
-MAX_KEPT_BYTES = 64 * 1024**2
+MAX_KEPT_BYTES = 32 * 1024**2
 """Payloads that are kept for replay, however few messages they are."""
 MAX_EVENTS_PER_MESSAGE = 64
 """Bounds a message where very much happened at once, as when a pool is taken over."""
@@ -37,7 +37,8 @@ class EventPublisher:
         self._wall_clock = wall_clock
         self._pending: dict[bytes, list[KvEvent]] = {}
         self._buffer_steps = buffer_steps
-        self._sent: deque[tuple[int, Frames]] = deque()
+        self._sent: deque[Frames] = deque()
+        """The last messages, the newest with the number before ``sequence``."""
         self._sent_bytes = 0
         self.sequence = 0
         """Number of the next message."""
@@ -77,19 +78,26 @@ class EventPublisher:
         for fingerprint, events in pending:
             payload = encode_event_batch(EventBatch(self._wall_clock(), events))
             frames = (kv_topic(fingerprint), self.sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
-            self._sent.append((self.sequence, frames))
+            self._sent.append(frames)
             self._sent_bytes += len(payload)
             while len(self._sent) > self._buffer_steps or self._sent_bytes > MAX_KEPT_BYTES:
-                self._sent_bytes -= len(self._sent.popleft()[1][2])
+                self._sent_bytes -= len(self._sent.popleft()[2])
             messages.append(frames)
             self.sequence += 1
         self._pending.clear()
         return messages
 
-    def replay(self, start: int) -> list[Frames]:
-        """Messages from number ``start`` on that are still kept, then the end marker, as vLLM's publisher does."""
-        kept = [frames for sequence, frames in self._sent if sequence >= start]
-        return [*kept, (b"", END_OF_REPLAY, b"")]
+    def replay(self, start: int) -> Iterator[Frames]:
+        """The messages from number ``start`` to the last one that there is now, as vLLM's publisher does: those that
+        are still kept when the iterator comes to them, then the end marker.
+        """
+        return self._replay(start, self.sequence)
+
+    def _replay(self, number: int, end: int) -> Iterator[Frames]:
+        while (number := max(number, self.sequence - len(self._sent))) < end:
+            yield self._sent[number - self.sequence]
+            number += 1
+        yield b"", END_OF_REPLAY, b""
 
     def _add(self, namespace: Namespace, event: KvEvent) -> None:
         self._pending.setdefault(namespace.fingerprint, []).append(event)

@@ -14,13 +14,13 @@ import logging
 import os
 import socket
 import time
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from itertools import islice
 
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
-from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, Subscriptions, Turns
+from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, LongFrames, Subscriptions, Turns
 from kvoffd.server.service import Service
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
 from kvoffd.system.directory import DaemonDirectory
@@ -34,14 +34,10 @@ RECEIVE_BYTES = 64 * 1024
 """Read from a connection at a time. One whose input waits for its turn is not read while it has as much."""
 SERVE_S = 0.0002
 """How long messages are answered before the loop looks at lifelines and completions."""
-MAX_INCOMING_FRAMES = 4
-"""Frames longer than ``RECEIVE_BYTES`` that arrive at a time, one of a process; other connections wait."""
-INCOMING_FRAME_S, CONTENDED_FRAME_S = 10.0, 1.0
-"""How long such a frame may take to arrive, and how long while others wait."""
 MAX_UNSENT_BYTES = 8 * 1024**2
 """Output that a process has not read: with more, no request of it is answered and no publication kept for it."""
-MAX_ALL_UNSENT_BYTES = 128 * 1024**2
-"""Output that all processes together have not read: with more, no publication is kept for any of these."""
+MAX_ALL_UNSENT_BYTES = 64 * 1024**2
+"""Output that all processes together have not read: with more, the same is so for each of these."""
 PIECE_BYTES = 256
 """What a message that waits to be sent costs besides its own bytes."""
 SENT_AT_ONCE, REPLAYED_AT_ONCE = 256, 64
@@ -75,8 +71,9 @@ class Transport:
         self._due = False
         self._subscriptions = Subscriptions()
         self._unsent_bytes = 0
-        self._incoming: set[Connection] = set()
-        self._wait_for_incoming: deque[Connection] = deque()
+        self._held: set[ClientProcess] = set()
+        """Those with connections that get no turn until output is read."""
+        self._long_frames = LongFrames(self._loop.time, self._read_on)
         self._scratch = memoryview(bytearray(4 * RECEIVE_BYTES))
         self._refused_logged_at = -LOGGED_S
 
@@ -124,12 +121,10 @@ class Transport:
             self._closer.interrupt()
         for fd in failed_streams(connections):
             self._close(connections[fd])
-        patience_s = CONTENDED_FRAME_S if self._wait_for_incoming else INCOMING_FRAME_S
-        overdue = self._loop.time() - patience_s
-        for connection in list(self._incoming):
-            since = connection.incoming_since
-            if since is not None and since < overdue and connection.input.missing_bytes:
-                self._drop(connection, f"a frame did not arrive within {patience_s:.0f} s")
+        for connection in self._long_frames.overdue():
+            self._drop(connection, f"a frame did not arrive within {self._long_frames.patience_s:.0f} s")
+        for process in list(self._held):
+            self._release(process)
 
     # --- connections ------------------------------------------------------------------------------
 
@@ -210,7 +205,7 @@ class Transport:
         self._release(process)
         for topic in list(connection.subscriptions):
             self._subscriptions.remove(connection, topic)
-        self._arrived(connection)
+        self._long_frames.arrived(connection)
         process.connections[door] -= 1
         if not any(process.connections.values()):
             self._processes.pop(process.key, None)
@@ -286,14 +281,15 @@ class Transport:
         return more
 
     def _take_one(self, connection: Connection) -> bool:
-        if connection.process.unsent_bytes >= MAX_UNSENT_BYTES or connection.replay:
+        if connection.replay is not None or self._behind(connection.process):
             connection.process.held.add(connection)
+            self._held.add(connection.process)
             return False  # goes on when that is read
         taken = connection.input.next()
         if taken is None:
             self._wait_for_rest(connection)
             return False
-        self._arrived(connection)
+        self._long_frames.arrived(connection)
         if isinstance(taken, zmtp.Command):
             self._obey(connection, taken)
         elif connection.door is self._events:
@@ -315,32 +311,9 @@ class Transport:
         """Read on: what has arrived is no whole message. A long frame waits until it is its turn to be kept."""
         if connection.input.missing_bytes + connection.input.waiting_bytes <= RECEIVE_BYTES:
             self._read_on(connection)
-        elif connection.incoming_since is None and connection not in self._wait_for_incoming:
+        elif connection.incoming_since is None:
             self._pause(connection)
-            self._wait_for_incoming.append(connection)
-            self._start_incoming()
-
-    def _start_incoming(self) -> None:
-        """Read the long frames whose turn it is, one of a process."""
-        busy = {connection.process for connection in self._incoming}
-        for connection in sorted(self._wait_for_incoming, key=lambda one: one.process.incoming_at):
-            if len(self._incoming) >= MAX_INCOMING_FRAMES:
-                break
-            if connection.process not in busy:
-                self._wait_for_incoming.remove(connection)
-                self._incoming.add(connection)
-                busy.add(connection.process)
-                connection.incoming_since = connection.process.incoming_at = self._loop.time()
-                self._read_on(connection)
-
-    def _arrived(self, connection: Connection) -> None:
-        """The connection's long frame, if it has one, is there, or will never be."""
-        if connection.incoming_since is not None:
-            connection.incoming_since = None
-            self._incoming.discard(connection)
-            self._start_incoming()
-        elif connection.closed and connection in self._wait_for_incoming:
-            self._wait_for_incoming.remove(connection)
+            self._long_frames.add(connection)
 
     # --- subscriptions ----------------------------------------------------------------------------
 
@@ -375,13 +348,12 @@ class Transport:
             self._reply(sender, [frame])
         for sender, messages in outbox.event_replays:
             if (connection := self._jobs.connections.get(sender)) is not None:
-                connection.replay.extend(messages)
+                connection.replay = messages
                 self._go_on_replaying(connection)
         self._service.after_send()
 
     def _publish(self, subscriber: Connection, data: bytes) -> None:
-        behind = subscriber.process.unsent_bytes
-        if behind >= MAX_UNSENT_BYTES or (behind and self._unsent_bytes >= MAX_ALL_UNSENT_BYTES):
+        if self._behind(subscriber.process):
             self._context.publications_dropped += 1
         else:
             self._send(subscriber, data)
@@ -395,10 +367,12 @@ class Transport:
 
     def _go_on_replaying(self, connection: Connection) -> None:
         for _ in range(REPLAYED_AT_ONCE):
-            if not connection.replay or connection.unsent or connection.closed:
-                self._release(connection.process)
-                return
-            self._send(connection, zmtp.encode((b"", *connection.replay.popleft())))
+            if connection.replay is None or connection.unsent or connection.closed:
+                return self._release(connection.process)
+            if (message := next(connection.replay, None)) is None:
+                connection.replay = None
+            else:
+                self._send(connection, zmtp.encode((b"", *message)))
         self._loop.call_soon(self._go_on_replaying, connection)
 
     def _send(self, connection: Connection, data: bytes) -> None:
@@ -444,7 +418,14 @@ class Transport:
             self._go_on_replaying(connection)
         self._release(connection.process)
 
+    def _behind(self, process: ClientProcess) -> bool:
+        """Whether nothing more is to be sent to the process until output is read."""
+        unsent = process.unsent_bytes
+        return unsent >= MAX_UNSENT_BYTES or (unsent > 0 and self._unsent_bytes >= MAX_ALL_UNSENT_BYTES)
+
     def _release(self, process: ClientProcess) -> None:
         """Give turns again to connections that had none while output was not read."""
-        while process.held and process.unsent_bytes < MAX_UNSENT_BYTES:
+        while process.held and not self._behind(process):
             self._wait_for_turn(process.held.pop())
+        if not process.held:
+            self._held.discard(process)

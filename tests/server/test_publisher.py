@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.publisher import MAX_EVENTS_PER_MESSAGE, EventPublisher
 from kvoffd_proto.events import (
+    END_OF_REPLAY,
     MEDIUM_CPU,
     MEDIUM_STORAGE,
     AllBlocksCleared,
@@ -30,7 +31,25 @@ def test_much_at_once_becomes_many_messages_in_order() -> None:
     stored = [event.block_hashes[0] for event in events[1:] if isinstance(event, BlockStored)]
     assert stored == [number.to_bytes(8, "big") for number in range(count)]
     assert publisher.flush() == []
-    assert publisher.replay(2)[:2] == messages[2:]
+    assert list(publisher.replay(2)) == [*messages[2:], (b"", END_OF_REPLAY, b"")]
+
+
+def test_a_replay_that_nobody_reads_keeps_no_message() -> None:
+    namespace = Namespace(b"f" * 32, "", 1, 8, [GroupSpec("full", 16)], "{}")
+    publisher = EventPublisher(4)
+    for _ in range(4):
+        publisher.cleared(namespace)
+        publisher.flush()
+    replay = publisher.replay(0)
+    first = next(replay)
+    for _ in range(2):
+        publisher.cleared(namespace)
+        publisher.flush()
+    assert [int.from_bytes(sequence, "big", signed=True) for _, sequence, _ in (first, *replay)] == [0, 2, 3, -1]
+    for _ in range(5):
+        publisher.cleared(namespace)
+        publisher.flush()
+    assert [sequence for _, sequence, _ in publisher._replay(0, 4)] == [END_OF_REPLAY]
 
 
 def test_an_event_names_the_medium_as_vllm_does() -> None:
