@@ -1,0 +1,73 @@
+"""The ZeroMQ sockets on a loop of their own, over a service that only answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kvoffd.config import Config
+from kvoffd.server import transport, zmtp
+from kvoffd.server.context import Outbox
+from kvoffd.server.service import Service
+from kvoffd.system.directory import DaemonDirectory
+
+REPLY_BYTES = 256 * 1024
+
+
+class Answering:
+    """A service that answers each request with as many bytes."""
+
+    def __init__(self) -> None:
+        self.context = SimpleNamespace(config=Config(), outbox=Outbox())
+        self.handled = 0
+
+    def handle(self, sender: bytes, _: bytes) -> None:
+        self.handled += 1
+        self.context.outbox.replies.append((sender, bytes(REPLY_BYTES)))
+
+    def flush(self) -> Outbox:
+        outbox, self.context.outbox = self.context.outbox, Outbox()
+        return outbox
+
+    def after_send(self) -> None:
+        pass
+
+
+def test_output_that_nobody_reads_is_bounded_over_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_ALL_UNSENT_BYTES", 4 * REPLY_BYTES)
+    service = Answering()
+
+    async def flood() -> int:
+        directory = DaemonDirectory(tmp_path)
+        sockets = transport.Transport(cast("Service", service), directory, 16)
+        sockets.open()
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for client in clients:
+            client.connect(str(directory.sockets.jobs))
+            client.sendall(zmtp.opening(b"DEALER") + b"".join(zmtp.encode([b"ask"]) for _ in range(16)))
+        await asyncio.sleep(0.5)
+        waiting = service.handled
+        for client in clients:
+            client.setblocking(False)
+        for _ in range(200):
+            for client in clients:
+                with contextlib.suppress(BlockingIOError):
+                    while client.recv(1 << 20):
+                        pass
+            sockets.tick()
+            await asyncio.sleep(0.005)
+        for client in clients:
+            client.close()
+        await sockets.close(0.1)
+        return waiting
+
+    waiting = asyncio.run(flood())
+    # Each socket takes some into the kernel's buffers before the first byte waits.
+    assert 4 <= waiting <= 16, waiting
+    assert service.handled == 64
