@@ -34,6 +34,7 @@ from kvoffd.settings import (
     size_setting,
 )
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiers.disk.index import index_bytes
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import exact_duration, exact_size, quoted
 
@@ -142,12 +143,18 @@ class Config:
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
     heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
-    max_frame_bytes: int = size_setting(32 * 1024**2, 4096, "Largest frame of a request.")
+    max_frame_bytes: int = size_setting(8 * 1024**2, 4096, "Largest frame of a request.")
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
     max_jobs_in_flight: int = number_setting(4096, 1, 1_000_000, "Most unfinished jobs of a session.")
     namespaces_bytes: int = size_setting(
         64 * 1024**2, 1024**2, "Memory for all namespaces beside their blocks; one may take an eighth of it."
+    )
+    sessions_bytes: int = size_setting(
+        192 * 1024**2,
+        16 * 1024**2,
+        "Memory for what sessions have open: leases, jobs, completions, registrations. Half of it is kept for all "
+        "sessions in equal parts, the rest for those that need more.",
     )
     index_bytes: int = size_setting(
         0,
@@ -189,18 +196,30 @@ class Config:
 
     @property
     def memory_bytes(self) -> int:
-        """What the daemon needs with its pool: the slot table and page tables, the index, namespaces, the rest."""
-        table_bytes = self.pool_bytes * 21 // 1000
-        return (
-            self.pool_bytes + table_bytes + self.max_slots * INDEX_BYTES_PER_SLOT + self.namespaces_bytes + REST_BYTES
-        )
+        """What the daemon needs: the pool, slot table and page tables, what is known of blocks, clients, itself."""
+        books = self.max_slots * INDEX_BYTES_PER_SLOT + sum(index_bytes(one.size_bytes) for one in self.disk)
+        return self.pool_bytes + self.pool_bytes * 21 // 1000 + books + self.clients_bytes + PROCESS_BYTES
+
+    @property
+    def clients_bytes(self) -> int:
+        """What clients can make the daemon keep, whatever they do: the sum of all bounds."""
+        frames = FRAMES_AT_A_TIME * self.max_frame_bytes
+        input_bytes = (2 * self.max_sessions + 32) * CONNECTIONS_BYTES
+        return self.namespaces_bytes + self.sessions_bytes + frames + input_bytes + OUTPUT_BYTES
 
 
 INDEX_BYTES_PER_SLOT = 1536
 """Measured: 1.4 KiB of a block of one slot, with its key of 32 bytes and its place in the eviction policy."""
 LEAST_INDEX_BYTES = 128 << 20
-REST_BYTES = 256 << 20
-"""Interpreter and libraries (30 MiB), and what sessions may cost: leases 11 bytes a key, jobs, frames, completions."""
+PROCESS_BYTES = 64 << 20
+"""Interpreter and libraries (31 MiB, measured), threads, the connections of HTTP and of administrators over TCP."""
+FRAMES_AT_A_TIME = 6
+"""Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
+CONNECTIONS_BYTES = 160 << 10
+"""Two connections of a client: input that waits for its turn (``connections.RECEIVE_BYTES``, twice), subscriptions."""
+OUTPUT_BYTES = 104 << 20
+"""What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
+(``publisher.MAX_KEPT_BYTES``)."""
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
 """What the name of a setting has in place of the unit that ends its field's name."""
 

@@ -303,7 +303,7 @@ class BlockCache(LeasedBlocks):
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
-        held = lease.by_key(group)
+        held = self.leases.by_key(lease, group)
         found = [held.get(key) for key in split]
         blocks = [block for block in found if block is not None]
         shards = [block.shards[rank] for block in blocks]

@@ -9,8 +9,9 @@ import numpy as np
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.pins import Lease, LeaseBounds, LeaseTable
+from kvoffd.cache.pins import LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, PENDING
@@ -61,7 +62,9 @@ class LeasedBlocks:
         self._clock = clock
         self._bounds = bounds
         self.__blocks = blocks
-        self.__leases = LeaseTable(lease_ttl_s)
+        self.memory = bounds.memory if bounds is not None else SessionMemory(2**62, 1)
+        """What sessions may make the daemon keep."""
+        self.__leases = LeaseTable(lease_ttl_s, self.memory)
         self.__deferred: _DeferredPins | None = None
 
     @property
@@ -113,7 +116,10 @@ class LeasedBlocks:
         lease = _live_lease(leases, lease_id, owner, namespace)
         if lease is not None and not extend:
             index = blocks.index[namespace]
-            states = [_states_under(lease, group, namespace.split(group, keys), index[group]) for group, keys in groups]
+            states = [
+                _states_under(leases.by_key(lease, group), namespace.split(group, keys), index[group])
+                for group, keys in groups
+            ]
             return LookupAnswer(states, lease.keys)
         states = found
         ready = sum(one.count(READY) for one in found)
@@ -125,7 +131,9 @@ class LeasedBlocks:
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (
-                part := self._leasable(owner, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states))
+                part := self._leasable(
+                    owner, lease, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states)
+                )
             ) < 1.0:
                 self.shortened_lookups += 1
                 states = [_shortened(one, part) for one in states]
@@ -155,14 +163,14 @@ class LeasedBlocks:
         split = namespace.split(group, keys)
         lease = _live_lease(self.leases, lease_id, owner, namespace)
         if lease is not None:
-            return list(map(lease.by_key(group).get, split))
+            return list(map(self.leases.by_key(lease, group).get, split))
         index = self.blocks.index[namespace][group]
         found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
         blocks = list(dict.fromkeys(block for block in found if block is not None))
         if blocks:
             nbytes = sum(block.slot_bytes for block in blocks)
             loose_bytes = sum(block.slot_bytes for block in blocks if not block.pins)
-            if self._leasable(owner, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
+            if self._leasable(owner, None, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
                 raise KvoffdError(
                     "The session may not hold so many blocks at once; close others, or open fewer.", ErrorCode.TOO_MANY
                 )
@@ -173,14 +181,18 @@ class LeasedBlocks:
             self.blocks.pin(blocks)
         return found
 
-    def _leasable(self, owner: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]) -> float:
+    def _leasable(
+        self, owner: int, lease: Lease | None, keys: int, nbytes: int, loose_bytes: Callable[[], int]
+    ) -> float:
         """The part of so many more ready keys, with blocks of so many bytes, that a session may lease: 1.0 for all.
 
         ``loose_bytes`` says how many of the bytes nothing pins yet: only these are taken from others.
         """
         if (bounds := self._bounds) is None:
             return 1.0
-        part = (bounds.max_keys - self.__leases.held(owner).keys) / keys
+        key_bytes = lease.key_bytes if lease is not None else LEASED_KEY_BYTES
+        most = min(bounds.max_keys - self.__leases.held(owner).keys, self.memory.room(owner) // key_bytes)
+        part = most / keys
         if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
             part = min(part, self._share_left(owner, bounds, loose) / loose)
         return max(0.0, part)
@@ -279,9 +291,8 @@ def _live_lease(leases: LeaseTable, lease_id: int, owner: int, namespace: Namesp
     return lease
 
 
-def _states_under(lease: Lease, group: int, keys: Sequence[bytes], index: Mapping[bytes, Block]) -> bytes:
+def _states_under(held: Mapping[bytes, Block], keys: Sequence[bytes], index: Mapping[bytes, Block]) -> bytes:
     """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
-    held = lease.by_key(group)
     states = bytearray(len(keys))
     for number, key in enumerate(keys):
         if key in held:

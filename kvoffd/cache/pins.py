@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvoffd.cache.namespace import Block, Namespace, Shard
+from kvoffd.cache.session_memory import SessionMemory
+
+LEASED_KEY_BYTES, NAMED_KEY_BYTES = 11, 60
+"""Memory of a lease for each key, and for finding it by name once something was loaded. Measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,27 +31,30 @@ class Lease:
     """Ready keys that its lookups were told of."""
     nbytes: int = 0
     """Pool bytes of these keys' blocks."""
+    named: bool = False
+    """Its blocks can be found by key."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
 
-    _by_key: dict[int, dict[bytes, Block]] = field(default_factory=dict, init=False)
+    by_key: dict[int, dict[bytes, Block]] = field(default_factory=dict, init=False)
+    """What ``LeaseTable.by_key`` has made, by group."""
 
     def add(self, group: int, blocks: list[Block]) -> None:
         """Add pinned blocks."""
         self.blocks.setdefault(group, []).extend(blocks)
-        self._by_key.pop(group, None)
+        self.by_key.pop(group, None)
 
-    def by_key(self, group: int) -> dict[bytes, Block]:
-        """The lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each."""
-        if (known := self._by_key.get(group)) is None:
-            known = self._by_key[group] = {block.key: block for block in self.blocks.get(group, ())}
-        return known
+    @property
+    def key_bytes(self) -> int:
+        """What the lease takes of its session's memory for each key."""
+        return LEASED_KEY_BYTES + NAMED_KEY_BYTES * self.named
 
 
 @dataclass(frozen=True)
 class LeaseBounds:
     """How much may be leased, so that others find room in the pool and what ends a session's leases is done soon."""
 
+    memory: SessionMemory
     max_keys: int
     """Of one session."""
     max_bytes: int
@@ -71,8 +78,9 @@ class Held:
 class LeaseTable:
     """The live leases, by id and by owner. All have the same time to live, so the dict is in order of deadline."""
 
-    def __init__(self, ttl_s: float) -> None:
+    def __init__(self, ttl_s: float, memory: SessionMemory) -> None:
         self._ttl_s = ttl_s
+        self._memory = memory
         self._leases: dict[int, Lease] = {}
         self._by_owner: dict[int, Held] = {}
 
@@ -92,6 +100,20 @@ class LeaseTable:
         lease.nbytes += nbytes
         held.keys += keys
         held.nbytes += nbytes
+        self._memory.take(lease.owner, keys * lease.key_bytes)
+
+    def by_key(self, lease: Lease, group: int) -> dict[bytes, Block]:
+        """A lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each.
+
+        Raises KvoffdError where the session may not have the memory for it.
+        """
+        if not lease.named:
+            self._memory.check(lease.owner, lease.keys * NAMED_KEY_BYTES)
+            self._memory.take(lease.owner, lease.keys * NAMED_KEY_BYTES)
+            lease.named = True
+        if (known := lease.by_key.get(group)) is None:
+            known = lease.by_key[group] = {block.key: block for block in lease.blocks.get(group, ())}
+        return known
 
     def add(self, lease: Lease, now: float) -> None:
         """Enter a new lease, alive until ``now`` plus the time to live."""
@@ -122,6 +144,7 @@ class LeaseTable:
         held.keys -= lease.keys
         held.nbytes -= lease.nbytes
         held.shared_bytes = 0
+        self._memory.take(lease.owner, -lease.keys * lease.key_bytes)
         if not held.leases:
             del self._by_owner[lease.owner]
 

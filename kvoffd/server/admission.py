@@ -174,6 +174,7 @@ class Sessions:
         self._cache.end_owner(session.id)
         session.end(on_drained)
         self._runner.abandon(list(session.jobs.values()))
+        self._cache.memory.take(session.id, -sum(one.books_bytes for one in session.registrations.values()))
         session.close_memory()
         if session.role is not None and not session.internal:
             logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)

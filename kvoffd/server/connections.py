@@ -14,6 +14,9 @@ from pathlib import Path
 from kvoffd.server.publisher import Frames
 from kvoffd_proto import zmtp
 
+RECEIVE_BYTES, RECEIVE_EVENTS_BYTES = 64 * 1024, 4 * 1024
+"""Read from a connection to ``jobs.sock`` and to ``events.sock`` at a time. One whose input waits for its turn is not
+read while it has as much."""
 MAX_FRAMES = 4
 """Frames of a message; no request has more than three."""
 MAX_SUBSCRIPTIONS = 64
@@ -103,14 +106,12 @@ class Connection:
         "waits",
     )
 
-    def __init__(
-        self, name: bytes, stream: socket.socket, door: ListeningSocket, process: ClientProcess, max_frame_bytes: int
-    ) -> None:
+    def __init__(self, name: bytes, stream: socket.socket, door: ListeningSocket, process: ClientProcess) -> None:
         self.name = name
         self.stream = stream
         self.door = door
         self.process = process
-        self.input = zmtp.Input(door.peers, max_frame_bytes, MAX_FRAMES)
+        self.input = zmtp.Input(door.peers, door.max_frame_bytes, MAX_FRAMES)
         self.reading = False
         self.waits = False
         """It is among ``process.waiting``."""
@@ -183,8 +184,23 @@ class ListeningSocket:
     type: bytes
     peers: frozenset[bytes]
     max_connections: int
+    receive_bytes: int
+    """Read from a connection at a time."""
+    max_frame_bytes: int
     connections: dict[bytes, Connection] = field(default_factory=dict)
     """By name, oldest first."""
+
+
+def jobs_socket(path: Path, max_connections: int, max_frame_bytes: int) -> ListeningSocket:
+    return ListeningSocket(
+        path, b"ROUTER", frozenset({b"DEALER", b"REQ"}), max_connections, RECEIVE_BYTES, max_frame_bytes
+    )
+
+
+def events_socket(path: Path, max_connections: int) -> ListeningSocket:
+    return ListeningSocket(
+        path, b"PUB", frozenset({b"SUB", b"XSUB"}), max_connections, RECEIVE_EVENTS_BYTES, MAX_TOPIC_BYTES + 1
+    )
 
 
 class Subscriptions:

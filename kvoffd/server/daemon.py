@@ -19,10 +19,12 @@ from kvoffd import __version__
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
+from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
+from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd.server.disks import opener
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.lifelines import LifelineServer
@@ -226,7 +228,11 @@ class Daemon:
             time.monotonic,
             half_stored_timeout_s=config.half_stored_timeout_s,
             lease_ttl_s=config.lease_ttl_s,
-            lease_bounds=LeaseBounds(config.max_leased_keys, int(pool.pool_bytes * config.leased_share)),
+            lease_bounds=LeaseBounds(
+                SessionMemory(config.sessions_bytes, config.max_sessions + RESERVED_SESSIONS),
+                config.max_leased_keys,
+                int(pool.pool_bytes * config.leased_share),
+            ),
             max_namespaces_bytes=config.namespaces_bytes,
             max_slots=config.max_slots,
         )
@@ -256,7 +262,7 @@ class Daemon:
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service
-        self._transport = Transport(service, self._directory, _most_connections(config.max_sessions))
+        self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
         self._admin_server = (
@@ -395,7 +401,7 @@ def _give_up() -> None:
     os._exit(EXIT_STUCK)
 
 
-def _most_connections(max_sessions: int) -> int:
+def most_connections(max_sessions: int) -> int:
     """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some more that only subscribe.
 
     One half of the descriptors is for what sessions attach; of the other each session has its lifeline.

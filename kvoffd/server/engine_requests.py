@@ -25,6 +25,8 @@ from kvoffd_proto.units import printable
 logger = logging.getLogger(__name__)
 
 MAX_PAGES = 65536
+REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
+"""What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
 """Pages in all groups of a registration together: each costs the event loop some microseconds."""
 _PENDING = bytes([m.PENDING])
 
@@ -108,16 +110,18 @@ def register(context: Context, session: Session, message: m.Register) -> None:
     context.sessions.check_not_stopping()
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
-    _check_registration(context, session, message, namespace)
+    books_bytes = _check_registration(context, session, message, namespace)
     descriptors = _claim(session, message.segments)
     session.registering.add(message.registration_id)
+    context.cache.memory.take(session.id, books_bytes)
     answer = context.answer_later(message.request_id)
 
     def mapped(result: EngineMemory | Exception) -> None:
         session.registering.discard(message.registration_id)
         try:
-            reply = _registered(context, session, message, namespace, result)
+            reply = _registered(context, session, message, namespace, books_bytes, result)
         except Exception as error:
+            context.cache.memory.take(session.id, -books_bytes)
             _give_back(session, descriptors)
             answer(error)
             return
@@ -138,10 +142,12 @@ def unregister(context: Context, session: Session, message: m.Unregister) -> Non
     del session.registrations[message.registration_id]
     answer, done = context.answer_later(message.request_id), m.Done(message.request_id, context.epoch, 1)
     context.runner.abandon([job for job in session.jobs.values() if job.client_memory is registration])
+    context.cache.memory.take(session.id, -registration.books_bytes)
     registration.close_when_idle(lambda: answer(done))
 
 
-def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> None:
+def _check_registration(context: Context, session: Session, message: m.Register, namespace: Namespace) -> int:
+    """Raise KvoffdError where the registration cannot be; return the memory that the daemon needs for it."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; make a new id.")
     held = len(session.registrations) + len(session.registering)
@@ -153,6 +159,9 @@ def _check_registration(context: Context, session: Session, message: m.Register,
         raise BadGeometry(f"The registration has {pages} pages in its groups; {MAX_PAGES} are allowed.")
     if len(message.groups) != len(namespace.groups):
         raise BadGeometry(f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}.")
+    nbytes = REGISTRATION_BYTES + len(message.segments) * SEGMENT_BYTES + pages * PAGE_BYTES
+    context.cache.memory.check(session.id, nbytes)
+    return nbytes
 
 
 def _registered(
@@ -160,6 +169,7 @@ def _registered(
     session: Session,
     message: m.Register,
     namespace: Namespace,
+    books_bytes: int,
     memory: EngineMemory | Exception,
 ) -> m.Registered:
     """Enter the registration, or unmap its memory and raise."""
@@ -179,7 +189,7 @@ def _registered(
         memory.close(lambda: None)
         raise
     session.registrations[message.registration_id] = Registration(
-        memory, message.registration_id, namespace, message.rank, layouts
+        memory, message.registration_id, namespace, message.rank, layouts, books_bytes
     )
     return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
 

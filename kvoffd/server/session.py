@@ -141,6 +141,8 @@ class Registration(ClientMemory):
     namespace: Namespace
     rank: int
     layouts: list[GroupLayout]
+    books_bytes: int
+    """What it takes of the session's memory in the daemon."""
 
 
 @dataclass(eq=False)

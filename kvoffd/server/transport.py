@@ -20,7 +20,17 @@ from itertools import islice
 
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
-from kvoffd.server.connections import ClientProcess, Connection, ListeningSocket, LongFrames, Subscriptions, Turns
+from kvoffd.server.connections import (
+    RECEIVE_BYTES,
+    ClientProcess,
+    Connection,
+    ListeningSocket,
+    LongFrames,
+    Subscriptions,
+    Turns,
+    events_socket,
+    jobs_socket,
+)
 from kvoffd.server.service import Service
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer
 from kvoffd.system.directory import DaemonDirectory
@@ -30,8 +40,6 @@ from kvoffd_proto.events import SEQUENCE_BYTES
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 64 * 1024
-"""Read from a connection at a time. One whose input waits for its turn is not read while it has as much."""
 SERVE_S = 0.0002
 """How long messages are answered before the loop looks at lifelines and completions."""
 MAX_UNSENT_BYTES = 8 * 1024**2
@@ -60,8 +68,8 @@ class Transport:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         paths = directory.sockets
-        self._jobs = ListeningSocket(paths.jobs, b"ROUTER", frozenset({b"DEALER", b"REQ"}), max_connections)
-        self._events = ListeningSocket(paths.events, b"PUB", frozenset({b"SUB", b"XSUB"}), max_connections)
+        self._jobs = jobs_socket(paths.jobs, max_connections, service.context.config.max_frame_bytes)
+        self._events = events_socket(paths.events, max_connections)
         self._acceptors: list[Acceptor] = []
         self._closer: Closer | None = None
         """Closes descriptors that clients send, where the kernel lets them."""
@@ -146,7 +154,7 @@ class Transport:
             return
         self._processes[key] = process
         process.connections[door] += 1
-        connection = Connection(name, stream, door, process, self._context.config.max_frame_bytes)
+        connection = Connection(name, stream, door, process)
         door.connections[name] = connection
         self._read_on(connection)
         self._send(connection, zmtp.opening(door.type))
@@ -224,7 +232,7 @@ class Transport:
 
     def _readable(self, connection: Connection) -> None:
         incoming = connection.incoming_since is not None
-        room = self._scratch if incoming else self._scratch[:RECEIVE_BYTES]
+        room = self._scratch if incoming else self._scratch[: connection.door.receive_bytes]
         try:
             count = connection.stream.recv_into(room) if self._closer is None else self._receive(connection, room)
         except BlockingIOError:
@@ -236,7 +244,7 @@ class Transport:
         connection.input.feed(self._scratch[:count])
         if not connection.input.missing_bytes:
             self._wait_for_turn(connection)
-        if not incoming and connection.input.waiting_bytes >= RECEIVE_BYTES:
+        if not incoming and connection.input.waiting_bytes >= connection.door.receive_bytes:
             self._pause(connection)
 
     def _receive(self, connection: Connection, room: memoryview) -> int:
@@ -303,13 +311,13 @@ class Transport:
         else:
             self._service.handle(connection.name, b"")  # no request: the decoder refuses it, and the sender hears why
         self.flush()  # a reply must not wait until other messages are served
-        if connection.input.waiting_bytes < RECEIVE_BYTES:
+        if connection.input.waiting_bytes < connection.door.receive_bytes:
             self._read_on(connection)
         return True
 
     def _wait_for_rest(self, connection: Connection) -> None:
         """Read on: what has arrived is no whole message. A long frame waits until it is its turn to be kept."""
-        if connection.input.missing_bytes + connection.input.waiting_bytes <= RECEIVE_BYTES:
+        if connection.input.missing_bytes + connection.input.waiting_bytes <= connection.door.receive_bytes:
             self._read_on(connection)
         elif connection.incoming_since is None:
             self._pause(connection)

@@ -119,7 +119,7 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
         assert quantity(memory) >= config.memory_bytes
-        assert config.memory_bytes <= config.pool_bytes * 1.037 + 320 * MIB, "the formula in deploy/README.md"
+        assert config.memory_bytes <= config.pool_bytes * 1.037 + 576 * MIB, "the formula in deploy/README.md"
 
 
 def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:

@@ -21,7 +21,7 @@ from support.daemon import DaemonProcess
 from support.waiting import wait_until
 from support.wire import stats
 
-from kvoffd.config import REST_BYTES
+from kvoffd.config import Config
 from kvoffd_proto.messages import StatsReply
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ FLAGS = {
     "max_keys_per_request": "65536",
     "max_segments": "64",
     "max_registrations": "8",
+    "sessions_size": "64MiB",
 }
 QUIET_S = 1.5
 AFTER_S = 0.5
@@ -47,8 +48,8 @@ BLOCKED_S, CROWDED_BLOCKED_S = 0.1, 0.25
 """For how long the loop may be blocked; and on a machine so crowded that the daemon's threads waited for a CPU for
 ``CROWDED_SHARE`` of the time, since the loop may wait for the interpreter's lock in the hands of one that has none."""
 CROWDED_SHARE = 0.3
-GROWTH_BYTES = REST_BYTES
-"""How much the daemon's own memory may grow during an attack: what containers have for it beside the pool."""
+GROWTH_BYTES = Config(max_sessions=int(FLAGS["max_sessions"]), sessions_bytes=64 << 20).clients_bytes
+"""How much the daemon's own memory may grow during an attack: what containers have for clients beside the pool."""
 LEFT_BYTES = 96 << 20
 """And how much of that may be left when the attacker is gone: the allocator keeps some of it for the next one."""
 SAMPLE_S = 0.02

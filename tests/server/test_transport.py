@@ -39,7 +39,9 @@ class Answering:
         pass
 
 
-def test_output_that_nobody_reads_is_bounded_over_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_that_nobody_reads_is_bounded_over_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transport, "MAX_ALL_UNSENT_BYTES", 4 * REPLY_BYTES)
     service = Answering()
 

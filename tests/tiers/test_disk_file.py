@@ -13,7 +13,7 @@ from tiers.memory_disk import MemoryDisk
 from tiers.rig import TierRig, block_of
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import DiskError, DiskTier, OpeningStopped, open_disk_tier
+from kvoffd.tiers.disk import DiskError, DiskTier, OpeningStopped, index, open_disk_tier
 from kvoffd.tiers.disk.file import default_region_bytes
 from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, SlotShape
 from kvoffd.tiers.disk.index import AGE_STEP_S
@@ -42,6 +42,17 @@ def report(rig: TierRig) -> tuple[int, set[str]]:
         assert ending is not None
         assert ending.result is TierResult.DONE
     return len(ids), set(rig.fold.kinds) - {"not_direct"}
+
+
+def test_small_blocks_take_no_more_memory_than_the_index_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "LEAST_INDEX_BYTES", 5 * (index.ENTRY_BYTES + 2 * index.SHARD_BYTES))
+    rig = TierRig(DiskMaker(tmp_path))
+    for number in NUMBERS:
+        rig.write(block_of(number, (10_000,) if number % 2 else (10_000, 10_000)))
+        rig.settle()
+    assert sorted(int.from_bytes(block_id.key, "big") for block_id in rig.ids()) == list(NUMBERS)[-5:]
+    assert rig.tier.stats().evicted_blocks == len(NUMBERS) - 5
+    assert rig.close()
 
 
 def test_the_file_is_allocated_and_takes_no_more_than_it_may(tmp_path: Path) -> None:

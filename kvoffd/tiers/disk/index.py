@@ -11,10 +11,18 @@ from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.tier import TierBlock, TierKey
 
 AGE_STEP_S = 3600
+ENTRY_BYTES, SHARD_BYTES = 724, 31
+"""Memory of the daemon for a block on disk and for each of its shards; measured with keys of 32 bytes."""
+LEAST_INDEX_BYTES, INDEX_PART = 32 << 20, 256
 # Blocks that are being read cannot be evicted; a write that finds this many of them first is not worth a longer search.
 _MOST_PASSED_OVER = 64
 # Slots of a removed namespace: so many that the event loop is not held up.
 _FREED_AT_ONCE = 2000
+
+
+def index_bytes(size_bytes: int) -> int:
+    """The memory that a disk tier of so many bytes may take for what it knows of its blocks."""
+    return max(LEAST_INDEX_BYTES, size_bytes // INDEX_PART)
 
 
 class GroupIndex(Mapping[bytes, TierBlock]):
@@ -41,11 +49,14 @@ class DiskIndex:
 
     For a new block the least recently used block of the same shape is evicted. A whole region of another shape is
     evicted instead, that of its least recently used block, where all blocks in it were used less recently, or where no
-    block of the same shape can be evicted. Blocks that are being read or written stay.
+    block of the same shape can be evicted. Blocks that are being read or written stay. Where they take
+    ``max_bytes`` of memory the least recently used one of any shape goes first: small blocks would cost too much.
     """
 
-    def __init__(self, regions: DiskRegions) -> None:
+    def __init__(self, regions: DiskRegions, max_bytes: int) -> None:
         self.regions = regions
+        self._max_bytes = max_bytes
+        self._shards = 0
         self.blocks = 0
         self.ages: Counter[int] = Counter()
         """Number of blocks by the hour (AGE_STEP_S) since 1970 in which they were written."""
@@ -76,9 +87,16 @@ class DiskIndex:
         """
         shape = SlotShape.of(block)
         evicted: list[TierKey] = []
+        while self._is_full(len(block.shards)):
+            heads = [entry for other in self._by_use if (entry := self._coldest(other)) is not None]
+            if not heads:
+                return None, evicted
+            coldest = min(heads, key=lambda entry: entry.used)
+            self.drop(coldest)
+            evicted.append(coldest.block.id)
         place = self.regions.take(shape)
         if place is None:
-            evicted = [entry.block.id for entry in self._make_room(shape) if self.drop(entry)]
+            evicted += [entry.block.id for entry in self._make_room(shape) if self.drop(entry)]
             place = self.regions.take(shape)
         if place is None:
             return None, evicted
@@ -115,6 +133,7 @@ class DiskIndex:
         self._by_use.setdefault(shape, OrderedDict())[entry] = None
         self._use(entry)
         self.blocks += 1
+        self._shards += len(entry.block.shards)
         self.ages[int(entry.written_at // AGE_STEP_S)] += 1
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
@@ -134,6 +153,7 @@ class DiskIndex:
             if not group:
                 del self._groups[entry.block.id[:2]]
             self.blocks -= 1
+            self._shards -= len(entry.block.shards)
         if entry.ready:
             entry.ready = False
             self._forget_use(entry)
@@ -161,6 +181,7 @@ class DiskIndex:
         for name in [name for name in self._groups if name[0] == fingerprint]:
             entries = self._groups.pop(name)
             removed += [entry.block.id for entry in entries.values()]
+            self._shards -= sum(len(entry.block.shards) for entry in entries.values())
             self.removed_entries.append(iter(list(entries.values())))
         self.blocks -= len(removed)
         return removed
@@ -180,6 +201,11 @@ class DiskIndex:
     def oldest_age_s(self, now: float) -> float:
         """Time since the oldest block was written, to the hour; 0 without blocks. ``now``: seconds since 1970."""
         return max(0.0, now - min(self.ages) * AGE_STEP_S) if self.ages else 0.0
+
+    def _is_full(self, shards: int) -> bool:
+        """Whether a block of so many shards would need more memory than the index may take."""
+        blocks, shards = self.blocks + len(self._writing) + 1, self._shards + shards
+        return blocks * ENTRY_BYTES + shards * SHARD_BYTES > self._max_bytes
 
     def _make_room(self, shape: SlotShape) -> list[Entry]:
         """The entries to evict for one more of this shape; none where none can be."""

@@ -12,7 +12,7 @@ from kvoffd.system.files import FileCalls, on_error
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, MakeWorkers
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
-from kvoffd.tiers.disk.index import DiskIndex
+from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.disk.workers import Digest
 from kvoffd.tiers.tier import TierKey, TierListener
@@ -59,7 +59,7 @@ def open_disk_tier(
         directory, size_bytes, options.region_bytes, calls or FileCalls(), wall_clock, on_progress, should_stop
     )
     with on_error(file.close):
-        index = rebuild_index(file, on_progress, should_stop)
+        index = rebuild_index(file, index_bytes(size_bytes), on_progress, should_stop)
         return DiskTier(
             file,
             index,
@@ -75,7 +75,9 @@ def open_disk_tier(
         )
 
 
-def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable[[], bool]) -> DiskIndex:
+def rebuild_index(
+    file: DiskFile, max_bytes: int, on_progress: OnProgress, should_stop: Callable[[], bool]
+) -> DiskIndex:
     """Reads heads and records of all regions. A region that cannot be read is noted, and empty.
 
     Blocks count as used in the order in which they were written. Records that do not count any more are dirty.
@@ -95,7 +97,7 @@ def rebuild_index(file: DiskFile, on_progress: OnProgress, should_stop: Callable
     regions.restore()
     if file.was_open:
         head.suspect_generation = regions.generation
-    index = DiskIndex(regions)
+    index = DiskIndex(regions, max_bytes)
     for entry in sorted(found.values(), key=attrgetter("generation")):
         entry.suspect = entry.generation <= head.suspect_generation
         index.add(entry)

@@ -1,0 +1,55 @@
+"""How much of the daemon's own memory sessions may make it hold, and how they share that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.errors import ErrorCode
+
+
+class SessionMemory:
+    """The memory that is kept for sessions: leases, unfinished jobs, completions, registrations.
+
+    Half of it is kept in equal parts for as many sessions as there may be, so that each always has its part. The other
+    half is for those that need more: a session may have of it as much as it leaves free.
+
+    Args:
+        limit_bytes: all of it.
+        max_sessions: how many may have some.
+    """
+
+    def __init__(self, limit_bytes: int, max_sessions: int) -> None:
+        self._own_bytes = limit_bytes // 2 // max_sessions
+        self._free_bytes = limit_bytes - limit_bytes // 2
+        """Of the common half."""
+        self._held: Counter[int] = Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        """What all sessions hold."""
+        return self._held.total()
+
+    def room(self, owner: int) -> int:
+        """Bytes that the session may hold beside what it has."""
+        held = self._held[owner]
+        common = max(0, held - self._own_bytes)
+        return max(0, self._own_bytes - held) + max(0, (self._free_bytes - common) // 2)
+
+    def check(self, owner: int, nbytes: int) -> None:
+        """Raise KvoffdError unless the session may hold so many more bytes."""
+        if nbytes > (room := self.room(owner)):
+            raise KvoffdError(
+                f"The session holds {self._held[owner]} bytes of the daemon's memory and wants {nbytes} more, of which "
+                f"it may have {room}; wait until what it has under way ends, or raise sessions_size.",
+                ErrorCode.TOO_MANY,
+            )
+
+    def take(self, owner: int, nbytes: int) -> None:
+        """The session holds more, or less where ``nbytes`` is negative."""
+        before = max(0, self._held[owner] - self._own_bytes)
+        self._held[owner] += nbytes
+        assert self._held[owner] >= 0
+        self._free_bytes -= max(0, self._held[owner] - self._own_bytes) - before
+        if not self._held[owner]:
+            del self._held[owner]
