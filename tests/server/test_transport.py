@@ -12,10 +12,11 @@ from typing import cast
 import pytest
 
 from kvoffd.config import Config
-from kvoffd.server import transport, zmtp
+from kvoffd.server import transport
 from kvoffd.server.context import Outbox
 from kvoffd.server.service import Service
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd_proto import zmtp
 
 REPLY_BYTES = 256 * 1024
 
