@@ -33,7 +33,7 @@ ROOMS = {
     "cache": "pool system errors",
     "tiers": "pool system errors",
     "tiering": "cache tiers pool errors",
-    "config": "tiering cache settings errors",
+    "config": "tiering tiers cache settings errors",
     "transfer": "pool system errors",
     "server": "tiering tiers cache transfer pool system observe config settings errors",
     "cli": "server observe config settings errors",
