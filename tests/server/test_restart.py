@@ -217,7 +217,11 @@ def refused(pool_file: Path, tmp_path: Path, pool_size: str = "32MiB") -> str:
     """The one sentence of a daemon that does not start."""
     command = [sys.executable, "-m", "kvoffd", "serve", "--directory", str(tmp_path), "--pool-size", pool_size]
     ended = subprocess.run(
-        [*command, "--pool-file", str(pool_file)], capture_output=True, text=True, timeout=30, check=False
+        [*command, "--pool-file", str(pool_file), "--http-address", ""],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
     assert ended.returncode == 2, ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
