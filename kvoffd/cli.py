@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from kvoffd import __version__
-from kvoffd.config import CONFIG_VARIABLE, SETTINGS, Config, ConfigError, LoadedConfig, load_config
+from kvoffd.config import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    Config,
+    ConfigError,
+    LoadedConfig,
+    given_log_format,
+    load_config,
+)
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
@@ -24,7 +32,8 @@ class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_REFUSED, f"kvoffd: {message}; {self.prog} --help shows what can be given.\n")
+        _refuse(f"{message}; {self.prog} --help shows what can be given.", given_log_format({}, os.environ))
+        self.exit(EXIT_REFUSED)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,12 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return 0
+    flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
     try:
-        flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
         loaded = load_config(flags, os.environ, given.config)
     except ConfigError as error:
-        print(f"kvoffd: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+        return _refuse(str(error), given_log_format(flags, os.environ, given.config))
     return serve(loaded.config) if given.command == "serve" else show(loaded, as_json=given.json)
 
 
@@ -56,8 +64,14 @@ def serve(config: Config) -> int:
     try:
         return run(config)
     except KvoffdError as error:
-        print(f"kvoffd: {error}", file=sys.stderr)
-        return EXIT_REFUSED
+        return _refuse(str(error), config.log_format)
+
+
+def _refuse(sentence: str, log_format: str) -> int:
+    from kvoffd.observe.logging import print_refusal
+
+    print_refusal(sentence, log_format)
+    return EXIT_REFUSED
 
 
 def show(loaded: LoadedConfig, *, as_json: bool) -> int:

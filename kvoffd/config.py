@@ -102,7 +102,7 @@ class Config:
         "Share of the loads that compare blocks with their checksums; at 0 only adopted blocks and scrubs do.",
     )
     allowed_uids: tuple[int, ...] = ids_setting(
-        "Users that may connect; where nothing is given, root and the daemon's own user."
+        "Users that may connect, beside root and the daemon's own user, who always may."
     )
     allowed_gids: tuple[int, ...] = ids_setting(
         "Groups whose users may connect; where nothing is given, the daemon's own group."
@@ -291,6 +291,23 @@ def load_config(
     config = dataclasses.replace(Config(), **values)  # type: ignore[arg-type]
     _check_together(config, sources)
     return LoadedConfig(config, sources)
+
+
+def given_log_format(
+    flags: Mapping[str, str | list[str] | None], environ: Mapping[str, str], config_path: str | Path | None = None
+) -> str:
+    """The log format that a configuration asks for which is refused: how to say so. Arguments as of ``load_config``."""
+    path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
+    given = flags.get("log_format") or environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT")
+    if not given and path is not None:
+        try:
+            found = re.search(
+                r"""^\s*log_format\s*=\s*["'](\w+)""", Path(path).read_text(errors="replace"), re.MULTILINE
+            )
+        except OSError:
+            found = None
+        given = found[1] if found else None
+    return "json" if given == "json" else "text"
 
 
 _Layer: TypeAlias = dict[str, tuple[object, str]]

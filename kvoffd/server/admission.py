@@ -33,10 +33,9 @@ heartbeat."""
 
 
 def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
-    """Users and groups that may connect. Root and the daemon's own user and group are by default."""
-    uids = config.allowed_uids or (0, os.geteuid())
+    """Users and groups that may connect. Root and the daemon's own user always; its group where none is named."""
     gids = config.allowed_gids or (os.getegid(),)
-    return frozenset(uids), frozenset(gids)
+    return frozenset((0, os.geteuid(), *config.allowed_uids)), frozenset(gids)
 
 
 def may_connect(peer: Peer, config: Config) -> bool:

@@ -22,6 +22,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.admission import RESERVED_SESSIONS
@@ -76,6 +77,7 @@ GC_THRESHOLDS = (10_000, 10, 2**31 - 1)
 
 def run(config: Config) -> int:
     """Serve until SIGTERM or SIGINT, then return 0. Raises KvoffdError with a sentence when it cannot start."""
+    log_what_python_prints()
     native()  # fails now, or after minutes of touching the pool
     os.umask(0o007)
     _raise_descriptor_limit()

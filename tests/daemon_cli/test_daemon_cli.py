@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import types
@@ -74,6 +75,41 @@ def test_a_daemon_that_refuses_to_start_says_one_sentence(
 
     stand_in(run)
     assert refused(["serve"], capsys) == "kvoffd: 8 GiB were asked for, 4 GiB can be had.\n"
+
+
+@pytest.mark.parametrize("where", ["flag", "variable", "file"])
+@pytest.mark.parametrize("text", ["pool_size = 'many'", "no TOML", "unknown = 1"])
+def test_where_lines_are_json_so_is_a_refusal(where: str, text: str, tmp_path: Path) -> None:
+    """In a process of its own: what the process as a whole writes is what a log collector reads."""
+    file = tmp_path / "kvoffd.toml"
+    file.write_text(text + ("\nlog_format = 'json'\n" if where == "file" else "\n"))
+    command = [sys.executable, "-m", "kvoffd", "serve", "--config", str(file)]
+    environ = {**os.environ, "KVOFFD_LOG_FORMAT": "json"} if where == "variable" else None
+    if where == "flag":
+        command += ["--log-format", "json"]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert line["level"] == "error"
+    assert str(file) in line["message"]
+
+
+def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:
+    environ = {**os.environ, "KVOFFD_LOG_FORMAT": "json"}
+    bad = [sys.executable, "-m", "kvoffd", "serve", "--pool-siz", "1"]
+    crash = [
+        sys.executable,
+        "-c",
+        "import sys, threading, warnings; from kvoffd.server import daemon; from kvoffd.cli import main\n"
+        "def broken():\n"
+        "    warnings.warn('x', stacklevel=1); threading.Thread(target=lambda: 1 / 0).start(); raise LookupError\n"
+        "daemon.native = broken\n"
+        f"sys.exit(main(['serve', '--directory', '{tmp_path}']))",
+    ]
+    for command, levels in ((bad, ["error"]), (crash, ["critical", "critical", "warning"])):
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode != 0
+        assert sorted(json.loads(line)["level"] for line in ended.stderr.splitlines()) == levels
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])

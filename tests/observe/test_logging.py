@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from kvoffd.observe.logging import configure_logging
+from kvoffd.observe.logging import configure_logging, print_refusal
 
 NASTY = "name\nERROR forged\r\x1b[31m\x00\u2028\x9b end"
 
@@ -87,3 +90,35 @@ def test_configuring_again_replaces_the_first() -> None:
     logging.getLogger("kvoffd.test").info("once")
     assert first.getvalue() == ""
     assert second.getvalue().count("once") == 1
+
+
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TextIO:
+    """A file that systemd would say is its journal."""
+    stream = (tmp_path / "journal").open("w")
+    found = os.fstat(stream.fileno())
+    monkeypatch.setenv("JOURNAL_STREAM", f"{found.st_dev}:{found.st_ino}")
+    return stream
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_the_journal_is_told_priorities(log_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with journal(tmp_path, monkeypatch) as stream:
+        configure_logging("debug", log_format, stream)
+        for level in ("debug", "info", "warning", "error", "critical"):
+            getattr(logging.getLogger("kvoffd.test"), level)("said")
+        print_refusal("It cannot start.", log_format, stream)
+    lines = (tmp_path / "journal").read_text().splitlines()
+    assert [line[:3] for line in lines] == ["<7>", "<6>", "<4>", "<3>", "<2>", "<3>"]
+    if log_format == "json":
+        assert [json.loads(line[3:])["message"] for line in lines] == ["said"] * 5 + ["It cannot start."]
+    else:
+        assert lines[-1] == "<3>kvoffd: It cannot start."
+
+
+def test_another_file_than_the_journal_gets_no_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell under systemd inherits the variable, and redirects stderr."""
+    journal(tmp_path, monkeypatch).close()
+    with (tmp_path / "log").open("w") as stream:
+        configure_logging("info", "text", stream)
+        logging.getLogger("kvoffd.test").error("said")
+    assert (tmp_path / "log").read_text().startswith("2")

@@ -14,7 +14,9 @@ import zmq
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
-from kvoffd.server.admission import RESERVED_SESSIONS
+from kvoffd.config import Config
+from kvoffd.server.admission import RESERVED_SESSIONS, may_connect
+from kvoffd.server.session import Peer
 from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
@@ -334,13 +336,28 @@ def test_the_number_of_sessions_is_limited_but_for_administrators():
             client.close()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_user_who_is_not_allowed_is_refused():
     with DaemonProcess(allowed_uids="4242", allowed_gids="4242") as daemon:
-        client = WireClient(daemon.directory, role=None)
-        assert isinstance(client.greeting, lifeline.Refused)
-        assert client.greeting.code is ErrorCode.FORBIDDEN
-        assert "allowed_uids" in client.greeting.message
-        client.close()
+        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+            path.chmod(0o777)
+        assert cleared(daemon, 4242) == "0"
+        refusal = cleared(daemon, 4343)
+        assert "User 4343 (group 4343) may not use this kvoffd" in refusal
+        assert "allowed_uids" in refusal
+
+
+def test_root_and_the_daemons_own_user_are_never_locked_out():
+    """They could read the daemon's memory anyway; without them nobody could ask it what is wrong."""
+    with DaemonProcess(allowed_uids="4242", allowed_gids="4242") as daemon:
+        with WireClient(daemon.directory, m.Role.ADMIN) as client:
+            assert client.greeting.session_id
+
+
+def test_the_daemons_own_user_that_is_not_root_is_never_locked_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 997)
+    config = Config(allowed_uids=(2000,), allowed_gids=(4242,))
+    assert [may_connect(Peer(1, uid, 4343), config) for uid in (0, 997, 2000, 2001)] == [True, True, True, False]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
