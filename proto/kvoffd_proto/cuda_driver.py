@@ -11,6 +11,8 @@ Every call releases the GIL.
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
 from typing import Any, ClassVar
 
 DEFAULT_LIBRARY = "libcuda.so.1"
@@ -84,6 +86,8 @@ RELAUNCH_ERRORS = frozenset(
 )
 
 _TEXT_BYTES = 128
+# A driver call may open a few files of its own.
+_SPARE_DESCRIPTORS = 8
 
 
 # The structs are those of cuda.h, which STRUCTS names; so are their fields.
@@ -166,6 +170,7 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuDeviceGetUuid_v2": ("CUuuid *", "CUdevice"),
     "cuDeviceGetName": ("char *", "int", "CUdevice"),
     "cuDeviceGetPCIBusId": ("char *", "int", "CUdevice"),
+    "cuDevicePrimaryCtxGetState": ("CUdevice", "unsigned int *", "int *"),
     "cuDevicePrimaryCtxRetain": ("CUcontext *", "CUdevice"),
     "cuDevicePrimaryCtxRelease_v2": ("CUdevice",),
     "cuCtxGetCurrent": ("CUcontext *",),
@@ -224,6 +229,20 @@ BATCH_FORMS: dict[int, tuple[str, ...]] = {
 }
 """The two forms of BATCH_SYMBOL, by the version that ``cuGetProcAddress`` is asked for: destinations, sources, sizes,
 their count, attributes, first copies, their count, then in the older form which copy failed, then the stream."""
+
+
+def missing_descriptors() -> str:
+    """Return a sentence if this process can open hardly any file more, which the driver does not say; else nothing."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        if len(os.listdir("/proc/self/fd")) < limit - _SPARE_DESCRIPTORS:
+            return ""
+    except OSError:  # not even that directory
+        pass
+    return (
+        f"This process has nearly all of the {limit} files open that it may, and each chunk of GPU memory is one more: "
+        "raise the limit (ulimit -n, LimitNOFILE=)."
+    )
 
 
 def argument_types(declared: tuple[str, ...]) -> list[type]:

@@ -9,6 +9,7 @@ from kvoffd_proto import cuda_driver as cuda
 TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuMemcpyHtoD_v2": ("CUdeviceptr", "const void *", "size_t"),
     "cuMemcpyDtoH_v2": ("void *", "CUdeviceptr", "size_t"),
+    "cuMemAllocAsync": ("CUdeviceptr *", "size_t", "CUstream"),
     "cuMemCreate": (
         *("CUmemGenericAllocationHandle *", "size_t", "const CUmemAllocationProp *", "unsigned long long"),
     ),

@@ -1,4 +1,4 @@
-"""A CUDA driver without a GPU (stub_cuda.c), one of its own for each test."""
+"""A CUDA driver without a GPU (stub_cuda.c), one of its own for each test. Needs a real cuda.h to be built with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
-import pytest
+from support.cuda_abi import compiler
 from support.cuda_calls import load, pinned_properties
+from support.cuda_files import include_directory
 from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.driver import CudaDriver
 
 SOURCE = Path(__file__).with_suffix(".c")
+COMPILER_FLAGS = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wmissing-prototypes", "-Werror"]
 _numbers = count()
 
 
@@ -31,17 +33,23 @@ class Ranges(IntEnum):
     VMM = 3
     RESERVED = 4
     HOST = 5
+    POOLED = 6
 
 
 @cache
 def _build() -> TemporaryDirectory[str]:
-    """Compiles the library; skips the test where there is no C compiler."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the stub driver with")
+    """Compiles the library; skips the test where there is no C compiler, or no cuda.h."""
     directory = TemporaryDirectory(prefix="kvoffd-stub-")
-    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", str(SOURCE), "-lpthread"]
-    subprocess.run([*command, "-o", f"{directory.name}/libcuda.so"], check=True)
+    command = [
+        compiler(),
+        *COMPILER_FLAGS,
+        "-shared",
+        "-fPIC",
+        "-isystem",
+        str(include_directory("newest")),
+        str(SOURCE),
+    ]
+    subprocess.run([*command, "-o", f"{directory.name}/libcuda.so", "-lpthread"], check=True)
     return directory
 
 
@@ -58,7 +66,7 @@ class StubCuda:
         library: a file that nobody else has loaded.
     """
 
-    def __init__(self, library: Path) -> None:
+    def __init__(self, library: str | Path) -> None:
         self.path = str(library)
         self._library = load(self.path)
         self._library.stub_log_length.restype = ctypes.c_size_t
@@ -68,7 +76,7 @@ class StubCuda:
         return CudaDriver(self.path)
 
     def set(self, what: str, value: int) -> None:
-        """version, devices, mig, same_pid_allowed, strict, batch_missing, handle_types."""
+        """version, devices, mig, same_pid_allowed, batch_missing, seed; import_ranges: imports have a range."""
         self._library.stub_set(what.encode(), value)
 
     def fail(self, call: str, nth: int = 1, status: int = 999) -> None:
@@ -123,6 +131,16 @@ class StubCuda:
         address = ctypes.c_uint64()
         assert self._library.cuMemAlloc_v2(ctypes.byref(address), size) == 0
         return DeviceBuffer(address.value, size, self.ipc_handle(address.value))
+
+    def allocate_pooled(self, size: int, stream: int) -> DeviceBuffer:
+        """Memory of cudaMallocAsync."""
+        address = ctypes.c_uint64()
+        assert self._library.cuMemAllocAsync(ctypes.byref(address), size, stream) == 0
+        return DeviceBuffer(address.value, size)
+
+    def adopt(self, kind: Ranges, address: int, size: int) -> None:
+        """Has host memory count as device memory, or as registered."""
+        self._library.stub_adopt(int(kind), ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def free(self, buffer: DeviceBuffer) -> None:
         """Frees device memory."""

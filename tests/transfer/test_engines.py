@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import fresh_stub
+from support.stub_cuda import Ranges, fresh_stub
 from support.waiting import wait_until
 
 from kvoffd.transfer.checksums import SlotChecksums
@@ -74,7 +74,10 @@ class HostHarness(Harness):
 
 
 class CudaHarness(Harness):
-    """Over a stub driver, with batches of eight pieces, so that jobs have many steps."""
+    """Over a stub driver, with batches of eight pieces, so that jobs have many steps.
+
+    What is submitted is copied between registered memory and a device's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +97,16 @@ class CudaHarness(Harness):
         def all_pinned(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
             return np.ones(addresses.size, dtype=np.bool_)
 
-        engine = CudaEngine(driver, context, all_pinned, clock=self.clock, step_pieces=8)
+        class Engine(CudaEngine):
+            def submit(self, transfer: Transfer) -> None:
+                plan = transfer.plan
+                for kind, column in ((Ranges.HOST, plan.destination), (Ranges.DEVICE, plan.source)):
+                    if column.size:
+                        begin = int(column[0])
+                        stub.adopt(kind, begin, int(column[-1] + plan.size[-1]) - begin)
+                super().submit(transfer)
+
+        engine = Engine(driver, context, all_pinned, clock=self.clock, step_pieces=8)
         engine.open()
         self.engine = engine
 

@@ -14,10 +14,9 @@ from kvoffd_proto import cuda_driver as cuda
 LIBRARY_VARIABLE = "KVOFFD_CUDA_LIBRARY"
 
 _NO_HANDLE = (
-    " CUDA's sharing between processes is missing in some virtual machines and sandboxes, and MIG instances of "
+    "CUDA's sharing between processes is missing in some virtual machines and sandboxes, and MIG instances of "
     "different GPUs cannot share."
 )
-_MANY_FILES = " If it is the number of open files, raise its limit (ulimit -n)."
 
 
 class CudaError(cuda.CudaCallFailed, KvoffdClientError):
@@ -47,6 +46,12 @@ class ExportDriver(cuda.CudaLibrary):
         attribute = cuda.POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
         return bool(self._number(ctypes.c_uint, "cuPointerGetAttribute", attribute, address))
 
+    def is_pooled(self, address: int) -> bool:
+        """Return whether the memory is of a memory pool, as cudaMallocAsync gives it out."""
+        return bool(
+            self._number(ctypes.c_void_p, "cuPointerGetAttribute", cuda.POINTER_ATTRIBUTE_MEMPOOL_HANDLE, address)
+        )
+
     def ipc_handle(self, base: int) -> bytes:
         return self._bytes(cuda.IPC_HANDLE_SIZE, "cuIpcGetMemHandle", base)
 
@@ -67,10 +72,20 @@ class ExportDriver(cuda.CudaLibrary):
         """Return this thread's current context; 0 for none."""
         return self._number(ctypes.c_void_p, "cuCtxGetCurrent")
 
+    def _is_used(self, device: int) -> bool:
+        flags, active = ctypes.c_uint(), ctypes.c_int()
+        self._call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(active))
+        return active.value != 0
+
     @contextmanager
-    def context(self, device: int) -> Iterator[None]:
-        """Have a context in this thread, which the calls need; torch made one, but maybe in another thread."""
-        if self.current_context():
+    def context(self, device: int | None = None) -> Iterator[None]:
+        """Have a context in this thread, which the calls need; torch made one, but maybe in another thread.
+
+        Without ``device`` it is that of any GPU that this process uses; where it uses none, there is none.
+        """
+        if device is None:
+            device = next(filter(self._is_used, map(self.device, range(self.device_count()))), None)
+        if device is None or self.current_context():
             yield
             return
         self.set_context(self.retain_context(device))
@@ -124,9 +139,10 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
         return []
     driver = driver if driver is not None else ExportDriver()
     devices = set()
-    for address, _ in spans:
-        with _explained(f"Address {address:#x} is not memory of a GPU."):
-            devices.add(driver.device_of(address))
+    with driver.context():
+        for address, _ in spans:
+            with _explained(f"Address {address:#x} is not memory of a GPU."):
+                devices.add(driver.device_of(address))
     if len(devices) > 1:
         raise NotExportable(f"The tensors lie on {len(devices)} GPUs; register those of one GPU at a time.")
     (device,) = devices
@@ -136,6 +152,11 @@ def export_segments(spans: Sequence[tuple[int, int]], driver: ExportDriver | Non
         for address, size in spans:
             with _explained("The driver does not say whether the memory can be shared."):
                 found = ordinary if driver.has_ipc_handle(address) else chunks
+                if found is chunks and driver.is_pooled(address):
+                    raise NotExportable(
+                        f"The memory at {address:#x} is of cudaMallocAsync, and such memory cannot be shared. Start "
+                        "the engine without backend:cudaMallocAsync in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF."
+                    )
             end = address + size
             while address < end:
                 base, length = driver.address_range(address)
@@ -160,14 +181,15 @@ def _explained(sentence: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except CudaError as error:
-        raise NotExportable(f"{sentence} {error}{advice}") from error
+        sentences = (sentence, str(error), advice, cuda.missing_descriptors())
+        raise NotExportable(" ".join(filter(None, sentences))) from error
 
 
 def _virtual_segment(driver: ExportDriver, run: Sequence[tuple[int, int]], uuid: bytes) -> GpuSegment:
     fds: list[int] = []
     with ExitStack() as undo:
         for address, _ in run:
-            with _explained(f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported.", _MANY_FILES):
+            with _explained(f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported."):
                 fd, types = driver.export_chunk(address)
             if fd < 0:
                 raise NotExportable(_no_descriptor(types))

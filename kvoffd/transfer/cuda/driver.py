@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partialmethod
+from functools import partial, partialmethod
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto import cuda_driver as cuda
@@ -112,6 +112,17 @@ class CudaDriver(cuda.CudaLibrary):
         """Map another process's allocation; return its address here."""
         copied = cuda.IpcMemHandle.from_buffer_copy(handle)
         return self._number(ctypes.c_uint64, "cuIpcOpenMemHandle_v2", copied, cuda.IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+
+    def import_size(self, address: int) -> int:
+        """Return how many bytes of an opened allocation begin at ``address``."""
+        try:
+            base, size = self.address_range(address)
+        except CudaError:
+            # cuda.h promises the range of the process's own allocations only; the attributes are of any address.
+            attribute = partial(self._number, ctypes.c_uint64, "cuPointerGetAttribute")
+            base = attribute(cuda.POINTER_ATTRIBUTE_RANGE_START_ADDR, address)
+            size = attribute(cuda.POINTER_ATTRIBUTE_RANGE_SIZE, address)
+        return base + size - address
 
     close_ipc = partialmethod(cuda.CudaLibrary._call, "cuIpcCloseMemHandle")
 

@@ -123,11 +123,9 @@ class GpuMappings:
         known.segments += 1
         with ExitStack() as undo:
             undo.callback(self._close_ipc, export.handle)
-            base, size = self._driver.address_range(known.address)
-            if export.size_bytes > base + size - known.address:
-                raise OutOfBounds(
-                    f"The allocation has {base + size - known.address} bytes but was declared with {export.size_bytes}."
-                )
+            size = self._driver.import_size(known.address)
+            if export.size_bytes > size:
+                raise OutOfBounds(f"The allocation has {size} bytes but was declared with {export.size_bytes}.")
             return GpuSegment(known.address, export.size_bytes, undo.pop_all())
 
     def _close_ipc(self, handle: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 
 import numpy as np
@@ -127,6 +128,36 @@ def test_an_export_that_fails_leaves_no_descriptors(stub: StubCuda, call: str) -
     buffer = stub.map_chunks([CHUNK] * 3)
     before = descriptors()
     stub.fail(call, 3, 304)
-    with pytest.raises(NotExportable, match=rf"Chunk 2 of 3.*{call} failed.*ulimit"):
+    with pytest.raises(NotExportable, match=rf"Chunk 2 of 3.*{call} failed[^.]*\.$"):
         export(stub, (buffer.address, 3 * CHUNK))
     assert descriptors() == before
+
+
+def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda) -> None:
+    buffer = stub.map_chunks([CHUNK] * 40)
+    driver = ExportDriver(stub.path)
+    before = descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 20, hard))
+    try:
+        with pytest.raises(
+            NotExportable, match=rf"Chunk \d+ of 40.*\(304\)\. .*all of the {before + 20} files.*ulimit"
+        ):
+            export_segments([(buffer.address, 40 * CHUNK)], driver)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert descriptors() == before
+
+
+def test_memory_of_cuda_malloc_async_is_told_apart(stub: StubCuda) -> None:
+    pooled = stub.allocate_pooled(SIZE, stub.driver().create_stream(urgent=False))
+    with pytest.raises(NotExportable, match=r"of cudaMallocAsync.*backend:cudaMallocAsync"):
+        export(stub, (pooled.address, 1))
+
+
+def test_a_process_that_uses_no_gpu_exports_nothing(stub: StubCuda) -> None:
+    buffer = stub.allocate(SIZE)
+    stub.driver().set_context(0)
+    stub.driver().release_context(0)
+    with pytest.raises(NotExportable, match="is not memory of a GPU"):
+        export(stub, (buffer.address, 1))

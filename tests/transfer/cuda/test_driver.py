@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import StubCuda
+from support.stub_cuda import Ranges, StubCuda
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 
@@ -64,6 +64,8 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     stream, event = driver.create_stream(urgent=True), driver.create_event()
     source = random_bytes(3 * 4096)
     to = np.zeros_like(source)
+    stub.adopt(Ranges.DEVICE, address_of(source), source.size)
+    stub.adopt(Ranges.HOST, address_of(to), to.size)
     offset = np.array([0, 4096, 8192], dtype=np.uint64)
     columns = (offset + np.uint64(address_of(to)), offset + np.uint64(address_of(source)), np.full(3, 4096, np.uint64))
     batch(columns[0].ctypes.data, columns[1].ctypes.data, columns[2].ctypes.data, 3, stream)

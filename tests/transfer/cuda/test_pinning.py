@@ -101,6 +101,7 @@ def test_without_a_context_nothing_is_pinned_and_said_so(stub: StubCuda, pool: P
 
 
 def test_a_gpu_that_hangs_does_not_keep_another_from_the_pool(stub: StubCuda, pool: PinnedPool) -> None:
+    stub.set("devices", 2)
     stub.hang("cuMemHostUnregister")
     pool.acquire(0)
     wait_until(lambda: pool.progress.pinned_bytes == POOL)
