@@ -62,11 +62,11 @@ class CounterWindows:
         values: the counters at the beginning, by name.
     """
 
-    def __init__(self, values: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, values: Mapping[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kept = {window_s: deque([(clock(), values)]) for window_s in WINDOWS_S}
 
-    def sample(self, values: Mapping[str, int]) -> None:
+    def sample(self, values: Mapping[str, float]) -> None:
         """Take note of the counters. To be called about twice a second, or more often."""
         now = self._clock()
         for window_s, kept in self._kept.items():
@@ -77,7 +77,7 @@ class CounterWindows:
             while kept[1][0] <= now - window_s:
                 kept.popleft()
 
-    def gained(self, window_s: float, values: Mapping[str, int]) -> tuple[float, dict[str, int]]:
+    def gained(self, window_s: float, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return how many seconds the window has, fewer than ``window_s`` at first, and what was gained in it."""
         now = self._clock()
         kept = self._kept[window_s]

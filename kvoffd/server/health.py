@@ -52,12 +52,12 @@ def _crowded(context: Context) -> list[m.HealthProblem]:
                 "leased_share, or enlarge the pool.",
             )
         )
-    seconds, gained = context.recent.gained_in_all(FLOW_WINDOW_S)
-    if dropped := gained["dropped_keys"]:
+    recent = context.recent.over(FLOW_WINDOW_S)
+    if dropped := recent.dropped_keys:
         causes.append(
             m.HealthProblem(
                 "stores_without_room",
-                f"In the last {format_duration(seconds)} the pool had no room for {format_count(dropped)} "
+                f"In the last {format_duration(recent.seconds)} the pool had no room for {format_count(dropped)} "
                 f"block{'' if dropped == 1 else 's'} that engines offered. It is too small, or too much is pinned.",
             )
         )

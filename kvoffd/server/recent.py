@@ -1,7 +1,8 @@
-"""What each namespace's counters gained over the last ten, hundred and thousand seconds."""
+"""What was counted over the last ten, hundred and thousand seconds: of each namespace, and in all."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from weakref import WeakKeyDictionary
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Counters, Namespace
-from kvoffd.observe.meters import CounterWindows
+from kvoffd.observe.meters import WINDOWS_S, CounterWindows
+from kvoffd_proto.messages import RecentStats
 
 SAMPLE_EVERY_S = 0.5
+COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots__)
 
 
 @dataclass(eq=False)
@@ -20,6 +23,7 @@ class Recent:
 
     _cache: BlockCache
     _clock: Callable[[], float]
+    _cpu_clock: Callable[[], float] = time.process_time
     _windows: WeakKeyDictionary[Namespace, CounterWindows] = field(default_factory=WeakKeyDictionary, init=False)
     _in_all: CounterWindows = field(init=False)
     _gone: Counter[str] = field(default_factory=Counter, init=False)
@@ -27,7 +31,8 @@ class Recent:
     _sampled_at: float = field(default=float("-inf"), init=False)
 
     def __post_init__(self) -> None:
-        self._in_all = CounterWindows({}, self._clock)
+        self._started_at = self._clock()
+        self._in_all = CounterWindows({"cpu_seconds": self._cpu_clock()}, self._clock)
 
     def tick(self) -> None:
         """Take a sample when one is due."""
@@ -36,34 +41,44 @@ class Recent:
             return
         self._sampled_at = now
         for namespace in self._cache.namespaces:
-            self._of(namespace).sample(counts(namespace.counters))
+            self._of(namespace).sample(_counts(namespace))
         self._in_all.sample(self._sum())
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted: sums never fall."""
-        self._gone.update(counts(namespace.counters))
+        self._gone.update(_counts(namespace))
 
-    def gained(self, namespace: Namespace, window_s: float) -> tuple[float, dict[str, int]]:
-        """Seconds of the window, and what each counter of the namespace gained in it."""
-        return self._of(namespace).gained(window_s, counts(namespace.counters))
+    def of_namespace(self, namespace: Namespace) -> list[RecentStats]:
+        """The windows of one namespace, the shortest first."""
+        windows, counts = self._of(namespace), _counts(namespace)
+        return [_stats(window_s, *windows.gained(window_s, counts)) for window_s in WINDOWS_S]
 
-    def gained_in_all(self, window_s: float) -> tuple[float, dict[str, int]]:
-        """As ``gained``, for the sum over all namespaces."""
-        return self._in_all.gained(window_s, self._sum())
+    def over(self, window_s: float) -> RecentStats:
+        """One of the windows over all namespaces."""
+        return _stats(window_s, *self._in_all.gained(window_s, self._sum()))
+
+    def in_all(self) -> list[RecentStats]:
+        """The windows over all namespaces, the shortest first, and what there was since the start."""
+        whole = _stats(0.0, self._clock() - self._started_at, self._sum())
+        return [*(self.over(window_s) for window_s in WINDOWS_S), whole]
 
     def _of(self, namespace: Namespace) -> CounterWindows:
         if (windows := self._windows.get(namespace)) is None:
             windows = self._windows[namespace] = CounterWindows({}, self._clock)
         return windows
 
-    def _sum(self) -> dict[str, int]:
-        total = Counter(dict.fromkeys(counts(Counters()), 0))
-        total.update(self._gone)
+    def _sum(self) -> dict[str, float]:
+        total = dict.fromkeys(COUNTED, 0) | self._gone
         for namespace in self._cache.namespaces:
-            total.update(counts(namespace.counters))
-        return dict(total)
+            for name, count in _counts(namespace).items():
+                total[name] += count
+        return {**total, "cpu_seconds": self._cpu_clock()}
 
 
-def counts(counters: Counters) -> dict[str, int]:
-    """The counters by name."""
-    return {name: getattr(counters, name) for name in Counters.__slots__}
+def _counts(namespace: Namespace) -> dict[str, int]:
+    return {name: getattr(namespace.counters, name) for name in COUNTED}
+
+
+def _stats(window_s: float, seconds: float, gained: dict[str, float]) -> RecentStats:
+    cpu_seconds = gained.pop("cpu_seconds", 0.0)
+    return RecentStats(window_s, seconds, **{k: int(v) for k, v in gained.items()}, cpu_seconds=cpu_seconds)

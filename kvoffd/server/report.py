@@ -47,7 +47,13 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         namespaces=[
-            filled(m.NamespaceStats, namespace, namespace.counters, namespace=namespace.fingerprint)
+            filled(
+                m.NamespaceStats,
+                namespace,
+                namespace.counters,
+                namespace=namespace.fingerprint,
+                recent=context.recent.of_namespace(namespace),
+            )
             for namespace in cache.namespaces
         ],
         integrity=filled(m.IntegrityStats, cache.integrity),
@@ -62,6 +68,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
+        recent=context.recent.in_all(),
     )
 
 

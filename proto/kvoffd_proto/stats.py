@@ -34,6 +34,27 @@ from kvoffd_proto.wire import (
 # --- parts of the statistics ---------------------------------------------------------------------
 
 
+class RecentStats(Wire, frozen=True):
+    """What was counted in a window of time that ends now."""
+
+    window_seconds: Annotated[Seconds, doc("Length of the window; 0 for all since the daemon's start.")]
+    seconds: Annotated[Seconds, doc("How much of the window there was: less soon after the start.")]
+    lookups: Annotated[Count, doc("Lookup messages.")]
+    keys_asked: Annotated[Count, doc("Keys in lookups.")]
+    keys_ready: Annotated[Count, doc("Keys in lookups that were ready: hits of the pool.")]
+    keys_pending: Annotated[Count, doc("Keys in lookups that a disk has, and is asked for: hits of the disk.")]
+    stored_bytes: Annotated[ByteCount, doc("Bytes copied from engines.")]
+    loaded_bytes: Annotated[ByteCount, doc("Bytes copied to engines.")]
+    evicted_blocks: Annotated[Count, doc("Blocks evicted to make room.")]
+    dropped_keys: Annotated[Count, doc("Keys of stores for which the pool had no room.")]
+    cpu_seconds: Annotated[Seconds, doc("CPU time of the daemon; 0 for a namespace.")] = 0.0
+
+    @property
+    def keys_missing(self) -> int:
+        """Keys in lookups that neither the pool nor a disk had."""
+        return self.keys_asked - self.keys_ready - self.keys_pending
+
+
 class NamespaceStats(Wire, frozen=True):
     """Counters of one namespace since the daemon's start."""
 
@@ -62,6 +83,9 @@ class NamespaceStats(Wire, frozen=True):
     keys_pending: Annotated[
         Count, counter("Keys in lookups that were being promoted from disk, or waited for it, when first asked for.")
     ] = 0
+    recent: Annotated[list[RecentStats], doc("The same over the last 10, 100 and 1,000 seconds.")] = field(
+        default_factory=list
+    )
 
 
 class DirectionStats(Wire, frozen=True):
@@ -361,6 +385,13 @@ class StatsReply(Reply, frozen=True):
             key_label="reason",
         ),
     ] = field(default_factory=dict)
+    recent: Annotated[
+        list[RecentStats],
+        doc(
+            "All namespaces together over the last 10, 100 and 1,000 seconds and since the daemon's start, those that "
+            "are forgotten included."
+        ),
+    ] = field(default_factory=list)
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -17,6 +17,7 @@ from kvoffd_proto.messages import (
     LatencyStats,
     NamespaceStats,
     PoolStats,
+    RecentStats,
     StatsReply,
 )
 
@@ -39,6 +40,10 @@ def direction(
     )
 
 
+def recent(window_s: float, asked: int, ready: int, pending: int = 0, seconds: float = 0.0) -> RecentStats:
+    return RecentStats(window_s, seconds or window_s, asked, asked, ready, pending, 4 * 10**9, 2 * 10**9, 50, 7, 1.0)
+
+
 def namespace(fingerprint: bytes, label: str, asked: int = 0, ready: int = 0, prefix: int = 0) -> NamespaceStats:
     return NamespaceStats(
         namespace=fingerprint,
@@ -57,6 +62,7 @@ def namespace(fingerprint: bytes, label: str, asked: int = 0, ready: int = 0, pr
         invalidated_blocks=0,
         half_stored_blocks=0,
         dropped_keys=12,
+        recent=[recent(10, 10, 1), recent(100, asked // 10, ready // 10), recent(1000, asked // 2, ready // 2)],
     )
 
 
@@ -168,6 +174,12 @@ def busy() -> StatsReply:
         integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
         below=BelowStats(2_048, 2 * GIB, 12, {"corrupt": 1}, 3.1e9, 4_096, 4 * GIB, 3, 0, "reuse", 40 * GIB),
         disks=[disk("/mnt/nvme0/kvoffd", "serving"), disk("/mnt/nvme1/kvoffd", "failed", "It cannot be opened.")],
+        recent=[
+            recent(10, 500, 5),
+            recent(100, 1000, 600, 300),
+            recent(1000, 0, 0),
+            recent(0, 100_000, 72_300, 0, 8040),
+        ],
         blocks=BlockAccessStats(3, 6 * 2**20, 40, 12, 24 * 2**20),
     )
 

@@ -30,6 +30,7 @@ def test_every_key_is_documented_once(busy: StatsReply) -> None:
         | {f"namespaces[].{key}" for key in found["namespaces"][0]}
     )
     there |= {f"below.{key}" for key in found["below"]} | {f"disks[].{key}" for key in found["disks"][0]}
+    there |= {f"{where}.{key}" for where in ("recent[]", "namespaces[].recent[]") for key in found["recent"][0]}
     for part in ("store", "load", "lookup_latency", "integrity", "blocks", "loop_blocked"):
         there |= {f"{part}.{key}" for key in found[part]}
     assert there == set(keys)

@@ -37,8 +37,8 @@ def numbers(struct: type, start: int, **given: object) -> object:
 
 def some_stats() -> StatsReply:
     spaces = [
-        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny"),
-        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\'),
+        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny", recent=[]),
+        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\', recent=[]),
     ]
     stats = numbers(
         StatsReply,
@@ -55,6 +55,7 @@ def some_stats() -> StatsReply:
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
+        recent=[],
         health=HealthLevel.DEGRADED,
         health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),

@@ -31,7 +31,7 @@ HASH_DIGITS = 12
 def stats(
     context: typer.Context,
     directory: Directory = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Repeat the page, with the speeds since the last.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat the page.")] = False,
     interval: Annotated[
         str, typer.Option("--interval", metavar="DURATION", help="Time between two pages, such as 500ms or 5s.")
     ] = "1s",
@@ -39,8 +39,11 @@ def stats(
 ) -> int:
     """Show everything the daemon counts.
 
-    The page has pool use, copies, lookups and their latency, hit ratios by namespace, and errors. Without --watch,
-    speeds are averages of the daemon's last ten seconds. With --watch and --json, each page is one line.
+    The page has pool use, speeds and hit ratios over the last 10, 100 and 1,000 seconds and since the start, copies,
+    lookups and their latency, namespaces, and errors. With --watch and --json, each page is one line.
+
+    A key that an engine asks for is a hit of the pool, or of the disk when a disk has it and begins to bring it up,
+    or a miss. What a disk could not bring up after all is counted as failed in the row of the disks.
     """
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
@@ -104,7 +107,7 @@ def stats_pages(
         due_at = max(due_at + interval_s, clock())
         sleep(max(0.0, due_at - clock()))
         try:
-            page = StatsPage(read_stats(), before=page.now)
+            page = StatsPage(read_stats())
             answered_at = time.strftime("%H:%M:%S")
         except (DaemonUnavailable, RequestTimeout) as error:
             page = replace(page, notice=f"{error} Trying again; these numbers are of {answered_at}.")

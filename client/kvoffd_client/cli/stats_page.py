@@ -16,82 +16,29 @@ from kvoffd_client.cli.console import (
     count_blocks,
     fitting,
     percent,
+    printable,
     section,
     short_fingerprint,
 )
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, StatsReply
+from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, RecentStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
 """Width of the first column of every section with its gap, so that the sections line up."""
-PAIR_CELLS, PAIRS_OF_LINE = 23, 3
+PAIR_CELLS, PAIRS_OF_LINE = 17, 4
 """Width of one name with its value, and how many of them fit on 80 columns beside the title."""
 WIDE_CELLS = 116
-"""From here on there is room for every column of the namespaces."""
-AIRY_LINES = 34
+"""From here on there is room for every column."""
+AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
 FIXED_LINES = 20
 """Lines of a page without its namespaces, with one error and a notice of two lines."""
 FIXED_LINES_AIRY = FIXED_LINES + 8
 DISK_LINES = 2
 MIN_BAR_CELLS = 10
-MIN_NAMESPACES = 3
 MAX_NAMESPACES = 12
 """More would push the rest of the page off the screen; those with the most bytes are shown."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Speeds between two samples or, where there is only one, as the daemon averages them itself.
-
-    Attributes:
-        cpu_share: CPU seconds per second, more than 1 where several cores work; with one sample since the start.
-        activity: each of ``activity_counters`` per second; None where there is only one sample.
-    """
-
-    store_bytes: float
-    load_bytes: float
-    lookups: float
-    cpu_share: float
-    activity: dict[str, float] | None
-
-
-def rates_between(now: StatsReply, before: StatsReply | None) -> Rates:
-    """Return the rates of ``now``. A ``before`` of another life of the daemon, or not older, counts as none."""
-    if before is None or before.epoch != now.epoch or now.uptime_seconds <= before.uptime_seconds:
-        return Rates(
-            store_bytes=now.store.bytes_per_second,
-            load_bytes=now.load.bytes_per_second,
-            lookups=now.lookups_per_second,
-            cpu_share=now.cpu_seconds / now.uptime_seconds if now.uptime_seconds > 0 else 0.0,
-            activity=None,
-        )
-    seconds = now.uptime_seconds - before.uptime_seconds
-
-    def rate(new: float, old: float) -> float:
-        """A counter that fell, as when a namespace was closed, is no negative speed."""
-        return max(new - old, 0) / seconds
-
-    old_activity = activity_counters(before)
-    return Rates(
-        store_bytes=rate(now.store.bytes, before.store.bytes),
-        load_bytes=rate(now.load.bytes, before.load.bytes),
-        lookups=rate(now.lookup_latency.count, before.lookup_latency.count),
-        cpu_share=rate(now.cpu_seconds, before.cpu_seconds),
-        activity={name: rate(count, old_activity[name]) for name, count in activity_counters(now).items()},
-    )
-
-
-def activity_counters(now: StatsReply) -> dict[str, float]:
-    """Return the counters of the section Activity by their column, over all namespaces and since the daemon's start."""
-    return {
-        "requests": now.requests,
-        "KV events": now.events_published,
-        "evicted blocks": sum(namespace.evicted_blocks for namespace in now.namespaces),
-        "invalidated": sum(namespace.invalidated_blocks for namespace in now.namespaces),
-        "dropped keys": sum(namespace.dropped_keys for namespace in now.namespaces),
-    }
 
 
 @dataclass(frozen=True)
@@ -100,34 +47,33 @@ class StatsPage:
 
     Attributes:
         now: what to show.
-        before: an earlier sample of the same daemon; speeds are then those between the two.
         notice: a sentence to put on top, such as that the daemon does not answer.
         footnote: a line for the bottom, such as how to leave.
         lines: of the screen that must hold the page; None where it may be as long as it is.
     """
 
     now: StatsReply
-    before: StatsReply | None = None
     notice: str = ""
     footnote: str = ""
     lines: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rates = rates_between(self.now, self.before)
+        wide = options.max_width >= WIDE_CELLS
+        airy = self._airy and not (console.is_terminal and console.height < AIRY_LINES)
         sections = (
             (Text(self.notice, style="bold red"),) if self.notice else (),
-            (_daemon(self.now, rates),),
+            tuple(_daemon(self.now)),
             _pool(self.now.pool, self.now.blocks, options),
-            (_copies(self.now, rates),),
-            (_lookups(self.now, rates),),
+            (_recent(self.now.recent, wide),),
+            (_copies(self.now),),
+            (_lookups(self.now),),
             (_disks(self.now),) if self.now.disks else (),
-            (_activity(self.now, rates),),
-            _namespaces(self.now.namespaces, self._most_namespaces, wide=options.max_width >= WIDE_CELLS),
+            _namespaces(self.now.namespaces, self._most_namespaces, wide),
             (_errors(_failures(self.now), whole=self.lines is None),),
             (Text(self.footnote, style="dim"),) if self.footnote else (),
         )
         for index, parts in enumerate(part for part in sections if part):
-            if index and self._airy:
+            if index and airy:
                 yield Text()
             yield from parts
 
@@ -142,8 +88,8 @@ class StatsPage:
             return MAX_NAMESPACES
         rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(_failures(self.now)) - 1)
         rest += (DISK_LINES + self._airy) if self.now.disks else 0
-        least = MIN_NAMESPACES - bool(self.now.disks)
-        return min(MAX_NAMESPACES, max(least, self.lines - rest))
+        rest += bool(self.now.health_problems) + len(list(_pool_notes(self.now.pool, self.now.blocks)))
+        return min(MAX_NAMESPACES, max(0, self.lines - rest))
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> Table:
@@ -163,20 +109,22 @@ def _section(title: str, numbers: Sequence[str]) -> Table:
     return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
 
-def _daemon(now: StatsReply, rates: Rates) -> Table:
-    """Who answers, for how long, and at what cost."""
+def _daemon(now: StatsReply) -> Iterator[Table | Text]:
+    """Who answers, for how long, at what cost, and what an operator should see to."""
     pairs = {
         "version": str(fitting(now.daemon_version)),
         "up": format_duration(now.uptime_seconds),
-        "sessions": format_count(now.sessions),
-        "cpu": percent(rates.cpu_share, 1.0, none="0 %"),
-        "memory": format_size(now.resident_bytes),
-        "leases": format_count(now.leases),
-        "policy": str(fitting(now.policy)),
         "pid": str(now.pid),
-        "pinned blocks": format_count(now.pinned_blocks),
+        "memory": format_size(now.resident_bytes),
+        "policy": str(fitting(now.policy)),
+        "sessions": format_count(now.sessions),
+        "leases": format_count(now.leases),
+        "pinned": f"{format_count(now.pinned_blocks)} blocks",
     }
-    return _pairs("Daemon", pairs)
+    yield _pairs("Daemon", pairs)
+    if now.health_problems:
+        reasons = printable(", ".join(now.health_problems))
+        yield fitting(f"{'Health':<{TITLE_CELLS}}{now.health.value}: {reasons}; see kvoffd-cli health", "yellow")
 
 
 def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) -> RenderResult:
@@ -195,7 +143,7 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
         "leaving": pool.leaving_bytes,
         "free": pool.free_bytes,
         "pinned": pool.pinned_bytes,
-        "slot table": pool.table_bytes,
+        "table": pool.table_bytes,
     }
     yield _pairs("", {name: format_size(size) for name, size in sizes.items()})
     for note, style in _pool_notes(pool, blocks):
@@ -233,17 +181,41 @@ def _cells_of(part: int, whole: int, cells: int) -> int:
     return min(cells, max(1, round(cells * part / whole))) if part > 0 and whole > 0 else 0
 
 
-def _now(rates: Rates) -> str:
-    return f"{'now' if rates.activity is not None else 'last 10 s':>9}"
+def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
+    """Speeds and ratios over several windows of time. A key is a hit of the pool, or else of a disk, or a miss."""
+    table = _section("Over", ("keys asked", "pool", "disk", "miss", "stored", "loaded", "evicted"))
+    if wide:
+        add_numbers(table, ("lookups", "no room", "cpu"))
+    for window in recent:
+        seconds = max(window.seconds, 1e-9)
+        table.add_row(
+            fitting(f"{window.window_seconds:,.0f} s" if window.window_seconds else "in all"),
+            _per_second(window.keys_asked / seconds),
+            percent(window.keys_ready, window.keys_asked),
+            percent(window.keys_pending, window.keys_asked),
+            percent(window.keys_missing, window.keys_asked),
+            format_rate(window.stored_bytes / seconds),
+            format_rate(window.loaded_bytes / seconds),
+            _per_second(window.evicted_blocks / seconds),
+            *(
+                (
+                    _per_second(window.lookups / seconds),
+                    _alarming(window.dropped_keys),
+                    percent(window.cpu_seconds, seconds, none="0 %"),
+                )
+                if wide
+                else ()
+            ),
+        )
+    return table
 
 
-def _copies(now: StatsReply, rates: Rates) -> Table:
-    """Both directions. ``copying at`` is the speed while a copy runs: what the memory gives."""
-    table = _section("Copies", (_now(rates), "total", "copying at", "jobs", "failed", "queued", "running"))
-    for title, direction, speed in (("store", now.store, rates.store_bytes), ("load", now.load, rates.load_bytes)):
+def _copies(now: StatsReply) -> Table:
+    """Both directions since the start. ``copying at`` is the speed while a copy runs: what the memory gives."""
+    table = _section("Copies", ("total", "copying at", "jobs", "failed", "queued", "running"))
+    for title, direction in (("store", now.store), ("load", now.load)):
         table.add_row(
             fitting(title),
-            format_rate(speed),
             format_size(direction.bytes),
             _copy_speed(direction),
             format_count(direction.jobs),
@@ -264,47 +236,36 @@ def _alarming(count: int) -> Text:
     return Text(format_count(count), style="red" if count else "")
 
 
-def _lookups(now: StatsReply, rates: Rates) -> Table:
-    """How often engines ask, how long the daemon takes for an answer, how many keys were there."""
-    table = _section("Lookups", (_now(rates), "total", "p50", "p99", "max", "keys asked", "hits"))
+def _lookups(now: StatsReply) -> Table:
+    """How long the daemon takes for an answer, and what else it did since the start."""
+    table = _section("Lookups", ("total", "p50", "p99", "max", "requests", "KV events", "dropped"))
     latency = now.lookup_latency
     durations = (latency.p50, latency.p99, latency.maximum)
-    asked = sum(namespace.keys_asked for namespace in now.namespaces)
     table.add_row(
         fitting("all"),
-        _per_second(rates.lookups),
         format_count(latency.count),
         *(format_duration(value) if latency.count else "-" for value in durations),
-        format_count(asked),
-        percent(sum(namespace.keys_ready for namespace in now.namespaces), asked),
+        format_count(now.requests),
+        format_count(now.events_published),
+        _alarming(sum(namespace.dropped_keys for namespace in now.namespaces)),
     )
     return table
 
 
 def _disks(now: StatsReply) -> Table:
     """All directories of the disk tier together."""
-    disks, namespaces = now.disks, now.namespaces
-    table = _section("Disk", ("used", "blocks", "hits", "read", "written", "pending", "errors"))
+    disks = now.disks
+    table = _section("Disk", ("used", "blocks", "read", "written", "pending", "failed", "errors"))
     table.add_row(
         fitting("all"),
         percent(sum(disk.used_bytes for disk in disks), sum(disk.size_bytes for disk in disks)),
         format_count(sum(disk.blocks for disk in disks)),
-        percent(sum(one.keys_pending for one in namespaces), sum(one.keys_asked for one in namespaces)),
         format_size(sum(disk.read_bytes for disk in disks)),
         format_size(sum(disk.written_bytes for disk in disks)),
         format_count(now.below.pending_blocks if now.below is not None else 0),
-        format_count(sum(sum(disk.errors.values()) for disk in disks)),
+        _alarming(sum(now.below.failed_promotions.values()) if now.below is not None else 0),
+        _alarming(sum(sum(disk.errors.values()) for disk in disks)),
     )
-    return table
-
-
-def _activity(now: StatsReply, rates: Rates) -> Table:
-    """What else was counted since the start and, between two samples, how fast it grows."""
-    counters = activity_counters(now)
-    table = _section("Activity", tuple(counters))
-    table.add_row(fitting("total"), *(format_count(round(value)) for value in counters.values()))
-    if rates.activity is not None:
-        table.add_row(fitting("now"), *(_per_second(value) for value in rates.activity.values()))
     return table
 
 
@@ -316,35 +277,44 @@ def _per_second(value: float) -> str:
 
 
 def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> RenderResult:
-    """One line each. Hits are keys that were ready; prefix, those in the unbroken run at the start of a request."""
+    """One line each. Hits are keys that pool or disk had; prefix, those in the pool in the run at a request's start."""
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
         return
     table = _section("Namespace", ())
     table.add_column("", no_wrap=True, style="dim")
-    asked = ("keys asked",) if wide else ()
-    copied = ("stored", "loaded") if wide else ()
-    add_numbers(table, ("blocks", "size", *asked, "hits", "prefix", *copied, "evicted", "dropped"))
+    windows = [f"{window.window_seconds:,.0f} s" for window in namespaces[0].recent]
+    if windows:
+        windows[0] = f"hits {windows[0]}"
+    more = ("prefix", "stored", "loaded", "evicted") if wide else ()
+    add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
     for namespace in by_weight[:most]:
         table.add_row(*_namespace_row(namespace, wide))
-    yield table
+    if most:
+        yield table
     if len(namespaces) > most:
-        yield Text(f"and {len(namespaces) - most} smaller; `kvoffd-cli namespaces` lists all", style="dim")
+        others = f"{len(namespaces) - most} {'smaller' if most else 'namespaces'}"
+        yield Text(f"and {others}; `kvoffd-cli namespaces` lists all", style="dim")
 
 
 def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, ...]:
-    return (
+    row: tuple[Text | str, ...] = (
         fitting(namespace.label or "(no label)"),
         short_fingerprint(namespace.namespace),
         format_count(namespace.ready_blocks),
         format_size(namespace.ready_bytes),
-        *((format_count(namespace.keys_asked),) if wide else ()),
-        percent(namespace.keys_ready, namespace.keys_asked),
+        *(percent(one.keys_ready + one.keys_pending, one.keys_asked) for one in namespace.recent),
+        percent(namespace.keys_ready + namespace.keys_pending, namespace.keys_asked),
+    )
+    if not wide:
+        return row
+    return (
+        *row,
         percent(namespace.prefix_keys_ready, namespace.keys_asked),
-        *((format_size(namespace.stored_bytes), format_size(namespace.loaded_bytes)) if wide else ()),
+        format_size(namespace.stored_bytes),
+        format_size(namespace.loaded_bytes),
         format_count(namespace.evicted_blocks),
-        _alarming(namespace.dropped_keys),
     )
 
 
