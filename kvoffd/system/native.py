@@ -36,7 +36,7 @@ class Native:
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
                 "compiler."
             ) from error
-        self.copy.argtypes, self.copy.restype = (address, count), count
+        self.copy.argtypes, self.copy.restype = (address, count, count), count
         self.states.argtypes, self.states.restype = (address, text, count, text), None
         self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
         self.move_states.argtypes, self.move_states.restype = (address, address), None

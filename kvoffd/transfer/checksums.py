@@ -13,12 +13,12 @@ import logging
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from queue import SimpleQueue
 
 from kvoffd.transfer.plan import Outcome
+from kvoffd.transfer.turns import FairQueue
 
 # Read at a time, so that a deadline or an abandon is noticed within a millisecond.
 _STEP_BYTES = 8 << 20
@@ -27,10 +27,20 @@ _log = logging.getLogger(__name__)
 
 # A thread claims so much at a time, so that several threads share the slots of a store.
 _CLAIM_BYTES = 4 << 20
-# A thread that has caught up with the copy looks again after this time, in which 4 MiB are copied: to be woken for each
+# A task that has caught up with the copy looks again after this time, in which 4 MiB are copied: to be woken for each
 # part would cost the copy's thread more than the checksums do. A copy that stands still is looked at ever less often.
 _POLL_S = 0.0002
 _LONGEST_POLL_S = 0.01
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A task of the checksum threads. While it has nothing to read it is due again at a time of ``time.monotonic``."""
+
+    owner: Hashable
+    step: Callable[[], int | None]
+    pause_s: float = _POLL_S
+    due: float = 0.0
 
 
 @dataclass(eq=False)
@@ -73,74 +83,108 @@ class SlotChecksums:
             return []
         return [(self.pool_address + offset, length) for offset, length in self.slots]
 
-    def complete(self, sums: Sequence[int], must_end: Callable[[], Outcome | None]) -> Outcome | None:
-        """As ``run``, but take the checksums that a copier has already; it has 0, or no ``sums`` at all, for others."""
-        if not sums:
-            return self.run(must_end)
-        self.sums[:] = sums
-        for index in [index for index, checksum in enumerate(sums) if not checksum]:
-            if (early := self.run(must_end, index, index + 1)) is not None:
-                return early
-        return self._compare(0, len(self))
-
     def run(self, must_end: Callable[[], Outcome | None], first: int = 0, stop: int | None = None) -> Outcome | None:
         """Read the slots from ``first`` on, before ``stop``, unless ``must_end`` says that the transfer must end now.
 
         Returns how it must end, CORRUPT where a slot has another checksum than expected; None when it may go on.
         """
+        for _ in self.read(first, stop):
+            if (early := must_end()) is not None:
+                return early
+        return self.compare(first, stop)
+
+    def read(self, first: int = 0, stop: int | None = None) -> Iterator[int]:
+        """Read the slots from ``first`` on, before ``stop``, whose checksums are not known, in steps of up to 8 MiB or
+        one slot; yield the bytes of each step when it is done.
+        """
         begin, stop = first, len(self) if stop is None else stop
         while begin < stop:
-            if begin > first and (early := must_end()) is not None:
-                return early
+            if self.sums[begin]:
+                begin += 1
+                continue
             end = min(stop, max(begin + 1, bisect_right(self._begins, self._begins[begin] + _STEP_BYTES) - 1))
+            end = next((index for index in range(begin, end) if self.sums[index]), end)
             self.sums[begin:end] = self.digests(self.slots[begin:end])
+            yield self.nbytes(begin, end)
             begin = end
-        return self._compare(first, stop)
 
-    def _compare(self, first: int, stop: int) -> Outcome | None:
+    def compare(self, first: int = 0, stop: int | None = None) -> Outcome | None:
+        """Return CORRUPT where a slot from ``first`` on, before ``stop``, has another checksum than expected."""
         wrong = self.expected is not None and self.sums[first:stop] != list(self.expected[first:stop])
         return Outcome.CORRUPT if wrong else None
 
 
 class ChecksumThreadPool:
-    """Threads that run tasks, first in first out, after ``on_start``.
+    """Threads that run tasks of several owners, who take turns by the bytes that were read, after ``on_start``.
 
     They are daemon threads, unlike an executor's: a GPU may hang them for ever.
     """
 
     def __init__(self, name: str, count: int, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._wake = threading.Condition()
+        self._tasks: FairQueue[_Task] = FairQueue()
+        self._pausing: list[_Task] = []  # those that had nothing to read
+        self._stopped = False
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, task: Callable[[], None]) -> None:
-        """Have one of the threads call ``task``, which must not raise."""
-        self._tasks.put(task)
+    def submit(self, owner: Hashable, step: Callable[[], int | None]) -> None:
+        """Have one thread after the other call ``step``, which must not raise and returns how many bytes it read, until
+        it returns None. After 0 it is called again a little later.
+        """
+        with self._wake:
+            self._tasks.put(owner, _Task(owner, step))
+            self._wake.notify()
 
     def join(self, deadline: float) -> bool:
         """End the threads after all tasks; False when one still runs at ``deadline`` (of ``time.monotonic``)."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._wake:
+            self._stopped = True
+            self._wake.notify_all()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         self._on_start()
-        while (task := self._tasks.get()) is not None:
-            task()
+        while (task := self._next()) is not None:
+            nbytes = task.step()
+            if nbytes is None:
+                continue
+            with self._wake:
+                self._tasks.charge(task.owner, nbytes)
+                if nbytes:
+                    task.pause_s = _POLL_S
+                    self._tasks.put(task.owner, task)
+                else:
+                    task.due = time.monotonic() + task.pause_s
+                    task.pause_s = min(2 * task.pause_s, _LONGEST_POLL_S)
+                    self._pausing.append(task)
+
+    def _next(self) -> _Task | None:
+        with self._wake:
+            while True:
+                now = time.monotonic()
+                for task in [one for one in self._pausing if one.due <= now]:
+                    self._pausing.remove(task)
+                    self._tasks.put(task.owner, task)
+                if (taken := self._tasks.take()) is not None:
+                    return taken
+                if self._stopped and not self._pausing:
+                    return None
+                self._wake.wait(min((one.due - now for one in self._pausing), default=None))
 
 
 @dataclass(eq=False)
 class StoreChecksums:
-    """Takes the checksums of one store while it is copied, in ``threads`` threads that call ``follow_copy``.
+    """Takes the checksums of one store while it is copied, in ``threads`` tasks that call ``follow_copy`` repeatedly.
 
     The copy's own thread helps at the end. ``on_end`` is called once with how the store ended: after ``copy_ended`` and
-    the return of every ``follow_copy``, in the thread of whichever comes last.
+    the None of every ``follow_copy``, in the thread of whichever comes last.
 
     Args:
         copied_bytes: returns how many bytes of the plan are copied, in its order.
@@ -162,21 +206,21 @@ class StoreChecksums:
         self._lock = threading.Lock()
         self._next = 0  # the first slot that no thread has claimed
         self._copied = False
-        self._unfinished = 1 + self._threads  # the copy and the threads that follow it
+        self._unfinished = 1 + self._threads  # the copy and the tasks that follow it
         self._outcome = Outcome.DONE
 
-    def follow_copy(self) -> None:
-        """Read slots as they become whole, until the copy has ended and all are claimed, or the transfer must end."""
-        pause_s = _POLL_S
-        while (early := self._must_end()) is None and (claimed := self._claim()) is not None:
-            if claimed:
-                pause_s = _POLL_S
-                if (early := self._take(claimed)) is not Outcome.DONE:
-                    break
-            else:
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+    def follow_copy(self) -> int | None:
+        """Read some slots that are whole; return the bytes, 0 where there are none now, to be called again.
+
+        Returns None once the copy has ended and all are claimed, or the transfer must end.
+        """
+        if (early := self._must_end()) is None and (claimed := self._claim()) is not None:
+            if not claimed:
+                return 0
+            if (early := self._take(claimed)) is Outcome.DONE:
+                return max(1, self._checksums.nbytes(claimed.start, claimed.stop))
         self._finish(early or Outcome.DONE)
+        return None
 
     def copy_ended(self, outcome: Outcome) -> None:
         """Take note of how the copy ended. Called in its thread."""

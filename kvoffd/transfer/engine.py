@@ -27,7 +27,7 @@ class Transfer:
         checksums: of its slots. A load's are compared before its first byte moves; a store's are taken of each slot
             that is whole while others are still copied.
         abandoned: the transfer ends as FAILED at its next step.
-        owner: whose it is: owners take turns, however many transfers each of them has queued.
+        owner: whose it is: owners take turns, a slice of a transfer at a time, however much each of them has queued.
     """
 
     direction: Direction
@@ -47,9 +47,9 @@ class DirectionLoad(NamedTuple):
     """What one direction of an engine has to do and has done."""
 
     queued: int
-    """Transfers that wait for a copy thread."""
+    """Transfers whose copy has not begun."""
     running: int
-    """Transfers being copied, or copied and waiting for their checksums."""
+    """Transfers whose copy has begun, those that wait for their checksums included."""
     busy_seconds: float
     """Time that its copy threads spent copying."""
     bytes: int
@@ -79,7 +79,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def submit(self, transfer: Transfer) -> None:
-        """Queue the transfer, first in first out per direction. After ``close`` it is CANCELLED at once.
+        """Queue the transfer, first in first out per direction and owner. After ``close`` it is CANCELLED at once.
 
         The queue itself has no bound: the server bounds the jobs in flight.
         """

@@ -227,14 +227,15 @@ static uint64_t copy_into_slot(struct copying *c, uint8_t *to, const uint8_t *fr
     return nbytes;
 }
 
-/* Copies the next `limit` bytes, up to twice that, or all that are left; returns how many: 0 when none were left. */
-uint64_t kvoffd_copy(struct copying *c, uint64_t limit)
+/* Copies the next `limit` bytes, up to twice that, or `pieces` pieces, or all that are left; returns how many bytes: 0
+ * when none were left. */
+uint64_t kvoffd_copy(struct copying *c, uint64_t limit, uint64_t pieces)
 {
-    uint64_t copied = 0;
+    uint64_t copied = 0, end = c->pieces - c->piece < pieces ? c->pieces : c->piece + pieces;
 
     if (c->piece == 0 && c->piece_done == 0)
         begin_slot(c);
-    while (copied < limit && c->piece < c->pieces) {
+    while (copied < limit && c->piece < end) {
         uint8_t *to = (uint8_t *)c->destination[c->piece] + c->piece_done;
         const uint8_t *from = (const uint8_t *)c->source[c->piece] + c->piece_done;
         uint64_t left = c->size[c->piece] - c->piece_done;

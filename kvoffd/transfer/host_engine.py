@@ -18,12 +18,14 @@ import xxhash
 
 from kvoffd.system.native import Native, NotCompiled, native
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine
+from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine, Slice, Steps
 from kvoffd.transfer.plan import Plan
 
 # A deadline and an abandon are looked at once a step: 8 MiB are half a millisecond. After each the thread waits for the
 # GIL, a tenth of a millisecond where the event loop is busy: steps of 2 MiB were 15 % slower.
 STEP_BYTES = 8 << 20
+# As much as that takes in small pieces.
+STEP_PIECES = 4096
 
 _STRIPE_BYTES = 64
 
@@ -57,12 +59,19 @@ class HostCopy:
         )
         self._sums = np.zeros(len(slots), dtype=np.uint64)
         *pieces, slot, slot_bytes = (column.ctypes.data for column in self._columns)
-        copying = _Copying(*pieces, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
-        self._reference = ctypes.byref(copying)
+        self._copying = _Copying(*pieces, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
+        self._reference = ctypes.byref(self._copying)
 
     def step(self, limit_bytes: int) -> int:
-        """Copy the next ``limit_bytes``, up to twice that, or all that are left; return how many: 0 at the end."""
-        return int(self._step(self._reference, limit_bytes))
+        """Copy the next ``limit_bytes``, up to twice that, or STEP_PIECES pieces, or all that are left.
+
+        Returns how many bytes: 0 at the end.
+        """
+        return int(self._step(self._reference, limit_bytes, STEP_PIECES))
+
+    @property
+    def pieces_done(self) -> int:
+        return int(self._copying.piece)
 
     def sums(self) -> list[int]:
         """Return the XXH3 checksum (64 bits) of each full slot; 0 where others must take it.
@@ -105,7 +114,10 @@ class HostEngine(LaneEngine):
     ) -> None:
         try_out(native())
         copiers = [_HostCopier(step, step_bytes)] * threads_per_direction
-        super().__init__({direction: Lane(f"kvoffd-{direction.value}", clock, copiers) for direction in Direction})
+        one_slice = Slice(step_bytes, STEP_PIECES)
+        super().__init__(
+            {direction: Lane(f"kvoffd-{direction.value}", clock, copiers, one_slice) for direction in Direction}
+        )
 
     def hangs_s(self, direction: Direction) -> float:
         return self._lanes[direction].hangs_s
@@ -122,13 +134,17 @@ class _HostCopier:
 
     def close(self) -> None: ...
 
-    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
         checksums = transfer.checksums if transfer.direction is Direction.STORE else None
         copy = HostCopy(transfer.plan, checksums.slot_addresses() if checksums is not None else ())
         while progress.copied_bytes < transfer.plan.nbytes:
             if (early := progress.must_end()) is not None:
                 return early
-            progress.copied_bytes += self._step(copy, self._step_bytes)
+            before = copy.pieces_done
+            nbytes = self._step(copy, self._step_bytes)
+            progress.copied_bytes += nbytes
+            if progress.turn_is_over(nbytes, copy.pieces_done - before):
+                yield
         if checksums is None:
             return Outcome.DONE
-        return progress.take_checksums(checksums, copy.sums())
+        return (yield from progress.take_checksums(checksums, copy.sums()))

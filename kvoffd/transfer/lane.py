@@ -5,62 +5,111 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.turns import FairQueue
 
 _log = logging.getLogger(__name__)
 
 # A copy thread looks at the deadline once a step; one that has not noticed it after this long hangs.
 OVERDUE_GRACE_S = 1.0
-# Transfers that are copied but wait for their checksums. With more of them the copy threads wait too.
+# Transfers of an owner that are copied but wait for their checksums. With more of them its other transfers wait too.
 MAX_AWAITING_CHECKSUMS = 4
+
+
+class Slice(NamedTuple):
+    """How much an owner may copy, or read for checksums, before another one that waits has its turn.
+
+    A thread looks at this between the steps of its copier, so a turn ends with the step that reaches either figure.
+    """
+
+    nbytes: int
+    pieces: int
+
+
+Steps: TypeAlias = Generator[None, None, Outcome]
+"""A copy. It yields where it may rest for as long as others have their turns: nothing of it is in flight there."""
 
 
 @dataclass(slots=True, eq=False)
 class CopyProgress:
-    """How far one transfer's copy is, shared by its copier and its lane. Made in the thread that copies.
+    """How far one transfer's copy is, shared by its copier and its lane.
 
     Attributes:
-        thread_id: the kernel's id of the thread that copies.
+        thread_id: the kernel's id of the thread that copies; None while none does.
         copied_bytes: bytes of the plan that are copied, in the plan's order; only the copy thread writes it.
         checksums: the checksums that other threads take while the copy runs; None where there are none.
+        steps: the copy, once it has begun.
+        seconds: what it has taken of a thread.
     """
 
-    _clock: Callable[[], float]
+    _lane: Lane
     _transfer: Transfer
-    _add_checksum_cost: Callable[[float, int], None]
-    thread_id: int = field(default_factory=threading.get_native_id)
+    thread_id: int | None = None
     copied_bytes: int = 0
     checksums: StoreChecksums | None = None
+    steps: Steps | None = None
+    seconds: float = 0.0
+    _uncharged: int = 0
 
     def must_end(self) -> Outcome | None:
         """Return how the transfer must end now, before its next step; None when it may go on."""
         if self._transfer.abandoned:
             return Outcome.FAILED
-        return Outcome.DEADLINE if self._clock() >= self._transfer.deadline else None
+        return Outcome.DEADLINE if self._lane.clock() >= self._transfer.deadline else None
 
-    def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Outcome:
-        """Take or compare all checksums of a transfer, but for ``sums`` that its copier took; count what they cost."""
-        began = time.thread_time()
-        outcome = checksums.complete(sums, self.must_end)
-        self._add_checksum_cost(time.thread_time() - began, checksums.nbytes())
-        return outcome or Outcome.DONE
+    def turn_is_over(self, nbytes: int, pieces: int = 0) -> bool:
+        """Note a step; return whether the slice is used and another owner's turn has come, so that this copy rests."""
+        most = self._lane.slice
+        self._uncharged += max(nbytes, pieces * most.nbytes // most.pieces)
+        return self._uncharged >= most.nbytes and self._lane.charge(self._transfer.owner, self.uncharged())
+
+    def uncharged(self) -> int:
+        """Return what the steps have cost that the owner was not charged for, in bytes; it is charged now."""
+        cost, self._uncharged = self._uncharged, 0
+        return cost
+
+    def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Steps:
+        """Take or compare all checksums of a transfer; ``sums`` are what its copier took, 0 for others.
+
+        Counts what they cost.
+        """
+        if sums:
+            checksums.sums[:] = sums
+        reading, seconds = checksums.read(), 0.0
+        try:
+            while True:
+                began = time.thread_time()
+                nbytes = next(reading, None)
+                seconds += time.thread_time() - began
+                if nbytes is None:
+                    return checksums.compare() or Outcome.DONE
+                if (early := self.must_end()) is not None:
+                    return early
+                if self.turn_is_over(nbytes):
+                    yield
+        finally:
+            self._lane.add_checksum_cost(seconds, checksums.nbytes())
 
 
 class Copier(Protocol):
-    """What one thread of a lane copies with. All methods are called in that thread."""
+    """What one thread of a lane copies with. A copy may go on in another thread than it began in, but not at once."""
 
     def open(self) -> None:
         """Prepare for the first transfer. An exception ends the thread and is raised by ``Lane.wait_open``."""
 
-    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
-        """Execute the transfer; an exception fails it. On return nothing touches the transfer's memory any more."""
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
+        """Copy, and return how it ended; an exception fails the transfer. Nothing touches its memory afterwards.
+
+        Yields where ``CopyProgress.turn_is_over`` says so. Closed there, it ends.
+        """
 
     def close(self) -> None:
         """Give up what ``open`` made, after the last transfer."""
@@ -83,6 +132,10 @@ class ChecksumThreads(NamedTuple):
 class Lane:
     """A queue and one thread for each copier. Everything mutable is guarded by ``_wake``.
 
+    Owners take turns, a slice at a time, so that a transfer waits for at most one slice of each other owner, however
+    much they copy. While nobody else waits, a copy goes on. A transfer that has begun and rests is among those that
+    wait and among those that have begun.
+
     Deadlines are measured on ``clock``, in seconds. A lane without stores, or whose copiers take the checksums
     themselves, has no ``checksum_threads``.
     """
@@ -92,9 +145,11 @@ class Lane:
         name: str,
         clock: Callable[[], float],
         copiers: Sequence[Copier],
+        one_slice: Slice,
         checksum_threads: ChecksumThreads | None = None,
     ) -> None:
         self.clock = clock
+        self.slice = one_slice
         self._checksum_threads = checksum_threads
         self._checksum_pool = (
             ChecksumThreadPool(f"{name}-sums", checksum_threads.threads, checksum_threads.on_start)
@@ -102,12 +157,12 @@ class Lane:
             else None
         )
         self._wake = threading.Condition()
-        # By owner, whose turn it is first: queues that let go of their middle.
-        self._queue: dict[Hashable, dict[Transfer, None]] = {}
-        self._running: dict[Transfer, CopyProgress] = {}
+        self._queue: FairQueue[Transfer] = FairQueue()
+        self._begun: dict[Transfer, CopyProgress] = {}
         # Transfers whose thread does not look at the clock, and since when it has not even wanted a CPU.
         self._overdue: dict[Transfer, float] = {}
-        self._awaiting_checksums = 0  # transfers that still run although their copy is done
+        # By owner, transfers that have not ended although their copy is done.
+        self._awaiting_checksums: Counter[Hashable] = Counter()
         self._stopped = False
         self._busy_seconds = 0.0
         self._bytes = 0
@@ -145,10 +200,8 @@ class Lane:
         with self._wake:
             accepted = not self._stopped
             if accepted:
-                waiting = self._queue.setdefault(transfer.owner, {})
-                assert transfer not in waiting, "A transfer is submitted once."
-                assert transfer not in self._running, "A transfer is submitted once."
-                waiting[transfer] = None
+                assert transfer not in self._begun, "A transfer is submitted once."
+                self._queue.put(transfer.owner, transfer)
                 self._wake.notify()
         if not accepted:
             _finish(transfer, Outcome.CANCELLED, 0.0)
@@ -156,9 +209,8 @@ class Lane:
     def cancel(self, transfer: Transfer) -> bool:
         """See TransferEngine."""
         with self._wake:
-            if transfer not in self._queue.get(transfer.owner, ()):
+            if transfer in self._begun or not self._queue.remove(transfer.owner, transfer):
                 return False
-            self._take(transfer)
         _finish(transfer, Outcome.CANCELLED, 0.0)
         return True
 
@@ -166,15 +218,19 @@ class Lane:
         """See TransferEngine."""
         now = self.clock()
         with self._wake:
-            waiting = [one for queue in self._queue.values() for one in queue if now >= one.deadline]
+            waiting = [transfer for transfer in self._queue if now >= transfer.deadline]
             for transfer in waiting:
-                self._take(transfer)
-            over = [transfer for transfer in self._running if now >= transfer.deadline + OVERDUE_GRACE_S]
-            late = [transfer for transfer in over if transfer not in self._overdue]
-            starved = [transfer for transfer in self._overdue if _wants_cpu(self._running[transfer].thread_id)]
+                self._queue.remove(transfer.owner, transfer)
+            resting = {transfer: self._begun[transfer] for transfer in waiting if transfer in self._begun}
+            over = [transfer for transfer in self._begun if now >= transfer.deadline + OVERDUE_GRACE_S]
+            late = [transfer for transfer in over if transfer not in self._overdue and transfer not in resting]
+            starved = [transfer for transfer in self._overdue if _wants_cpu(self._begun[transfer].thread_id)]
             self._overdue.update(dict.fromkeys(late + starved, now))
         for transfer in waiting:
-            _finish(transfer, Outcome.DEADLINE, 0.0)
+            if transfer in resting:
+                self._end_copy(transfer, resting[transfer], Outcome.DEADLINE)
+            else:
+                _finish(transfer, Outcome.DEADLINE, 0.0)
         for transfer in late:
             if transfer.on_overdue is not None:
                 transfer.on_overdue(transfer)
@@ -182,13 +238,19 @@ class Lane:
     def load(self) -> DirectionLoad:
         with self._wake:
             return DirectionLoad(
-                sum(map(len, self._queue.values())),
-                len(self._running),
+                sum(transfer not in self._begun for transfer in self._queue),
+                len(self._begun),
                 self._busy_seconds,
-                self._bytes + sum(progress.copied_bytes for progress in self._running.values()),
+                self._bytes + sum(progress.copied_bytes for progress in self._begun.values()),
                 self._checksum_seconds,
                 self._checksum_bytes,
             )
+
+    def charge(self, owner: Hashable, cost: int) -> bool:
+        """Note what an owner was given; return whether it is another one's turn."""
+        with self._wake:
+            self._queue.charge(owner, cost)
+            return self._queue.is_before(owner, self._may_begin)
 
     def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
         with self._wake:
@@ -196,12 +258,13 @@ class Lane:
             self._checksum_bytes += nbytes
 
     def stop(self) -> None:
-        """Cancel what waits, abandon what runs, have the threads end."""
+        """Cancel what waits, abandon what has begun, have the threads end."""
         with self._wake:
             self._stopped = True
-            waiting = [transfer for queue in self._queue.values() for transfer in queue]
-            self._queue.clear()
-            for transfer in self._running:
+            waiting = [transfer for transfer in self._queue if transfer not in self._begun]
+            for transfer in waiting:
+                self._queue.remove(transfer.owner, transfer)
+            for transfer in self._begun:
                 transfer.abandoned = True
             self._wake.notify_all()
         for transfer in waiting:
@@ -230,32 +293,50 @@ class Lane:
             copier.close()
 
     def _serve(self, copier: Copier, transfer: Transfer, progress: CopyProgress) -> None:
+        """Copy until the transfer has ended or it is another owner's turn."""
         started = time.perf_counter()
+        outcome = progress.must_end()
         try:
-            outcome = self._execute(copier, transfer, progress)
+            if outcome is None:
+                if progress.steps is None:
+                    progress.steps = self._steps(copier, transfer, progress)
+                next(progress.steps)
+        except StopIteration as end:
+            outcome = end.value
         except Exception:
             _log.exception("A copy of %d bytes failed; its job fails, the copy thread goes on.", transfer.plan.nbytes)
             outcome = Outcome.FAILED
         seconds = time.perf_counter() - started
+        progress.seconds += seconds
         with self._wake:
             self._busy_seconds += seconds
-            self._awaiting_checksums += 1
-        checksums, progress.checksums = progress.checksums, None  # they refer to each other
-        if checksums is None:
-            self._end(transfer, outcome, seconds)
-        else:
-            checksums.copy_ended(outcome)
+            self._queue.charge(transfer.owner, progress.uncharged())
+            progress.thread_id = None
+            if outcome is None:
+                self._queue.put(transfer.owner, transfer, first=True)
+        if outcome is not None:
+            self._end_copy(transfer, progress, outcome)
 
-    def _execute(self, copier: Copier, transfer: Transfer, progress: CopyProgress) -> Outcome:
-        if (early := progress.must_end()) is not None:
-            return early
+    def _steps(self, copier: Copier, transfer: Transfer, progress: CopyProgress) -> Steps:
         checksums = transfer.checksums
         if checksums is not None and transfer.direction is Direction.LOAD:
-            if (outcome := progress.take_checksums(checksums)) is not Outcome.DONE:
+            if (outcome := (yield from progress.take_checksums(checksums))) is not Outcome.DONE:
                 return outcome
         elif checksums is not None and self._checksum_threads is not None:
             progress.checksums = self._begin_checksums(transfer, checksums, progress, self._checksum_threads)
-        return copier.copy(transfer, progress)
+        return (yield from copier.copy(transfer, progress))
+
+    def _end_copy(self, transfer: Transfer, progress: CopyProgress, outcome: Outcome) -> None:
+        if progress.steps is not None:
+            progress.steps.close()
+        checksums = progress.checksums
+        progress.steps = progress.checksums = None  # they refer to each other
+        with self._wake:
+            self._awaiting_checksums[transfer.owner] += 1
+        if checksums is None:
+            self._end(transfer, outcome, progress.seconds)
+        else:
+            checksums.copy_ended(outcome)
 
     def _begin_checksums(
         self, transfer: Transfer, checksums: SlotChecksums, progress: CopyProgress, settings: ChecksumThreads
@@ -274,40 +355,36 @@ class Lane:
             lambda outcome: self._end(transfer, outcome, time.perf_counter() - began),
         )
         for _ in range(threads):
-            pool.submit(store.follow_copy)
+            pool.submit(transfer.owner, store.follow_copy)
         return store
 
     def _end(self, transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         with self._wake:
-            self._bytes += self._running.pop(transfer).copied_bytes
+            self._bytes += self._begun.pop(transfer).copied_bytes
             self._overdue.pop(transfer, None)
-            self._awaiting_checksums -= 1
+            self._awaiting_checksums[transfer.owner] -= 1
+            if not self._awaiting_checksums[transfer.owner]:
+                del self._awaiting_checksums[transfer.owner]
             self._wake.notify()
         _finish(transfer, outcome, seconds)
 
-    def _take(self, transfer: Transfer) -> None:
-        queue = self._queue[transfer.owner]
-        del queue[transfer]
-        if not queue:
-            del self._queue[transfer.owner]
+    def _may_begin(self, owner: Hashable) -> bool:
+        return self._awaiting_checksums[owner] < MAX_AWAITING_CHECKSUMS
 
     def _next(self) -> tuple[Transfer, CopyProgress] | None:
         with self._wake:
-            while not self._queue or self._awaiting_checksums >= MAX_AWAITING_CHECKSUMS:
-                if self._stopped:
+            while (transfer := self._queue.take(self._may_begin)) is None:
+                if self._stopped and not self._queue:
                     return None
                 self._wake.wait()
-            owner, queue = next(iter(self._queue.items()))
-            transfer = next(iter(queue))
-            self._take(transfer)
-            if queue:  # its next turn is behind those of all others
-                self._queue[owner] = self._queue.pop(owner)
-            progress = self._running[transfer] = CopyProgress(self.clock, transfer, self.add_checksum_cost)
+            progress = self._begun.get(transfer) or CopyProgress(self, transfer)
+            progress.thread_id = threading.get_native_id()
+            self._begun[transfer] = progress
             return transfer, progress
 
 
-def _wants_cpu(thread_id: int) -> bool:
-    """Return whether a thread of this process runs, or would if there were a CPU for it."""
+def _wants_cpu(thread_id: int | None) -> bool:
+    """Return whether a thread of this process runs, or would if there were a CPU for it; False where there is none."""
     try:
         fields = Path(f"/proc/self/task/{thread_id}/stat").read_text()
     except OSError:

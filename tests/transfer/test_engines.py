@@ -13,7 +13,7 @@ from support.copy_buffers import address_of, random_bytes
 from support.stub_cuda import Ranges, fresh_stub
 from support.waiting import wait_until
 
-from kvoffd.transfer.checksums import SlotChecksums
+from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums
 from kvoffd.transfer.cuda.cuda_engine import CudaEngine
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host_engine import HostCopy, HostEngine
@@ -492,10 +492,45 @@ def test_copies_do_not_run_far_ahead_of_checksums(harness: Harness) -> None:
     wait_until(lambda: all(job.is_copied() for job in jobs))
     assert not late.done.wait(0.05)
     assert not late.destination.any()
+    others = Job(pieces=20)
+    others.transfer.owner = "another"
+    harness.engine.submit(others.transfer)
+    assert others.outcome() is Outcome.DONE
     assert harness.engine.cancel(jobs[0].transfer) is False
     sums.gate.set()
     for job in (*jobs, late):
         assert job.outcome() is Outcome.DONE
+
+
+def test_checksum_threads_read_for_their_owners_in_turn() -> None:
+    read: list[str] = []
+    begun, may_go = threading.Event(), threading.Event()
+
+    def task(owner: str, steps: int) -> Callable[[], int | None]:
+        left = iter(range(steps))
+
+        def step() -> int | None:
+            begun.set()
+            assert may_go.wait(WAIT_S)
+            if next(left, None) is None:
+                return None
+            read.append(owner)
+            return MIB
+
+        return step
+
+    pool = ChecksumThreadPool("test", 1, lambda: None)
+    idle = iter([0, 0, None])
+    pool.submit("idle", lambda: next(idle))
+    for _ in range(5):
+        pool.submit("flood", task("flood", 10))
+    assert begun.wait(WAIT_S)
+    pool.submit("polite", task("polite", 3))
+    may_go.set()
+    assert pool.join(time.monotonic() + WAIT_S)
+    assert len(read) == 53
+    assert [index for index, owner in enumerate(read) if owner == "polite"][-1] < 8
+    assert next(idle, "asked to its end") == "asked to its end"
 
 
 @pytest.mark.parametrize("how", ["abandoned", "late", "broken"])

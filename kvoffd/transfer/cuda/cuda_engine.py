@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver, CudaError
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
-from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, LaneEngine
+from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, LaneEngine, Slice, Steps
 from kvoffd.transfer.plan import Plan, UInt64Array
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,8 @@ class CudaEngine(LaneEngine):
 
         def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
             copier = _GpuCopier(driver, context, direction, is_pinned, self._calls, locality, step_pieces)
-            return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], checksum_threads)
+            one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * step_pieces)
+            return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], one_slice, checksum_threads)
 
         threads = ChecksumThreads(CHECKSUM_THREADS, INLINE_BYTES, lambda: run_near(locality))
         super().__init__({Direction.STORE: lane(Direction.STORE, threads), Direction.LOAD: lane(Direction.LOAD, None)})
@@ -170,7 +171,8 @@ class _GpuCopier:
     _locality: Locality
     _step_pieces: int
     _stream: int = 0
-    _events: list[int] = field(default_factory=list)
+    _events: deque[int] = field(default_factory=deque)
+    """The next to be recorded first."""
     _in_flight: deque[tuple[int, int]] = field(default_factory=deque)
     """(event, bytes) of the steps in the stream, oldest first."""
 
@@ -178,16 +180,21 @@ class _GpuCopier:
         run_near(self._locality)
         self._driver.set_context(self._context)
         self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
-        self._events = [self._driver.create_event() for _ in range(STEPS_IN_FLIGHT)]
+        self._events.extend(self._driver.create_event() for _ in range(STEPS_IN_FLIGHT))
 
-    def copy(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
-        try:
-            outcome = self._launch_steps(transfer, progress)
-            while self._in_flight:
-                self._wait_oldest(progress)
-        except BaseException:
-            self._drain(progress)
-            raise
+    def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
+        steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)
+        outcome = None
+        while outcome is None:
+            try:
+                outcome = self._launch_slice(steps, progress)
+                while self._in_flight:
+                    self._wait_oldest(progress)
+            except BaseException:
+                self._drain(progress)
+                raise
+            if outcome is None:
+                yield
         return outcome
 
     def close(self) -> None:
@@ -198,17 +205,20 @@ class _GpuCopier:
         except CudaError as error:
             _log.warning("A stream could not be destroyed: %s", error.message)
 
-    def _launch_steps(self, transfer: Transfer, progress: CopyProgress) -> Outcome:
-        steps = iterate_steps(transfer.plan, self._direction, self._is_pinned, self._step_pieces)
-        for number, step in enumerate(steps):
+    def _launch_slice(self, steps: Iterator[Step], progress: CopyProgress) -> Outcome | None:
+        """Launch steps until there are no more, the transfer must end, or its turn is over: then None is returned."""
+        for step in steps:
             if len(self._in_flight) == STEPS_IN_FLIGHT:
                 self._wait_oldest(progress)
             if (early := progress.must_end()) is not None:
                 return early
+            event = self._events[0]
             self._calls.launch(step, self._direction, self._stream)
-            event = self._events[number % STEPS_IN_FLIGHT]
             self._driver.record_event(event, self._stream)
+            self._events.rotate(-1)
             self._in_flight.append((event, step.nbytes))
+            if progress.turn_is_over(step.nbytes, step.size.size + len(step.plain)):
+                return None
         return Outcome.DONE
 
     def _wait_oldest(self, progress: CopyProgress) -> None:
