@@ -35,6 +35,7 @@ from kvoffd.settings import (
 )
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.disk.index import index_bytes
+from kvoffd_proto.messages import MAX_JOBS
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import exact_duration, exact_size, quoted
 
@@ -162,6 +163,7 @@ class Config:
         "Memory for what is known of the blocks in the pool, 1.5 KiB for each of their slots; 0 takes a 64th of the "
         "pool, at least 128MiB. Beyond it the oldest blocks are evicted.",
     )
+    max_jobs_per_message: int = number_setting(1024, 1, MAX_JOBS, "Most stores and loads in one message.")
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
     max_pieces_per_job: int = number_setting(
         65_536, 1, 10_000_000, "Most pieces of one store or load: its block ids times the layers of their group."

@@ -208,6 +208,8 @@ class Session:
                 self.disconnect(reply.message, now)
         elif on_reply is not None:
             on_reply(reply, now)
+        else:
+            self._on_unasked_reply(reply, now)
 
     # --- connecting ------------------------------------------------------------------------------
 
@@ -417,6 +419,8 @@ class Session:
 
     def _renewals(self, now: float) -> list[int]:
         return []
+
+    def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None: ...
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
         self._warn(f"The kvoffd daemon refused a message: {refusal}")

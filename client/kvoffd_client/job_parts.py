@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BLOCK_ID_BYTES, PIECES_PER_KEY, GroupKeys, GroupTransfer, JobResult, Limits
@@ -12,13 +13,20 @@ from kvoffd_proto.messages import BLOCK_ID_BYTES, PIECES_PER_KEY, GroupKeys, Gro
 FIRST_PART_ID = 2**62
 """Job ids from here on are those of parts; a job that is sent whole keeps its own."""
 
+JOB_BYTES, GROUP_BYTES = 64, 32
+"""More than a job, and a group in it, take in a frame besides keys and block ids."""
 
-@dataclass(frozen=True)
-class Part:
-    """What goes out as one job, and the pieces that the daemon counts for it."""
+
+class Part(NamedTuple):
+    """What goes out as one job, the pieces that the daemon counts for it, and about how long it is in a frame."""
 
     groups: list[GroupTransfer]
     pieces: int
+    nbytes: int
+
+
+def _part(groups: list[GroupTransfer], pieces: int) -> Part:
+    return Part(groups, pieces, JOB_BYTES + sum([GROUP_BYTES + len(one.keys) + len(one.block_ids) for one in groups]))
 
 
 @dataclass(slots=True)
@@ -90,10 +98,10 @@ class PartSizes:
 
     def cut(self, groups: Sequence[GroupTransfer], limits: Limits | None) -> deque[Part]:
         """The parts of a job, in its order; one where all of it may be sent at once."""
-        keys = sum(len(one.keys) for one in groups) // self.key_bytes
-        pieces = sum(len(one.block_ids) // BLOCK_ID_BYTES * self.pages[one.group] for one in groups)
+        keys = sum([len(one.keys) for one in groups]) // self.key_bytes
+        pieces = sum([len(one.block_ids) // BLOCK_ID_BYTES * self.pages[one.group] for one in groups])
         if limits is None or (keys <= limits.max_keys_per_job and pieces <= limits.max_pieces_per_job):
-            return deque([Part(list(groups), max(pieces, keys * PIECES_PER_KEY))])
+            return deque((_part(list(groups), max(pieces, keys * PIECES_PER_KEY)),))
         parts: deque[Part] = deque()
         open_groups: list[GroupTransfer] = []
         room_keys, room_pieces = limits.max_keys_per_job, limits.max_pieces_per_job
@@ -101,7 +109,7 @@ class PartSizes:
         def close() -> None:
             nonlocal room_keys, room_pieces
             taken = limits.max_pieces_per_job - room_pieces
-            parts.append(Part(list(open_groups), max(taken, (limits.max_keys_per_job - room_keys) * PIECES_PER_KEY)))
+            parts.append(_part(list(open_groups), max(taken, (limits.max_keys_per_job - room_keys) * PIECES_PER_KEY)))
             open_groups.clear()
             room_keys, room_pieces = limits.max_keys_per_job, limits.max_pieces_per_job
 

@@ -12,10 +12,12 @@ from kvoffd_client.connection import SessionClient
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.shared_memory import Registration
 from kvoffd_client.worker_session import WorkerSession
-from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, JobResult, Role
+from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, JobResult, Load, Role, Store
 
 log = logging.getLogger("kvoffd_client")
 
+FENCE_PATIENCE_S = 0.02
+"""How long a fence waits for jobs to end by themselves before it cancels those that have not started."""
 LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""
 
@@ -76,8 +78,7 @@ class WorkerClient(SessionClient[WorkerSession]):
         Raises:
             ValueError: a job of this id is unfinished, or lengths in ``groups`` do not fit.
         """
-        self._check(groups)
-        self._connection.call(self._session.store, job_id, groups, time.monotonic())
+        self.submit([Store(job_id, list(groups))])
 
     def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
         """Copy blocks that a scheduler's lookup leased into engine blocks. Otherwise as ``store``.
@@ -85,8 +86,14 @@ class WorkerClient(SessionClient[WorkerSession]):
         The lease ends with a good load of every rank of the namespace. With ``keep_lease``, for workers that load the
         shards of one rank, the scheduler releases it.
         """
-        self._check(groups)
-        self._connection.call(self._session.load, job_id, lease_id, groups, time.monotonic(), keep_lease)
+        self.submit([], [Load(job_id, lease_id, list(groups), keep_lease)])
+
+    def submit(self, stores: Sequence[Store], loads: Sequence[Load] = ()) -> None:
+        """Start the stores and loads of one step: they go out in one message. See ``store`` and ``load``."""
+        for some in (stores, loads):
+            for job in some:
+                self._check(job.groups)
+        self._connection.call(self._session.submit, stores, loads, time.monotonic())
 
     def take_results(self) -> list[JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
@@ -101,17 +108,21 @@ class WorkerClient(SessionClient[WorkerSession]):
         self._connection.wait(lambda: bool(self._session.results), timeout_s)
         return self.take_results()
 
-    def fence(self, job_ids: Iterable[int], timeout_s: float) -> None:
+    def fence(self, job_ids: Iterable[int], timeout_s: float, unsent: int = 0) -> None:
         """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
 
-        What has not started is cancelled. Stores that still run after ``timeout_s`` seconds are abandoned: the lifeline
+        What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are abandoned: the lifeline
         is closed, so that the daemon will not commit them, they fail here, and the client connects again. Loads are
         waited for however long it takes, since a copy may still land: a completion or the daemon's death ends that.
-        Unknown ids are ignored. Results stay for take_results().
+        Unknown ids are ignored. Results stay for take_results(). ``unsent`` is how many stores the caller has dropped
+        at this fence before it submitted them, for the daemon's count.
         """
         connection, session = self._connection, self._session
         wanted = set(job_ids)
-        connection.call(session.cancel, wanted)
+        settled = connection.wait(lambda: not session.has_any(wanted), min(FENCE_PATIENCE_S, timeout_s))
+        if settled and not unsent:
+            return
+        connection.call(session.cancel, wanted, unsent)
         if connection.wait(lambda: not session.has_any(wanted), timeout_s):
             return
         with connection.lock:

@@ -47,7 +47,7 @@ class WorkerSession(Session):
         self._parts: dict[int, tuple[Job, Part, int]] = {}  # sent, by their ids; with the request's id
         self._pieces = [0, 0]  # in flight, of stores and of loads
         self._next_part = 0
-        self._by_request: dict[int, int] = {}
+        self._by_request: dict[int, set[int]] = {}  # ids of its parts that have no result, by the request's id
         self._draining: set[int] = set()
         self.results: list[m.JobResult] = []
         self.shard_bytes: list[int] = []
@@ -59,75 +59,91 @@ class WorkerSession(Session):
 
     # --- jobs ------------------------------------------------------------------------------------
 
-    def store(self, job_id: int, groups: Sequence[m.GroupTransfer], now: float) -> None:
-        """Send a store; its result comes in ``results``, at once when it cannot be sent.
+    def submit(self, stores: Sequence[m.Store], loads: Sequence[m.Load], now: float) -> None:
+        """Send jobs; their results come in ``results``, at once when they cannot be sent.
 
         What is too large for one job goes out as several, and what the daemon has no room for now when there is some.
 
         Raises:
-            ValueError: a job of this id is unfinished.
+            ValueError: a job of this id is unfinished, or comes twice. Nothing was sent.
         """
-        self._submit(job_id, None, groups, now)
+        wanted = {job.job_id for some in (stores, loads) for job in some}
+        if len(wanted) < len(stores) + len(loads) or not wanted.isdisjoint(self.jobs):
+            raise ValueError("A job of the same id is unfinished; use another id.")
+        if max(wanted, default=0) >= FIRST_PART_ID:
+            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {max(wanted)} is not.")
+        for load in loads:
+            self._enqueue(load.job_id, load.lease_id, load.keep_lease, load.groups, now)
+        for store in stores:
+            self._enqueue(store.job_id, None, False, store.groups, now)
+        self._send_parts(now)
 
-    def load(
-        self, job_id: int, lease_id: int, groups: Sequence[m.GroupTransfer], now: float, keep_lease: bool = False
+    def _enqueue(
+        self, job_id: int, lease_id: int | None, keep_lease: bool, groups: list[m.GroupTransfer], now: float
     ) -> None:
-        """Send a load. Otherwise as ``store``."""
-        self._submit(job_id, lease_id, groups, now, keep_lease)
-
-    def _submit(
-        self, job_id: int, lease_id: int | None, groups: Sequence[m.GroupTransfer], now: float, keep_lease: bool = False
-    ) -> None:
-        if job_id in self.jobs:
-            raise ValueError(f"Job {job_id} is unfinished; use another id.")
-        if job_id >= FIRST_PART_ID:
-            raise ValueError(f"Job ids are below {FIRST_PART_ID}; {job_id} is not.")
         full = self.limits is not None and len(self.jobs) >= self.limits.max_jobs_in_flight
         parts = self._part_sizes.cut(groups, self.limits)
-        job = Job(job_id, lease_id, keep_lease, groups, now, self.generation, parts)
-        self.jobs[job_id] = job
-        if self.usable and full:
-            self._fail(job, ErrorCode.TOO_MANY, now)
-        elif not self.usable or not self.registration_wanted:
+        job = self.jobs[job_id] = Job(job_id, lease_id, keep_lease, groups, now, self.generation, parts)
+        if not self.usable or not self.registration_wanted:
             self._fail(job, ErrorCode.SESSION_ENDED, now)
+        elif full:
+            self._fail(job, ErrorCode.TOO_MANY, now)
         else:
             self._queues[job.is_load].append(job)
-            self._send_parts(now)
 
     def _send_parts(self, now: float) -> None:
         """Send what the daemon has room for. Loads and stores have half of it each, and do not wait for each other."""
-        if self.limits is None:
-            return
-        for is_load, queue in enumerate(self._queues):
-            while queue:
+        while self.limits is not None and self._send_message(self.limits, now):
+            pass
+
+    def _send_message(self, limits: m.Limits, now: float) -> bool:
+        """Send one message with as many jobs as it may hold; False when there is nothing to send."""
+        request_id, nbytes = self._next_request_id + 1, 0
+        stores: list[m.Store] = []
+        loads: list[m.Load] = []
+        sent: set[int] = set()
+        for is_load in (True, False):
+            queue = self._queues[is_load]
+            while queue and len(sent) < limits.max_jobs_per_message:
                 job = queue[0]
-                if not job.waiting or job.job_id not in self.jobs:
+                if not job.waiting or self.jobs.get(job.job_id) is not job:
                     queue.popleft()
                     continue
-                wanted = self._pieces[is_load] + job.waiting[0].pieces
-                fits = wanted <= self.limits.max_pieces_in_flight // 2 or not any(self._pieces)
-                if not fits or len(self._parts) >= self.limits.max_jobs_in_flight:
+                part = job.waiting[0]
+                fits = self._pieces[is_load] + part.pieces <= limits.max_pieces_in_flight // 2 or not any(self._pieces)
+                nbytes += part.nbytes
+                in_flight = len(self._parts)
+                if not fits or in_flight >= limits.max_jobs_in_flight or (sent and nbytes > limits.max_frame_bytes):
                     break
-                self._send_part(job, job.waiting.popleft(), now)
-
-    def _send_part(self, job: Job, part: Part, now: float) -> None:
-        part_id = job.job_id
-        if job.waiting or job.sent or job.outcome is not None:
-            self._next_part += 1
-            part_id = FIRST_PART_ID + self._next_part
-        names = self.next_request_id(), self.token, self._registration_id, part_id
-        message: m.Store | m.Load = m.Store(*names, part.groups)
-        if job.lease_id is not None:
-            # The lease ends with the last part: by then the daemon has accepted the others, which hold their blocks.
-            message = m.Load(*names, job.lease_id, part.groups, job.keep_lease or bool(job.waiting))
-        job.sent += 1
-        self._parts[part_id] = job, part, message.request_id
-        self._by_request[message.request_id] = part_id
-        self._pieces[job.is_load] += part.pieces
+                job.waiting.popleft()
+                part_id = self._part_id(job)
+                if job.lease_id is None:
+                    stores.append(m.Store(part_id, part.groups))
+                else:
+                    # The lease ends with the last part: the daemon has accepted the others, which hold their blocks.
+                    keep = job.keep_lease or bool(job.waiting)
+                    loads.append(m.Load(part_id, job.lease_id, part.groups, keep))
+                job.sent += 1
+                sent.add(part_id)
+                self._parts[part_id] = job, part, request_id
+                self._pieces[is_load] += part.pieces
+        if not sent:
+            return False
+        self._by_request[request_id] = sent
+        message = m.Submit(self.next_request_id(), self.token, self._registration_id, stores, loads)
         if (refused := self.send(message)) is not None:
-            self._fail_part(part_id, refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY, now)
+            code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
+            for part_id in list(sent):
+                self._fail_part(part_id, code, now)
         else:
             self._role_wake_at = min(self._role_wake_at, now + self.options.job_patience_s)
+        return True
+
+    def _part_id(self, job: Job) -> int:
+        if not (job.waiting or job.sent or job.outcome is not None):
+            return job.job_id
+        self._next_part += 1
+        return FIRST_PART_ID + self._next_part
 
     def _fail_part(self, part_id: int, code: ErrorCode, now: float) -> None:
         job, part, _ = self._parts[part_id]
@@ -139,7 +155,9 @@ class WorkerSession(Session):
         if found is None:
             return
         job, part, request_id = found
-        del self._by_request[request_id]
+        (of_message := self._by_request[request_id]).remove(result.job_id)
+        if not of_message:
+            del self._by_request[request_id]
         self._pieces[job.is_load] -= part.pieces
         job.add(result)
         self._finish_if_done(job)
@@ -158,15 +176,19 @@ class WorkerSession(Session):
             self.results.append(result)
             self.on_change()
 
-    def cancel(self, job_ids: Iterable[int]) -> None:
-        """Have the daemon fail those of the jobs that have not started. What was not sent is not sent any more."""
-        wanted = [self.jobs[job_id] for job_id in job_ids if job_id in self.jobs]
-        for job in wanted:
+    def cancel(self, job_ids: Iterable[int], unsent: int = 0) -> None:
+        """Have the daemon fail those of the jobs that have not started. What was not sent is not sent any more.
+
+        ``unsent`` more stores were dropped before they came here: the daemon is told how many there are.
+        """
+        wanted = {job_id: self.jobs[job_id] for job_id in job_ids if job_id in self.jobs}
+        for job in wanted.values():
+            unsent += not job.is_load and not job.sent and job.outcome is None
             job.withdraw()
             self._finish_if_done(job)
-        known = [part_id for part_id, (job, _, _) in self._parts.items() if job in wanted]
-        if known and self.phase is Phase.READY:
-            self.send(m.Cancel(self.next_request_id(), self.token, known))
+        known = [part_id for part_id, (job, _, _) in self._parts.items() if wanted.get(job.job_id) is job]
+        if (known or unsent) and self.phase is Phase.READY:
+            self.send(m.Cancel(self.next_request_id(), self.token, known, unsent))
 
     def has_any(self, job_ids: Iterable[int], *, loads: bool = True) -> bool:
         """Whether one of the jobs has no result; without ``loads``, whether one of the stores among them has none."""
@@ -313,12 +335,21 @@ class WorkerSession(Session):
         self._send_parts(now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:
-        part_id = self._by_request.get(reply.request_id)
-        if part_id is None:
+        if (sent := self._by_request.get(reply.request_id)) is None:
             super()._on_unexpected_refusal(reply, refusal, now)
-        else:
+            return
+        for part_id in list(sent):
             self._fail_part(part_id, reply.code, now)
-            self._send_parts(now)
+        self._send_parts(now)
+
+    def _on_unasked_reply(self, reply: m.AnyReply, now: float) -> None:
+        if not isinstance(reply, m.JobsRefused):
+            return
+        sent = self._by_request.get(reply.request_id, set())
+        for refusal in reply.refused:
+            if refusal.job_id in sent:
+                self._fail_part(refusal.job_id, refusal.code, now)
+        self._send_parts(now)
 
     # --- what Session asks of a role --------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.adopt import Adoption, adopt
@@ -224,53 +224,83 @@ class BlockCache(LeasedBlocks):
         same_job: Sequence[StoreTicket] = (),
         node: int | None = None,
     ) -> StoreTicket:
+        """As ``begin_stores`` of one job, whose first key is written from engine block ``first_block`` on.
+
+        Raises BadGeometry, BadKeys.
+        """
+        namespace.slot_bytes(rank, group)
+        split = namespace.split(group, keys, distinct=True)
+        return self.begin_stores(namespace, rank, group, split, {0: first_block}, same_job, node)
+
+    def begin_stores(
+        self,
+        namespace: Namespace,
+        rank: int,
+        group: int,
+        keys: Sequence[bytes],
+        first_blocks: Mapping[int, int],
+        same_job: Sequence[StoreTicket] = (),
+        node: int | None = None,
+    ) -> StoreTicket:
         """Take slots for the keys of which this rank's shard is neither written nor being written, evicting if needed.
 
-        The first key is written from engine block ``first_block`` on. ``same_job`` are the tickets of the job's other
-        groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken where there
-        are any. Raises BadGeometry, BadKeys.
+        ``keys`` may be of several jobs: one that comes again is written once. ``first_blocks`` has, by the number of a
+        key, from which engine block on it is written, where that is not the first. ``same_job`` are the tickets of the
+        jobs' other groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken
+        where there are any. Raises BadGeometry.
         """
         slot_bytes = namespace.slot_bytes(rank, group)
-        split = namespace.split(group, keys, distinct=True)
         blocks = self.blocks
         index = blocks.index[namespace][group]
         ticket = StoreTicket(namespace, rank, group)
-        lacking: list[int] = []
-        slot_for: dict[int, int] = {}
-        narrow: list[Block] = []
-        for number, key in enumerate(split):
-            if (block := index.get(key)) is None:
-                lacking.append(number)
+        present, lacking, again = ticket.present, [], ticket.again
+        wanted: set[bytes] = set()
+        narrow: list[tuple[int, Block]] = []
+        for number, key in enumerate(keys):
+            if key in wanted:
+                again.append(number)
                 continue
-            ticket.present.append(block)
-            if (shard := block.shards.get(rank)) is None:
-                lacking.append(number)
-            elif shard.written and not block.pins and (0 if number else first_block) < shard.first_block:
-                # It holds less of the key than is offered now, and nobody reads it.
-                narrow.append(block)
-                slot_for[number] = shard.offset
-        protected = set(ticket.present).union(*[other.present for other in same_job])
+            if (block := index.get(key)) is not None:
+                present.append(block)
+                shard = block.shards.get(rank)
+                if shard is not None:
+                    if shard.first_block > first_blocks.get(number, 0) and shard.written and not block.pins:
+                        # It holds less of the key than is offered now, and nobody reads it.
+                        narrow.append((number, block))
+                        wanted.add(key)
+                    continue
+            wanted.add(key)
+            lacking.append(number)
+        protected = set(present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
-        slot_for.update(zip(lacking, blocks.take_slots(slot_bytes, len(lacking), protected, node), strict=False))
-        for block in narrow:
-            blocks.reopen_shard(block, rank)
-        if narrow and blocks.tiering is not None:  # so does what a tier has of it
-            blocks.tiering.forget(namespace, group, [block.key for block in narrow])
-        ticket.dropped = [number for number in lacking if number not in slot_for]
-        namespace.counters.dropped_keys += len(ticket.dropped)
-        ticket.copy = sorted(slot_for)
-        ticket.offsets = [slot_for[number] for number in ticket.copy]
-        ticket.blocks = blocks.start_shards(
-            namespace,
-            group,
-            [split[number] for number in ticket.copy],
-            rank,
-            ticket.offsets,
-            slot_bytes,
-            [0 if number else first_block for number in ticket.copy],
-        )
+        offsets = blocks.take_slots(slot_bytes, len(lacking), protected, node)
+        ticket.copy, ticket.dropped = lacking[: len(offsets)], lacking[len(offsets) :]
+        if ticket.dropped:
+            namespace.counters.dropped_keys += len(ticket.dropped)
+            lost = {keys[number] for number in ticket.dropped}
+            ticket.dropped = sorted([*ticket.dropped, *(number for number in again if keys[number] in lost)])
+        if narrow:
+            offsets = self._reopen(ticket, narrow, offsets)
+        ticket.offsets = offsets
+        copied = keys if len(offsets) == len(keys) else [keys[number] for number in ticket.copy]
+        firsts = [first_blocks.get(number, 0) for number in ticket.copy]
+        ticket.blocks = blocks.start_shards(namespace, group, copied, rank, offsets, slot_bytes, firsts)
         self.stores.add(ticket)
         return ticket
+
+    def _reopen(self, ticket: StoreTicket, narrow: Sequence[tuple[int, Block]], offsets: Sequence[int]) -> list[int]:
+        """Have blocks written anew in the slots that they have, given by the number of their key.
+
+        Puts them among the ticket's keys to copy; returns the slots of all of these, given those of the others.
+        """
+        slot_for = dict(zip(ticket.copy, offsets, strict=True))
+        for number, block in narrow:
+            slot_for[number] = block.shards[ticket.rank].offset
+            self.blocks.reopen_shard(block, ticket.rank)
+        if self.blocks.tiering is not None:  # what a tier has of them is as little
+            self.blocks.tiering.forget(ticket.namespace, ticket.group, [block.key for _, block in narrow])
+        ticket.copy = sorted(slot_for)
+        return [slot_for[number] for number in ticket.copy]
 
     def commit_store(self, ticket: StoreTicket) -> int:
         """End a store whose bytes are all in place. Returns how many blocks became ready by it."""

@@ -169,7 +169,7 @@ class LeaseTable:
 
 @dataclass(slots=True, eq=False)
 class StoreTicket:
-    """One group of a running store. Indices count the keys of the request; keys in neither list are present already."""
+    """One group of a running store. Indices count the keys that were given; keys in no list are present already."""
 
     namespace: Namespace
     rank: int
@@ -186,6 +186,8 @@ class StoreTicket:
     """Blocks of the job that were there before, not to be evicted for its other keys."""
     checksums: list[int] = field(default_factory=list)
     """Checksum of the shard for each key to copy, set before the ticket is committed; empty where none are taken."""
+    again: list[int] = field(default_factory=list)
+    """Indices of the keys that are copied, or found no room, under an earlier index."""
 
 
 @dataclass(slots=True, eq=False)

@@ -122,14 +122,14 @@ class BlockWriter:
         ``answer`` is called once, maybe at once, with the state of each key, or with why nothing was done.
         """
         # A write whose copy hangs has its answer, but still holds its slots.
-        if len(session.jobs) + len(session.hanging) >= MAX_WRITES:
+        if session.unfinished >= MAX_WRITES:
             raise KvoffdError(
                 f"{MAX_WRITES} puts of the session are running; wait for their replies.", ErrorCode.TOO_MANY
             )
         keys = namespace.split(message.group, message.keys, distinct=True)
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
-        job = BlockWrite(next(self._ids), session, staging, self, keys, answer)
+        job = BlockWrite((next(self._ids),), session, staging, self, keys, answer)
         job.accepted_at = self.runner.clock()
         try:
             plan = self._plan(job, namespace, message, lengths)
@@ -195,7 +195,8 @@ class BlockWriter:
         ((address, _),) = job.client_memory.memory.spans
         for rank, length in enumerate(lengths):
             node = namespace.nodes.get(rank)  # where the rank's own stores want them
-            ticket = self.runner.begin_store(job, namespace, rank, message, node)
+            first_blocks = {0: message.first_block}
+            ticket = self.runner.begin_stores(job, namespace, rank, message.group, job.keys, first_blocks, node)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
                 shard = message.shards[number][rank]
                 sources.append(address + shard.offset_bytes)

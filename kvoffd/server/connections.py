@@ -101,6 +101,7 @@ class Connection:
         "replay",
         "stream",
         "subscriptions",
+        "unfinished",
         "unsent",
         "unsent_bytes",
         "waits",
@@ -112,6 +113,8 @@ class Connection:
         self.door = door
         self.process = process
         self.input = zmtp.Input(door.peers, door.max_frame_bytes, MAX_FRAMES)
+        self.unfinished: Iterator[None] | None = None
+        """What is left to be done of its last message, a part at each turn."""
         self.reading = False
         self.waits = False
         """It is among ``process.waiting``."""
@@ -123,6 +126,14 @@ class Connection:
         """What a replay of events has still to send."""
         self.subscriptions: set[bytes] = set()
         self.closed = False
+
+    def go_on(self) -> bool:
+        """Do a part of what is left of the last message; False where nothing is."""
+        if self.unfinished is None:
+            return False
+        if next(self.unfinished, self) is self:
+            self.unfinished = None
+        return True
 
 
 class LongFrames:

@@ -150,8 +150,11 @@ def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
 
 
 RequestT = TypeVar("RequestT", bound=m.AnyRequest)
-Handler: TypeAlias = Callable[[Context, Session, RequestT], m.AnyReply | None]
-"""Answers one kind of request. It returns None where the answer comes later, as that of an accepted job does."""
+Answer: TypeAlias = m.AnyReply | Iterator[m.AnyReply | None] | None
+"""None where the answer comes later, as that of accepted jobs does. What takes long is done in parts: an iterator does
+one at each step, of which the last may give the reply."""
+Handler: TypeAlias = Callable[[Context, Session, RequestT], Answer]
+"""Answers one kind of request."""
 
 HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}
 """How each kind of request is answered."""

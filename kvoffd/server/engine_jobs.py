@@ -1,9 +1,9 @@
-"""Stores and loads of workers: accepted whole or refused whole, answered by exactly one completion."""
+"""Stores and loads of workers, once they are accepted: answered by exactly one completion each."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,20 +13,17 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.pins import LoadTicket
 from kvoffd.config import Config
-from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady
+from kvoffd.errors import NotReady
 from kvoffd.observe.meters import RateMeter
 from kvoffd.server.jobs import ERROR_OF_OUTCOME, JobRunner
 from kvoffd.server.session import Job, Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome
-from kvoffd.transfer.plan import Plan, check_blocks, concatenate, plan_copy
+from kvoffd.transfer.plan import Plan, concatenate, plan_blocks, plan_copy
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BLOCK_ID_BYTES, PIECES_PER_KEY, GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 logger = logging.getLogger(__name__)
-
-MAX_UNACKNOWLEDGED_RESULTS = 65536
-MAX_UNACKNOWLEDGED_BYTES = 16 * 1024**2
 
 
 @dataclass
@@ -41,66 +38,23 @@ class DirectionCounters:
 
 @dataclass(eq=False)
 class EngineJobs:
-    """Accepts stores and loads, and counts them."""
+    """What the stores and loads of all sessions have in common, and what is counted of them."""
 
     config: Config
     cache: BlockCache
     pool_address: int
     runner: JobRunner
     counters: dict[Direction, DirectionCounters] = field(init=False)
+    unsent_stores: int = 0
+    """Stores that clients dropped at a fence before they had sent them."""
+    cancelled_stores: int = 0
+    """Stores that were cancelled before their copy began."""
     with_results: dict[int, Session] = field(default_factory=dict, init=False)
     """Sessions with results that no flush has published yet, by id."""
     _verify_due: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.counters = {direction: DirectionCounters() for direction in Direction}
-
-    def check_limits(self, session: Session, registration: Registration, message: Store | Load) -> int:
-        """Return the pieces that a job counts as. Raises KvoffdError, before anything is allocated for the job, where
-        it is too large, the session has too much under way, or a job of this id.
-        """
-        job_id, config = message.job_id, self.config
-        if job_id in session.jobs:
-            raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
-        if (unfinished := len(session.jobs) + len(session.hanging)) >= config.max_jobs_in_flight:
-            raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
-        log = session.completions
-        if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
-            raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
-        keys = sum(len(part.keys) for part in message.groups) // registration.namespace.key_bytes
-        pieces = sum(_pieces(registration, part) for part in message.groups)
-        if keys > config.max_keys_per_job or pieces > config.max_pieces_per_job:
-            raise KvoffdError(
-                f"The job has {keys} keys and {pieces} pieces, and {config.max_keys_per_job} and "
-                f"{config.max_pieces_per_job} are allowed; send it as several jobs.",
-                ErrorCode.TOO_MANY,
-            )
-        pieces = max(pieces, keys * PIECES_PER_KEY)
-        if session.pieces + pieces > config.max_pieces_in_flight and session.pieces:
-            raise KvoffdError(
-                f"The session's unfinished jobs have {session.pieces} pieces; with this one's {pieces} they would be "
-                f"more than the {config.max_pieces_in_flight} allowed. Wait for completions.",
-                ErrorCode.TOO_MANY,
-            )
-        return pieces
-
-    def start(self, job: StoreJob | LoadJob, groups: Sequence[GroupTransfer]) -> None:
-        """Accept a job, or raise KvoffdError and change nothing. A block that is not there fails the accepted load."""
-        # Not once it is planned: to take slots in a full pool is part of what the job costs its engine.
-        job.accepted_at = self.runner.clock()
-        registration = job.client_memory
-        block_ids = _check(registration, groups, job.direction)
-        plans: list[Plan] = []
-        try:
-            for part, ids in zip(groups, block_ids, strict=True):
-                slots = job.take_slots(part)
-                if slots is not None:
-                    plans.append(self._plan(registration, part, ids, job.direction, *slots))
-            plan = job.prepare(plans)
-        except BaseException:
-            job.give_slots_back()
-            raise
-        self.runner.start(job, plan)
 
     def verifies_next_load(self) -> bool:
         """Whether the next load compares all its slots with their checksums: ``verify_share`` of the loads do.
@@ -112,107 +66,173 @@ class EngineJobs:
         self._verify_due -= due
         return due
 
-    def _plan(
-        self,
-        registration: Registration,
-        part: GroupTransfer,
-        block_ids: npt.NDArray[np.int32],
-        direction: Direction,
-        chosen: Sequence[int],
-        offsets: Sequence[int],
-    ) -> Plan:
-        layout = registration.layouts[part.group]
-        keys = len(part.keys) // registration.namespace.key_bytes
-        slots = np.array(offsets, dtype=np.uint64) + np.uint64(self.pool_address)
-        if len(chosen) == keys:
-            return plan_copy(layout, direction, block_ids, part.first_block, slots)
-        indices = np.array(chosen, dtype=np.int64)
-        addresses = np.zeros(keys, dtype=np.uint64)
-        addresses[indices] = slots
-        mask = np.zeros(keys, dtype=np.bool_)
-        mask[indices] = True
-        return plan_copy(layout, direction, block_ids, part.first_block, addresses, mask)
-
 
 @dataclass(eq=False)
 class _EngineJob(Job):
-    """A store or load."""
+    """Stores or a load."""
 
     client_memory: Registration
     owner: EngineJobs
-    failed: list[GroupKeys] = field(default_factory=list, init=False)
-    """Keys that are known to fail before a byte moves: no room for a store's, not ready for a load's."""
 
-    def answer(self, error: ErrorCode | None, copied_bytes: int) -> None:
-        """Put the job's completion into its session's log, and count it."""
+    def run(self, plan: Plan, pieces: int) -> None:
+        """Hand an accepted job over to be copied; it counts as ``pieces``."""
+        self.pieces = pieces
+        self.owner.runner.start(self, plan)
+
+    def answer(self, results: Sequence[JobResult]) -> None:
+        """Put completions into the session's log, and count them."""
         owner, session = self.owner, self.session
         counters = owner.counters[self.direction]
-        counters.jobs += 1
-        counters.failed_jobs += error is not None
+        copied_bytes = sum([result.bytes for result in results])
+        counters.jobs += len(results)
+        counters.failed_jobs += len(results) - sum([result.ok for result in results])
         counters.bytes += copied_bytes
         counters.rate.add(copied_bytes)
-        if error is not None and session.ended:
-            error = ErrorCode.SESSION_ENDED
-        seconds = max(0.0, owner.runner.clock() - self.accepted_at)
-        session.completions.add(JobResult(self.id, error is None, copied_bytes, seconds, error, self.failed))
+        session.completions.add(results)
         owner.with_results[session.id] = session
+
+    @property
+    def seconds(self) -> float:
+        """Since its acceptance."""
+        return max(0.0, self.owner.runner.clock() - self.accepted_at)
+
+    def told(self, error: ErrorCode) -> ErrorCode:
+        """What the client is told instead of ``error`` once its session is over."""
+        return ErrorCode.SESSION_ENDED if self.session.ended else error
 
 
 @dataclass(eq=False)
-class StoreJob(_EngineJob):
-    """A store. Its checksums are by ticket and key."""
+class StoredGroup:
+    """What the stores of one message copy of one group, as arrays.
+
+    Attributes:
+        group: index of the group.
+        keys: of all its stores, in their order.
+        block_ids: [m] engine blocks, int32.
+        position: [m] as ``plan_blocks`` has it, in ``keys``.
+        stores: [n] indices of the stores that have keys in it, ascending.
+        first_key: [n] where in ``keys`` those of each of them begin.
+        first_id: [n] where in ``block_ids`` those of each of them begin.
+        first_blocks: by key, how many engine blocks are left out at its start, where there are any.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    block_ids: npt.NDArray[np.int32]
+    position: npt.NDArray[np.int64]
+    stores: npt.NDArray[np.int64]
+    first_key: npt.NDArray[np.int64]
+    first_id: npt.NDArray[np.int64]
+    first_blocks: dict[int, int]
+
+    def keys_by_store(self, numbers: Iterable[int]) -> Iterator[tuple[int, GroupKeys]]:
+        """The keys of some numbers, ascending, by the index of the store that they are of."""
+        chosen = np.fromiter(numbers, dtype=np.int64)
+        of_store = self.stores[np.searchsorted(self.first_key, chosen, side="right") - 1]
+        for store in dict.fromkeys(of_store.tolist()):
+            picked = chosen[of_store == store].tolist()
+            yield store, GroupKeys(self.group, b"".join([self.keys[number] for number in picked]))
+
+
+@dataclass(eq=False)
+class StoreJobs(_EngineJob):
+    """Stores of one message that are copied together. Their checksums are by ticket and key, tickets by group."""
 
     direction = Direction.STORE
+    groups: Sequence[StoredGroup]
+    copied_bytes: npt.NDArray[np.int64] = field(init=False)
+    """Of each store, [stores]."""
 
-    def take_slots(self, part: GroupTransfer) -> tuple[Sequence[int], Sequence[int]]:
-        """Take slots for the keys of one group that are absent. Returns which keys those are and the slots' offsets."""
-        registration = self.client_memory
-        node = registration.memory.node
-        ticket = self.owner.runner.begin_store(self, registration.namespace, registration.rank, part, node)
-        if ticket.dropped:
-            self.failed.append(_pick(registration, part, ticket.dropped))
-        return ticket.copy, ticket.offsets
+    def begin(self) -> Plan:
+        """Take slots for what is absent, and plan the copy. Whatever it raises, it has changed nothing."""
+        # Not once it is planned: to take slots in a full pool is part of what the stores cost their engine.
+        self.accepted_at = self.owner.runner.clock()
+        self.copied_bytes = np.zeros(len(self.ids), dtype=np.int64)
+        try:
+            plan = concatenate([self._plan(part) for part in self.groups])
+        except BaseException:
+            self.owner.runner.abort_stores(self)
+            raise
+        self._take_checksums(plan)
+        self.session.store_bytes += plan.nbytes
+        return plan
 
-    def give_slots_back(self) -> None:
-        self.owner.runner.abort_stores(self)
+    def _plan(self, part: StoredGroup) -> Plan:
+        registration, owner = self.client_memory, self.owner
+        layout = registration.layouts[part.group]
+        ticket = owner.runner.begin_stores(
+            self,
+            registration.namespace,
+            registration.rank,
+            part.group,
+            part.keys,
+            part.first_blocks,
+            registration.memory.node,
+        )
+        slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(owner.pool_address)
+        block_bytes = int(layout.page_bytes.sum())
+        if len(ticket.copy) == len(part.keys):
+            counts = np.diff(part.first_id, append=part.block_ids.size)
+            self.copied_bytes[part.stores] += counts * block_bytes
+            return plan_blocks(layout, self.direction, part.block_ids, part.position, slots)
+        addresses = np.zeros(len(part.keys), dtype=np.uint64)
+        chosen = np.zeros(len(part.keys), dtype=np.bool_)
+        indices = np.array(ticket.copy, dtype=np.int64)
+        addresses[indices] = slots
+        chosen[indices] = True
+        copied = chosen[part.position // layout.blocks_per_key]
+        self.copied_bytes[part.stores] += np.add.reduceat(copied.astype(np.int64), part.first_id) * block_bytes
+        return plan_blocks(layout, self.direction, part.block_ids, part.position, addresses, chosen)
 
-    def prepare(self, plans: list[Plan]) -> Plan:
-        """Return the whole copy, and arrange that the checksums of its slots are taken."""
-        registration, owner, plan = self.client_memory, self.owner, concatenate(plans)
+    def _take_checksums(self, plan: Plan) -> None:
+        registration, owner = self.client_memory, self.owner
         sizes = registration.namespace.shard_bytes(registration.rank)
         assert sizes is not None, f"rank {registration.rank} has registered"
         slots = [(offset, sizes[ticket.group]) for ticket in self.store_tickets for offset in ticket.offsets]
         if slots:
-            digests = owner.cache.slots.digests
             whole_after = plan.whole_after.tolist()
+            digests = owner.cache.slots.digests
             self.checksums = SlotChecksums(digests, slots, whole_after=whole_after, pool_address=owner.pool_address)
-        self.session.store_bytes += plan.nbytes
-        return plan
 
     def end(self, outcome: Outcome) -> None:
-        done = outcome is Outcome.DONE
-        if done:
-            self.owner.runner.commit_stores(self)
-            self.client_memory.namespace.counters.stored_bytes += self.nbytes
-            self._complete(ErrorCode.NO_ROOM if self.failed else None, self.nbytes)
-        else:
+        if outcome is not Outcome.DONE:
             self.owner.runner.abort_stores(self)
             self._fail(ERROR_OF_OUTCOME[outcome])
+            return
+        self.owner.runner.commit_stores(self)
+        self.client_memory.namespace.counters.stored_bytes += self.nbytes
+        self._complete(ErrorCode.NO_ROOM, self.copied_bytes.tolist(), self._failed(after_copy=False))
 
     def answer_overdue(self) -> None:
         self._fail(ErrorCode.DEADLINE)
 
     def _fail(self, error: ErrorCode) -> None:
-        self.failed += [
-            GroupKeys(ticket.group, b"".join(block.key for block in ticket.blocks))
-            for ticket in self.store_tickets
-            if ticket.blocks
-        ]
-        self._complete(error, 0)
+        # A store whose keys were all there lost nothing.
+        self._complete(error, [0] * len(self.ids), self._failed(after_copy=True))
 
-    def _complete(self, error: ErrorCode | None, copied_bytes: int) -> None:
+    def _failed(self, *, after_copy: bool) -> dict[int, list[GroupKeys]]:
+        """The keys that found no room and, where the copy failed, those that it was to copy, by store."""
+        failed: dict[int, list[GroupKeys]] = {}
+        for part, ticket in zip(self.groups, self.store_tickets, strict=True):
+            lost = ticket.dropped
+            if after_copy:
+                lost = sorted({*lost, *ticket.copy, *ticket.again})
+            for store, keys in part.keys_by_store(lost) if lost else ():
+                failed.setdefault(store, []).append(keys)
+        return failed
+
+    def _complete(self, error: ErrorCode, copied: Sequence[int], failed: dict[int, list[GroupKeys]]) -> None:
+        """Answer the stores: with ``error`` those that are in ``failed``, with the keys that are not in the pool."""
         self.session.store_bytes -= self.nbytes
-        self.answer(error, copied_bytes)
+        seconds, error = self.seconds, self.told(error)
+        self.answer(
+            [
+                JobResult(job_id, False, nbytes, seconds, error, failed[index])
+                if index in failed
+                else JobResult(job_id, True, nbytes, seconds)
+                for index, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
+            ]
+        )
 
 
 @dataclass(eq=False)
@@ -222,28 +242,23 @@ class LoadJob(_EngineJob):
     direction = Direction.LOAD
     lease_id: int
     keep_lease: bool = False
+    failed: list[GroupKeys] = field(default_factory=list, init=False)
+    """Keys that are known to be not ready, or not whole."""
     load_tickets: list[LoadTicket] = field(default_factory=list, init=False)
     checks: list[ChecksumCheck] = field(default_factory=list, init=False)
     """Slots that are compared with their checksums."""
 
-    def take_slots(self, part: GroupTransfer) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Hold the slots of one group's keys. Returns the keys' numbers and slot offsets; None where one lacks."""
-        registration = self.client_memory
+    def begin(self, groups: Sequence[GroupTransfer], block_ids: Sequence[npt.NDArray[np.int32]]) -> Plan:
+        """Hold the slots, and plan the copy: an empty one where a block is not ready, which fails the accepted load.
+
+        Whatever it raises, it has changed nothing.
+        """
+        self.accepted_at = self.owner.runner.clock()
         try:
-            ticket = self.owner.cache.begin_load(
-                registration.namespace, registration.rank, self.lease_id, part.group, part.keys, part.first_block
-            )
-        except NotReady as refusal:
-            self.failed.append(_pick(registration, part, refusal.missing))
-            return None
-        self.load_tickets.append(ticket)
-        return range(len(ticket.offsets)), ticket.offsets
-
-    def give_slots_back(self) -> None:
-        self.owner.cache.end_load(self.load_tickets, ok=False)
-
-    def prepare(self, plans: list[Plan]) -> Plan:
-        """Return the whole copy, which is empty where a block is not ready, and choose what is verified before it."""
+            plans = [self._plan(part, ids) for part, ids in zip(groups, block_ids, strict=True)]
+        except BaseException:
+            self.owner.cache.end_load(self.load_tickets, ok=False)
+            raise
         if self.failed:
             return concatenate([])
         integrity = self.owner.cache.integrity
@@ -254,6 +269,23 @@ class LoadJob(_EngineJob):
             expected = [check.checksum for check in self.checks]
             self.checksums = SlotChecksums(self.owner.cache.slots.digests, slots, expected)
         return concatenate(plans)
+
+    def _plan(self, part: GroupTransfer, block_ids: npt.NDArray[np.int32]) -> Plan:
+        registration, cache = self.client_memory, self.owner.cache
+        namespace = registration.namespace
+        try:
+            ticket = cache.begin_load(
+                namespace, registration.rank, self.lease_id, part.group, part.keys, part.first_block
+            )
+        except NotReady as refusal:
+            size = namespace.key_bytes
+            missing = [part.keys[number * size : (number + 1) * size] for number in refusal.missing]
+            self.failed.append(GroupKeys(part.group, b"".join(missing)))
+            return concatenate([])
+        self.load_tickets.append(ticket)
+        slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(self.owner.pool_address)
+        layout = registration.layouts[part.group]
+        return plan_copy(layout, self.direction, block_ids, part.first_block, slots)
 
     def end(self, outcome: Outcome) -> None:
         if not self._apply_checksums():
@@ -266,7 +298,9 @@ class LoadJob(_EngineJob):
         copied_bytes = self.nbytes if done else 0
         if error is None:
             self.client_memory.namespace.counters.loaded_bytes += copied_bytes
-        self.answer(error, copied_bytes)
+        else:
+            error = self.told(error)
+        self.answer([JobResult(job, error is None, copied_bytes, self.seconds, error, self.failed) for job in self.ids])
 
     def _apply_checksums(self) -> bool:
         """Act on what the slots hashed to; False where the load was given wrong bytes, or nearly was."""
@@ -294,36 +328,3 @@ def wrong_bytes(check: ChecksumCheck) -> str:
         f"{check.offset} do not match their checksum: the block is dropped and its slot not used any more. "
         "Something wrote over them, or the machine's memory fails."
     )
-
-
-def _check(
-    registration: Registration, parts: Sequence[GroupTransfer], direction: Direction
-) -> list[npt.NDArray[np.int32]]:
-    """Check all of a job before anything changes; return the block ids (int32, [m]) per part."""
-    storing = direction is Direction.STORE
-    seen: set[int] = set()
-    block_ids: list[npt.NDArray[np.int32]] = []
-    for part in parts:
-        keys = registration.namespace.split(part.group, part.keys, distinct=True)
-        if part.group in seen:
-            raise BadKeys(f"Group {part.group} is named twice in one job; put its keys into one part.")
-        seen.add(part.group)
-        if len(part.block_ids) % BLOCK_ID_BYTES:
-            raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
-        ids = np.frombuffer(part.block_ids, dtype="<i4")
-        check_blocks(registration.layouts[part.group], ids, len(keys), part.first_block, storing)
-        if not storing and np.unique(ids).size < ids.size:
-            raise BadBlockIds(f"Group {part.group} loads into an engine block twice; name each block once.")
-        block_ids.append(ids)
-    return block_ids
-
-
-def _pieces(registration: Registration, part: GroupTransfer) -> int:
-    """What the part's copy consists of, before neighbours are merged. Raises BadGeometry."""
-    registration.namespace.check_group(part.group)
-    return len(part.block_ids) // BLOCK_ID_BYTES * registration.layouts[part.group].page_bytes.size
-
-
-def _pick(registration: Registration, part: GroupTransfer, indices: Iterable[int]) -> GroupKeys:
-    size = registration.namespace.key_bytes
-    return GroupKeys(part.group, b"".join(part.keys[i * size : (i + 1) * size] for i in indices))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Iterator
 
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
 from kvoffd.server.admission import may_administer
 from kvoffd.server.context import Context, answers, filled
-from kvoffd.server.engine_jobs import LoadJob, StoreJob
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import find_or_open
 from kvoffd.server.session import Registration, Session
-from kvoffd.transfer.plan import build_layouts
+from kvoffd.server.submission import Submission
+from kvoffd.transfer.plan import Direction, build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.errors import ErrorCode
@@ -265,39 +266,32 @@ def reset(context: Context, session: Session, message: m.Reset) -> m.Done:
 # --- worker --------------------------------------------------------------------------------------
 
 
-@answers(m.Store)
-def store(context: Context, session: Session, message: m.Store) -> None:
-    """Accept a store; its completion is the answer."""
-    registration, pieces = _admit_job(context, session, message)
-    # Credits are a promise of the client; this is the bound behind it, for one that does not keep it.
-    if session.store_bytes > 2 * context.sessions.credit_bytes:
-        raise KvoffdError(
-            "The session's outstanding stores are far beyond its credit; wait for completions.", ErrorCode.TOO_MANY
-        )
-    job = StoreJob(message.job_id, session, registration, context.jobs)
-    job.pieces = pieces
-    context.jobs.start(job, message.groups)
+@answers(m.Submit)
+def submit(context: Context, session: Session, message: m.Submit) -> Iterator[m.JobsRefused | None]:
+    """Accept stores and loads, part by part; their completions are the answer, but for those that are refused."""
+    context.sessions.check_not_stopping()
+    session.registration(message.registration_id)
+    jobs = len(message.stores) + len(message.loads)
+    if jobs > (most := context.config.max_jobs_per_message):
+        raise KvoffdError(f"{jobs} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
+    submission = Submission(context.jobs, session, message, 2 * context.sessions.credit_bytes)
+    return _parts_of(context, submission)
 
 
-@answers(m.Load)
-def load(context: Context, session: Session, message: m.Load) -> None:
-    """Accept a load; its completion is the answer."""
-    registration, pieces = _admit_job(context, session, message)
-    job = LoadJob(message.job_id, session, registration, context.jobs, message.lease_id, message.keep_lease)
-    job.pieces = pieces
-    context.jobs.start(job, message.groups)
+def _parts_of(context: Context, submission: Submission) -> Iterator[m.JobsRefused | None]:
+    for _ in submission.run():
+        yield None
+    for refusal in submission.refused:
+        context.count_error(refusal.code)
+    if submission.refused:
+        yield m.JobsRefused(submission.message.request_id, context.epoch, submission.refused)
 
 
 @answers(m.Cancel)
 def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
-    jobs = [session.jobs[job_id] for job_id in dict.fromkeys(message.job_ids) if job_id in session.jobs]
-    cancelled, running = context.runner.cancel(jobs)
+    stores = {job_id for job_id, job in session.jobs.items() if job.direction is Direction.STORE}
+    cancelled, running = context.runner.cancel(session, message.job_ids)
+    context.jobs.unsent_stores += message.unsent
+    context.jobs.cancelled_stores += len(stores.intersection(cancelled))
     return m.CancelReply(message.request_id, context.epoch, cancelled, running)
-
-
-def _admit_job(context: Context, session: Session, message: m.Store | m.Load) -> tuple[Registration, int]:
-    """The checks that every job must pass before its own. Returns the pieces that it counts as too."""
-    context.sessions.check_not_stopping()
-    registration = session.registration(message.registration_id)
-    return registration, context.jobs.check_limits(session, registration, message)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.server.engine_memory import Post
-from kvoffd.server.session import Job
+from kvoffd.server.session import Job, Session
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
-from kvoffd_proto.blocks import PutBlocks
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class JobRunner:
 
     @property
     def unfinished(self) -> int:
-        return len(self._running)
+        return sum(len(job.ids) for job in self._running)
 
     def busy(self) -> bool:
         """Whether a job is unfinished, or was ``QUIET_S`` ago."""
@@ -61,7 +59,7 @@ class JobRunner:
         """Run a job that was accepted. It ends, maybe at once, whatever becomes of its copy."""
         job.nbytes = plan.nbytes
         job.client_memory.job_started()
-        job.session.jobs[job.id] = job
+        job.session.jobs.update(dict.fromkeys(job.ids, job))
         job.session.pieces += job.pieces
         self._running[job] = None
         if not plan.pieces:
@@ -85,18 +83,27 @@ class JobRunner:
             logger.exception("A transfer could not be handed to the copy engine; its job fails.")
             self.transfer_done(job, Outcome.FAILED)
 
-    def cancel(self, jobs: Iterable[Job]) -> tuple[list[int], list[int]]:
-        """Fail what has not started. Returns the ids of those, and of those whose bytes are moving."""
+    def cancel(self, session: Session, job_ids: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Fail what has not started. Returns the ids of those, and of those whose bytes move, or will.
+
+        Stores that are copied together are cancelled together or not at all. Ids that are no unfinished job's are
+        ignored.
+        """
         cancelled: list[int] = []
         running: list[int] = []
-        for job in jobs:
-            started = job.transfer is None or not job.client_memory.memory.engine.cancel(job.transfer)
-            (running if started else cancelled).append(job.id)
+        wanted: dict[Job, list[int]] = {}
+        for job_id in dict.fromkeys(job_ids):
+            if job_id in session.jobs:
+                wanted.setdefault(session.jobs[job_id], []).append(job_id)
+        for job, ids in wanted.items():
+            engine, transfer = job.client_memory.memory.engine, job.transfer
+            ended = len(ids) == len(job.ids) and transfer is not None and engine.cancel(transfer)
+            (cancelled if ended else running).extend(ids)
         return cancelled, running
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs whose session is gone: those that wait now, those that run at their next step."""
-        for job in jobs:
+        for job in dict.fromkeys(jobs):
             engine = job.client_memory.memory.engine
             if job.transfer is not None and not engine.cancel(job.transfer):
                 engine.abandon(job.transfer)
@@ -132,13 +139,18 @@ class JobRunner:
         job.answered = True
         job.session.job_hangs(job)
 
-    def begin_store(
-        self, job: Job, namespace: Namespace, rank: int, part: GroupTransfer | PutBlocks, node: int | None
+    def begin_stores(
+        self,
+        job: Job,
+        namespace: Namespace,
+        rank: int,
+        group: int,
+        keys: Sequence[bytes],
+        first_blocks: Mapping[int, int],
+        node: int | None,
     ) -> StoreTicket:
-        """Take slots for a rank's shards of the keys of one group that are absent. See ``BlockCache.begin_store``."""
-        ticket = self._cache.begin_store(
-            namespace, rank, part.group, part.keys, part.first_block, job.store_tickets, node
-        )
+        """Take slots for a rank's shards of the keys of one group that are absent. See ``BlockCache.begin_stores``."""
+        ticket = self._cache.begin_stores(namespace, rank, group, keys, first_blocks, job.store_tickets, node)
         job.store_tickets.append(ticket)
         return ticket
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from weakref import WeakSet
 
 # These fill the table of handlers.
@@ -21,7 +21,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
-from kvoffd.server.context import HANDLERS, Context, Outbox
+from kvoffd.server.context import HANDLERS, Answer, Context, Outbox
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
@@ -90,12 +90,29 @@ class Service:
 
     # --- called by the sockets of requests --------------------------------------------------------
 
-    def handle(self, sender: bytes, frame: bytes) -> None:
-        """Answer one request frame. Never raises; every frame gets a reply but an accepted job."""
+    def handle(self, sender: bytes, frame: bytes) -> Iterator[None] | None:
+        """Answer one request frame. Never raises; every frame gets a reply but jobs that are all accepted.
+
+        Returns what is left to be done of it, a part at each step, before the sender's next frame; None for nothing.
+        """
         self.context.sender = sender
-        reply = self._answer(frame, None)
+        request_id, reply = self._answer(frame, None)
+        if isinstance(reply, Iterator):
+            rest = self._go_on(sender, request_id, reply)
+            return rest if next(rest, rest) is None else None
         if reply is not None:
             self.context.reply(sender, reply)
+        return None
+
+    def _go_on(self, sender: bytes, request_id: int, parts: Iterator[m.AnyReply | None]) -> Iterator[None]:
+        try:
+            for reply in parts:
+                if reply is None:
+                    yield
+                else:
+                    self.context.reply(sender, reply)
+        except Exception as error:
+            self.context.reply(sender, self.context.refusal(request_id, error))
 
     def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
         """Answer a request frame that is too long to be kept."""
@@ -104,8 +121,8 @@ class Service:
     def answer(self, session: Session, frame: bytes) -> bytes:
         """The reply to a request frame of an administrator whose connection says who it is. Never raises."""
         assert session.role is m.Role.ADMIN
-        reply = self._answer(frame, session)
-        assert reply is not None, "what is offered over TCP is answered at once"
+        _, reply = self._answer(frame, session)
+        assert isinstance(reply, m.Reply), "what is offered over TCP is answered at once"
         return codec.encode(reply)
 
     def replay_events(self, sender: bytes, start: bytes) -> None:
@@ -165,8 +182,8 @@ class Service:
             f"The frame has {frame_bytes} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
         )
 
-    def _answer(self, frame: bytes, session: Session | None) -> m.AnyReply | None:
-        """The reply, or None for an accepted job. The request's token names the session where ``session`` is None."""
+    def _answer(self, frame: bytes, session: Session | None) -> tuple[int, Answer]:
+        """The request's number and what its handler returned. Its token names the session where that is None."""
         context = self.context
         context.requests += 1
         request_id = 0
@@ -179,11 +196,11 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            return self._dispatch(request, session or self.sessions.by_token.get(request.token))
+            return request_id, self._dispatch(request, session or self.sessions.by_token.get(request.token))
         except Exception as error:
-            return context.refusal(request_id, error)
+            return request_id, context.refusal(request_id, error)
 
-    def _dispatch(self, request: m.AnyRequest, session: Session | None) -> m.AnyReply | None:
+    def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
         if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:
             return health_reply(self.context, request)
         if session is None:

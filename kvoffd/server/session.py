@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -62,10 +62,10 @@ class CompletionLog:
         """Bytes of the keys in unacknowledged results, which a client that never reads could make large."""
         self.sequence = 0
 
-    def add(self, result: JobResult) -> None:
-        """Put ``result`` into the batch that the next flush publishes."""
-        self._pending.append(result)
-        self.kept_bytes += _key_bytes(result)
+    def add(self, results: Sequence[JobResult]) -> None:
+        """Put ``results`` into the batch that the next flush publishes."""
+        self._pending += results
+        self.kept_bytes += _key_bytes(results)
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -83,7 +83,7 @@ class CompletionLog:
         while self._kept and self._kept[0].sequence <= sequence:
             results = self._kept.popleft().results
             self._kept_results -= len(results)
-            self.kept_bytes -= sum(map(_key_bytes, results))
+            self.kept_bytes -= _key_bytes(results)
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -94,8 +94,8 @@ class CompletionLog:
         return self._kept_results + len(self._pending)
 
 
-def _key_bytes(result: JobResult) -> int:
-    return sum(len(part.keys) for part in result.failed)
+def _key_bytes(results: Sequence[JobResult]) -> int:
+    return sum([len(part.keys) for result in results if result.failed for part in result.failed])
 
 
 @dataclass(eq=False)
@@ -149,13 +149,14 @@ class Registration(ClientMemory):
 class Job(ABC):
     """A copy that was accepted for a session, from its acceptance until it touches nothing any more.
 
-    ``JobRunner`` runs it. The kinds of jobs differ in what they copy and in how they are answered.
+    ``JobRunner`` runs it. The kinds of jobs differ in what they copy and in how they are answered. The stores of one
+    message are one copy, and each of them has its answer.
     """
 
     direction: ClassVar[Direction]
 
-    id: int
-    """Unique among the session's unfinished jobs."""
+    ids: Sequence[int]
+    """Of the jobs of the client that it does, each unique among the session's unfinished jobs."""
     session: Session
     client_memory: ClientMemory
     accepted_at: float = field(default=0.0, init=False)
@@ -207,7 +208,7 @@ class Session:
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
-    """Unanswered jobs by id."""
+    """Unanswered jobs by id; several ids may be one copy."""
     hanging: set[Job] = field(default_factory=set)
     """Jobs that have their answer but whose copy may still touch the client's memory."""
     gpu_lost_at: float | None = None
@@ -242,7 +243,7 @@ class Session:
     def job_hangs(self, job: Job) -> None:
         """A job got its answer, but its copy has not come back."""
         self.hanging.add(job)
-        del self.jobs[job.id]
+        self._forget(job)
 
     def job_ended(self, job: Job) -> None:
         """Forget a job that has its answer and whose copy touches nothing any more."""
@@ -250,8 +251,17 @@ class Session:
         if job.answered:
             self.hanging.discard(job)
         else:
-            del self.jobs[job.id]
+            self._forget(job)
         self._drain()
+
+    @property
+    def unfinished(self) -> int:
+        """Jobs that have no answer, or whose copy may still touch the client's memory."""
+        return len(self.jobs) + sum(len(job.ids) for job in self.hanging)
+
+    def _forget(self, job: Job) -> None:
+        for job_id in job.ids:
+            del self.jobs[job_id]
 
     def close_memory(self) -> None:
         """Unmap all memory as soon as no job touches it, and close what was attached."""

@@ -16,7 +16,6 @@ import socket
 import time
 from collections import Counter
 from functools import partial
-from itertools import islice
 
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
@@ -184,8 +183,8 @@ class Transport:
         self._log("A connection was refused: %s.", why)
 
     def _drop(self, connection: Connection, why: str) -> None:
-        door, user = connection.door, connection.process.key[0]
-        self._log("A connection of user %d to %s was closed: %s.", user, door.path.name, why)
+        user, name = connection.process.key[0], connection.door.path.name
+        self._log("A connection of user %d to %s was closed: %s.", user, name, why)
         self._close(connection)
 
     def _log(self, text: str, *values: object) -> None:
@@ -293,6 +292,9 @@ class Transport:
             connection.process.held.add(connection)
             self._held.add(connection.process)
             return False  # goes on when that is read
+        if connection.go_on():
+            self.flush()
+            return True
         taken = connection.input.next()
         if taken is None:
             self._wait_for_rest(connection)
@@ -305,7 +307,7 @@ class Transport:
         elif isinstance(taken, zmtp.TooLong):
             self._service.refuse_frame(connection.name, taken.frame_bytes)
         elif len(taken) == 1:
-            self._service.handle(connection.name, taken[0])
+            connection.unfinished = self._service.handle(connection.name, taken[0])
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._service.replay_events(connection.name, taken[1])
         else:
@@ -327,8 +329,7 @@ class Transport:
 
     def _obey(self, connection: Connection, command: zmtp.Command) -> None:
         if command.name == b"PING":
-            # Two bytes of a time to live, then up to sixteen that come back.
-            self._send(connection, zmtp.encode_command(b"PONG", command.data[2:18]))
+            self._send(connection, zmtp.encode_command(b"PONG", command.data[2:18]))  # without the time to live
         elif command.name == b"SUBSCRIBE":
             self._subscriptions.add(connection, command.data)
         elif command.name == b"CANCEL":
@@ -367,8 +368,7 @@ class Transport:
             self._send(subscriber, data)
 
     def _reply(self, sender: bytes, frames: list[bytes]) -> None:
-        connection = self._jobs.connections.get(sender)
-        if connection is None:
+        if (connection := self._jobs.connections.get(sender)) is None:
             self._context.replies_dropped["gone"] += 1
         else:
             self._send(connection, zmtp.encode(frames))
@@ -408,7 +408,7 @@ class Transport:
     def _writable(self, connection: Connection) -> None:
         unsent = connection.unsent
         try:
-            sent = connection.stream.sendmsg(list(islice(unsent, SENT_AT_ONCE)), [], socket.MSG_NOSIGNAL)
+            sent = connection.stream.sendmsg(list(itertools.islice(unsent, SENT_AT_ONCE)), [], socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return None
         except OSError:

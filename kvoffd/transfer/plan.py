@@ -18,6 +18,7 @@ from kvoffd.errors import BadBlockIds, BadGeometry, OutOfBounds
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 _MAX_SHARD_BYTES = 2**62
+_ID_LIMIT = 2**31
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -159,27 +160,39 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
 def check_blocks(
     layout: GroupLayout, block_ids: npt.NDArray[np.int32], keys: int, first_block: int, exact: bool
 ) -> None:
-    """Check the block ids (int32, [m]) of a job over ``keys`` keys before the first byte moves.
+    """Check one group's part of a job; ``exact``: the last block is the end of the last key, as stores need.
 
-    A store (``exact``) must end with its last key: ``first_block + m == keys * blocks_per_key``. A load may end
-    inside it: ``(keys - 1) * blocks_per_key < first_block + m <= keys * blocks_per_key``. In both ``first_block`` lies
-    inside key 0. Raises BadBlockIds when there are too many or too few ids, or one lies outside the registered tensors.
+    Raises:
+        BadBlockIds: the ids do not fit the keys, or one lies outside the tensors.
     """
+    check_count(layout, block_ids.size, keys, first_block, exact)
+    if (outside := blocks_outside(layout, block_ids)).size:
+        raise outside_error(layout, int(block_ids[outside[0]]))
+
+
+def check_count(layout: GroupLayout, block_ids: int, keys: int, first_block: int, exact: bool) -> None:
+    """As ``check_blocks``, of no more than how many block ids there are."""
     per_key = layout.blocks_per_key
     if not 0 <= first_block < per_key:
         raise BadBlockIds(f"The first block is {first_block}, but a key covers blocks 0 to {per_key - 1}.")
-    end = first_block + block_ids.size
+    end = first_block + block_ids
     fits = end == keys * per_key if exact else (keys - 1) * per_key < end <= keys * per_key
-    if keys < 1 or block_ids.size < 1 or not fits:
+    if keys < 1 or block_ids < 1 or not fits:
         raise BadBlockIds(
-            f"{block_ids.size} block ids from block {first_block} on do not fit {keys} keys of {per_key} blocks each."
+            f"{block_ids} block ids from block {first_block} on do not fit {keys} keys of {per_key} blocks each."
         )
-    lowest, highest = int(block_ids.min()), int(block_ids.max())
-    if lowest < 0 or highest >= layout.block_limit:
-        wrong = lowest if lowest < 0 else highest
-        raise BadBlockIds(
-            f"Block id {wrong} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
-        )
+
+
+def blocks_outside(layout: GroupLayout, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """Return the indices of the ids that lie outside the registered tensors."""
+    # One comparison: a negative id is a large one without its sign.
+    return np.flatnonzero(block_ids.view(np.uint32) >= min(layout.block_limit, _ID_LIMIT))
+
+
+def outside_error(layout: GroupLayout, block_id: int) -> BadBlockIds:
+    return BadBlockIds(
+        f"Block id {block_id} lies outside the registered tensors, whose ids run to {layout.block_limit - 1}."
+    )
 
 
 def plan_copy(
@@ -190,10 +203,24 @@ def plan_copy(
     slot_address: UInt64Array,
     chosen: npt.NDArray[np.bool_] | None = None,
 ) -> Plan:
-    """Plan one group's part of a job that ``check_blocks`` has passed.
+    """Plan one group's part of one job: ``block_ids`` ([m]) begin ``first_block`` blocks into key 0."""
+    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
+    return plan_blocks(layout, direction, block_ids, position, slot_address, chosen)
+
+
+def plan_blocks(
+    layout: GroupLayout,
+    direction: Direction,
+    block_ids: npt.NDArray[np.int32],
+    position: npt.NDArray[np.int64],
+    slot_address: UInt64Array,
+    chosen: npt.NDArray[np.bool_] | None = None,
+) -> Plan:
+    """Plan what ``check_blocks`` has passed of one group, of one job or of several.
 
     Args:
-        block_ids: [m] engine blocks, beginning ``first_block`` blocks into key 0.
+        block_ids: [m] engine blocks.
+        position: [m] where each of them belongs: ``key * blocks_per_key + sub-block``; ascending.
         slot_address: [keys] address of each key's slot; ignored where the key is not chosen.
         chosen: [keys] which keys to copy; all when None.
 
@@ -202,17 +229,18 @@ def plan_copy(
     """
     per_key = layout.blocks_per_key
     layers = layout.page_bytes.size
-    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
-    key, sub = position // per_key, position % per_key
     ids = block_ids.astype(np.uint64)
+    key = position if per_key == 1 else position // per_key
     if chosen is not None:
         wanted = chosen[key]
-        key, sub, ids = key[wanted], sub[wanted], ids[wanted]
+        key, position, ids = key[wanted], position[wanted], ids[wanted]
     if ids.size == 0:
         return concatenate([])
     # [m, L]: one row per engine block, one column per layer.
     engine = layout.tensor_address + ids[:, None] * layout.stride
-    pool = slot_address[key][:, None] + layout.slot_page_offset + sub.astype(np.uint64)[:, None] * layout.page_bytes
+    pool = slot_address[key][:, None] + layout.slot_page_offset
+    if per_key > 1:
+        pool = pool + (position % per_key).astype(np.uint64)[:, None] * layout.page_bytes
     size = np.broadcast_to(layout.page_bytes, engine.shape)
     row = np.broadcast_to(np.arange(ids.size)[:, None], engine.shape)
     engine, pool, size, row = engine.reshape(-1), pool.reshape(-1), size.reshape(-1), row.reshape(-1)

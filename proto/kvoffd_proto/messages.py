@@ -2,8 +2,8 @@
 """Requests and replies on ``jobs.sock``, and the completions on ``events.sock``.
 
 Every message is an array: its tag, then its fields in the order given here. A request goes as one frame
-from a DEALER; its reply comes back with the same ``request_id``. Store and Load are not replied to when
-they are accepted: their answer is a completion. ``PROTOCOL.md`` is generated from this module.
+from a DEALER; its reply comes back with the same ``request_id``. Submit is not replied to when all its jobs
+are accepted: their answers are completions. ``PROTOCOL.md`` is generated from this module.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Limits(Wire, frozen=True):
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
     max_keys_per_request: Annotated[int, doc("Keys in one Lookup or Invalidate.", ge=1)]
+    max_jobs_per_message: Annotated[int, doc("Stores and loads in one Submit.", ge=1)]
     max_keys_per_job: Annotated[int, doc("Keys in one Store or Load.", ge=1)]
     max_pieces_per_job: Annotated[
         int, doc("Pieces of one Store or Load: per group, block ids times pages of the registration.", ge=1)
@@ -259,27 +260,54 @@ class Reset(Request[Done], frozen=True):
 # --- worker --------------------------------------------------------------------------------------
 
 
-@exchange(Section.WORKER, WORKER)
-class Store(Request[Completions], frozen=True):
-    """Copies engine blocks into the pool. Answered by a completion, or by Error if it is refused whole."""
+MAX_JOBS = 4096
+"""``max_jobs_per_message`` is never more."""
 
-    registration_id: RegistrationId
+
+class Store(Wire, frozen=True):
+    """Copies engine blocks into the pool."""
+
     job_id: JobId
     groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
 
 
-@exchange(Section.WORKER, WORKER)
-class Load(Request[Completions], frozen=True):
-    """Copies leased blocks into engine blocks. Answered by a completion, or by Error if it is refused whole.
+class Load(Wire, frozen=True):
+    """Copies leased blocks into engine blocks.
 
     The lease ends with a good load of every rank of the namespace, unless ``keep_lease`` is set.
     """
 
-    registration_id: RegistrationId
     job_id: JobId
     lease_id: LeaseId
     groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
     keep_lease: Annotated[bool, doc("Other workers load the same shards; the scheduler ends the lease.")] = False
+
+
+@exchange(Section.WORKER, WORKER)
+class Submit(Request[Completions], frozen=True):
+    """Submits the stores and loads of one step. Each is judged by itself, loads first, then in their order.
+
+    Those that are accepted are answered by completions. Where some are refused, JobsRefused names them; where it is the
+    whole message, Error does.
+    """
+
+    registration_id: RegistrationId
+    stores: Annotated[list[Store], doc("Stores.", max_length=MAX_JOBS)] = field(default_factory=list)
+    loads: Annotated[list[Load], doc("Loads.", max_length=MAX_JOBS)] = field(default_factory=list)
+
+
+class Refusal(Wire, frozen=True):
+    """Why one job was refused. It changed nothing."""
+
+    job_id: JobId
+    code: Annotated[ErrorCode, doc("Why the job was refused.")]
+    message: Annotated[str, doc("A sentence that says what to do.")]
+
+
+class JobsRefused(Reply, frozen=True):
+    """Answer to Submit where some of its jobs are refused; the others are accepted."""
+
+    refused: Annotated[list[Refusal], doc("The jobs that are refused; no completion comes for them.")]
 
 
 class CancelReply(Reply, frozen=True):
@@ -294,6 +322,7 @@ class Cancel(Request[CancelReply], frozen=True):
     """Fails stores and loads that have not started; they get completions as all jobs do."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
+    unsent: Annotated[Count, doc("Stores that the client dropped before it sent them, to be counted.")] = 0
 
 
 # --- administration ------------------------------------------------------------------------------
@@ -410,6 +439,7 @@ AnyReply: TypeAlias = Reply
 
 REPLIES: tuple[type[Reply], ...] = (
     *dict.fromkeys(known.answer for known in EXCHANGES.values() if issubclass(known.answer, Reply)),
+    JobsRefused,
     Error,
 )
 """Every reply of the protocol, those of ``blocks`` included."""

@@ -28,7 +28,7 @@ def misbehave(fake: FakeDaemon, rng: random.Random) -> None:
             case 3:
                 fake.drop_publications = not fake.drop_publications
             case 4:
-                fake.answers[m.Store] = lambda *_: None  # lost inside the daemon
+                fake.answers[m.Submit] = lambda *_: None  # lost inside the daemon
             case _:
                 fake.answers.clear()
     except LookupError:

@@ -22,7 +22,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
-LIMITS = m.Limits(100_000, 5000, 1000, 1000, 100_000, 10, 100, 10_000, 4, 64)
+LIMITS = m.Limits(100_000, 5000, 1000, 1000, 1000, 100_000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
 KEYS = [m.GroupKeys(0, b"k" * 64)]
 TRANSFER = [m.GroupTransfer(0, b"k" * 64, bytes(8))]
@@ -387,9 +387,9 @@ def test_events_are_asked_for_from_the_start_at_each_new_epoch(scheduler: Schedu
 
 def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
     publish(worker, completions(1, 1), 0.1)
-    worker.store(1, TRANSFER, 0.2)  # the id is free again
+    worker.submit([m.Store(1, TRANSFER)], [], 0.2)  # the id is free again
     publish(worker, completions(1, 1), 0.3)
     assert [result.job_id for result in worker.results] == [1]
     assert list(worker.jobs) == [1]
@@ -399,7 +399,7 @@ def test_a_job_gets_exactly_one_result_whatever_is_published_twice(worker: Worke
 def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in (1, 2, 3):
-        worker.store(job_id, TRANSFER, 0.0)
+        worker.submit([m.Store(job_id, TRANSFER)], [], 0.0)
     publish(worker, completions(2, 2), 0.1)
     replay = link.last(m.Replay)
     assert isinstance(replay, m.Replay)
@@ -415,7 +415,7 @@ def test_a_gap_is_replayed_and_each_batch_counts_once(worker: WorkerSession, lin
 
 def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
     worker.tick(0.0)
     worker.on_reply(m.HeartbeatReply(link.last(m.Heartbeat).request_id, EPOCH, 1, 500, []), 0.1)
     assert link.count(m.Replay) == 1
@@ -423,7 +423,7 @@ def test_the_heartbeat_finds_a_lost_last_completion(worker: WorkerSession, link:
 
 def test_an_old_job_is_asked_after_again_and_again(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
     for round_ in range(1, 4):
         worker.tick(OPTIONS.job_patience_s * round_)
         assert link.count(m.Replay) == round_
@@ -436,9 +436,9 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
     worker: WorkerSession, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
     worker.tick(OPTIONS.job_patience_s)
-    worker.store(2, TRANSFER, 1.0)
+    worker.submit([m.Store(2, TRANSFER)], [], 1.0)
     worker.on_reply(m.ReplayReply(link.last(m.Replay).request_id, EPOCH, [], []), 1.1)
     assert [(result.job_id, result.ok, result.error) for result in worker.results] == [(1, False, ErrorCode.INTERNAL)]
     assert list(worker.jobs) == [2]
@@ -446,16 +446,16 @@ def test_a_job_that_the_daemon_does_not_know_fails_but_not_one_sent_after_the_qu
 
 def test_a_refused_job_fails_with_the_daemons_code_and_all_its_keys(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.load(9, 2**32, TRANSFER, 0.0)
-    worker.on_reply(m.Error(link.last(m.Load).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    worker.submit([], [m.Load(9, 2**32, TRANSFER)], 0.0)
+    worker.on_reply(m.Error(link.last(m.Submit).request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
     assert [(result.job_id, result.error, result.failed) for result in worker.results] == [
         (9, ErrorCode.UNKNOWN_LEASE, KEYS)
     ]
 
 
 def test_when_not_ready_a_job_fails_at_once(worker: WorkerSession) -> None:
-    worker.store(1, TRANSFER, 0.0)
-    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
     assert [(result.ok, result.error, result.failed) for result in worker.results] == [
         (False, ErrorCode.SESSION_ENDED, KEYS)
     ] * 2
@@ -464,14 +464,14 @@ def test_when_not_ready_a_job_fails_at_once(worker: WorkerSession) -> None:
 def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
     for job_id in range(LIMITS.max_jobs_in_flight + 1):
-        worker.store(job_id, TRANSFER, 0.0)
+        worker.submit([m.Store(job_id, TRANSFER)], [], 0.0)
     assert [result.error for result in worker.results] == [ErrorCode.TOO_MANY]
 
 
 def test_eof_fails_all_jobs(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
-    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
     worker.on_lifeline_end(0.1)
     assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
     assert not worker.jobs
@@ -480,8 +480,8 @@ def test_eof_fails_all_jobs(worker: WorkerSession, link: PaperLink) -> None:
 
 def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
-    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
     worker.abandon_stores(0.1)
     assert [result.job_id for result in worker.results] == [1]
     assert link.drains == [worker.generation]
@@ -502,7 +502,7 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     worker: WorkerSession, link: PaperLink
 ) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
     worker.abandon_stores(0.1)
     abandoned, outcome = worker.generation, list[bool]()
     worker.unregister(outcome, 0.2, 1.0)
@@ -514,8 +514,8 @@ def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
 
 def test_close_leaves_no_job_without_a_result(worker: WorkerSession, link: PaperLink) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
-    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
     worker.close(0.1)
     assert len(worker.results) == 2
     assert worker.wake_at() == float("inf")
@@ -555,8 +555,12 @@ def connect_small(worker: WorkerSession, link: PaperLink) -> None:
     worker.limits = SMALL
 
 
-def parts_of(link: PaperLink, kind: type[m.Store] | type[m.Load]) -> list[m.Store] | list[m.Load]:
-    return [message for message in link.sent if isinstance(message, kind)]  # type: ignore[return-value]
+def stores_in(link: PaperLink) -> list[m.Store]:
+    return [store for message in link.sent if isinstance(message, m.Submit) for store in message.stores]
+
+
+def loads_in(link: PaperLink) -> list[m.Load]:
+    return [load for message in link.sent if isinstance(message, m.Submit) for load in message.loads]
 
 
 def complete(worker: WorkerSession, sequence: int, *results: m.JobResult) -> None:
@@ -570,9 +574,9 @@ MANY = [m.GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
 
 def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerSession, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.store(1, MANY, 0.0)
+    worker.submit([m.Store(1, MANY)], [], 0.0)
     for sequence in range(1, 6):
-        parts = parts_of(link, m.Store)
+        parts = stores_in(link)
         assert len(parts) == min(5, sequence + 1), "a part goes out for each that ends"
         assert not worker.results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
@@ -584,10 +588,10 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerSession,
 
 def test_a_load_in_parts_ends_its_lease_with_the_last_part(worker: WorkerSession, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.load(1, 2**32, MANY, 0.0)
+    worker.submit([], [m.Load(1, 2**32, MANY)], 0.0)
     for sequence in range(1, 6):
-        complete(worker, sequence, m.JobResult(parts_of(link, m.Load)[sequence - 1].job_id, True, 10, 0.5))
-    assert [load.keep_lease for load in parts_of(link, m.Load)] == [True] * 4 + [False]
+        complete(worker, sequence, m.JobResult(loads_in(link)[sequence - 1].job_id, True, 10, 0.5))
+    assert [load.keep_lease for load in loads_in(link)] == [True] * 4 + [False]
     assert [(result.ok, result.bytes) for result in worker.results] == [(True, 50)]
 
 
@@ -595,35 +599,36 @@ def test_a_load_that_failed_in_part_is_over_when_nothing_of_it_can_land_any_more
     worker: WorkerSession, link: PaperLink
 ) -> None:
     connect_small(worker, link)
-    worker.load(1, 2**32, MANY, 0.0)
-    first, second = parts_of(link, m.Load)
-    worker.on_reply(m.Error(first.request_id, EPOCH, ErrorCode.UNKNOWN_LEASE, "Look up again."), 0.1)
+    worker.submit([], [m.Load(1, 2**32, MANY)], 0.0)
+    first, second = loads_in(link)
+    refusal = m.Refusal(first.job_id, ErrorCode.UNKNOWN_LEASE, "Look up again.")
+    worker.on_reply(m.JobsRefused(link.last(m.Submit).request_id, EPOCH, [refusal]), 0.1)
     assert not worker.results
     complete(worker, 1, m.JobResult(second.job_id, True, 10, 0.5))
     assert [(result.ok, result.error) for result in worker.results] == [(False, ErrorCode.UNKNOWN_LEASE)]
-    assert len(parts_of(link, m.Load)) == 2
+    assert len(loads_in(link)) == 2
 
 
 def test_what_was_cancelled_is_not_sent_any_more(worker: WorkerSession, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.store(1, MANY, 0.0)
-    worker.store(2, TRANSFER, 0.0)
+    worker.submit([m.Store(1, MANY)], [], 0.0)
+    worker.submit([m.Store(2, TRANSFER)], [], 0.0)
     worker.cancel([1, 2])
     assert [(result.job_id, result.error) for result in worker.results] == [(2, ErrorCode.CANCELLED)]
-    cancel, parts = link.last(m.Cancel), parts_of(link, m.Store)
+    cancel, parts = link.last(m.Cancel), stores_in(link)
     assert isinstance(cancel, m.Cancel)
     assert cancel.job_ids == [part.job_id for part in parts]
     for sequence, part in enumerate(parts, 1):
         complete(worker, sequence, m.JobResult(part.job_id, False, 0, 0.5, ErrorCode.CANCELLED))
     assert [result.job_id for result in worker.results] == [2, 1]
-    assert len(parts_of(link, m.Store)) == 2
+    assert len(stores_in(link)) == 2
 
 
 def test_stores_that_wait_for_room_keep_no_load_waiting(worker: WorkerSession, link: PaperLink) -> None:
     connect_small(worker, link)
-    worker.store(1, MANY, 0.0)
-    worker.load(2, 2**32, MANY, 0.0)
-    assert len(parts_of(link, m.Store)) == len(parts_of(link, m.Load)) == 2
+    worker.submit([m.Store(1, MANY)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, MANY)], 0.0)
+    assert len(stores_in(link)) == len(loads_in(link)) == 2
 
 
 def test_a_lookup_of_very_many_keys_is_asked_in_parts_under_one_lease(

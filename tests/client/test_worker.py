@@ -46,7 +46,7 @@ def test_completions_that_pub_drops_are_replayed(fake: FakeDaemon, worker: Worke
 
 
 def test_a_job_that_the_daemon_lost_fails(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.answers[m.Store] = lambda *_: None
+    fake.answers[m.Submit] = lambda *_: None
     worker.store(1, TRANSFER)
     result = take(worker, 1)[1]
     assert not result.ok
@@ -54,7 +54,7 @@ def test_a_job_that_the_daemon_lost_fails(fake: FakeDaemon, worker: WorkerClient
 
 
 def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
-    fake.answers[m.Load] = lambda request, _: m.Error(request.request_id, 1, ErrorCode.BAD_KEYS, "Bad.")
+    fake.answers[m.Submit] = lambda request, _: m.Error(request.request_id, 1, ErrorCode.BAD_KEYS, "Bad.")
     worker.load(1, 2**32, TRANSFER)
     assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
 

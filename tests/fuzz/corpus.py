@@ -50,8 +50,8 @@ def _requests() -> list[bytes]:
         m.Release(8, TOKEN, [2**32 + 1]),
         m.Invalidate(9, TOKEN, SPACE, [KEYS]),
         m.Reset(10, TOKEN, SPACE),
-        m.Store(11, TOKEN, NAME, 1, [PART]),
-        m.Load(12, TOKEN, NAME, 1, 2**32 + 1, [PART]),
+        m.Submit(11, TOKEN, NAME, [m.Store(1, [PART])]),
+        m.Submit(12, TOKEN, NAME, [], [m.Load(1, 2**32 + 1, [PART])]),
         m.Cancel(13, TOKEN, [1, 2]),
         m.Stats(14, TOKEN),
         m.Health(15, TOKEN),
@@ -74,7 +74,7 @@ def _requests() -> list[bytes]:
 
 def _replies() -> list[bytes]:
     replies: list[m.AnyReply] = [
-        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 10), 0, 1, 1, 1),
+        m.Welcome(1, 1, 1, "0.1", ["memfd"], m.Limits(*[1] * 11), 0, 1, 1, 1),
         m.HeartbeatReply(1, 1, 0, 0, [2**32]),
         m.ReplayReply(1, 1, [BATCH], [1]),
         m.Done(1, 1, 5),

@@ -109,11 +109,11 @@ class Requests:
         )
         match choices.of((*kinds[session.role] * 6, *every)):
             case "store":
-                return m.Store(i, token, name, choices.byte() % 8, self.parts())
+                return m.Submit(i, token, name, [m.Store(choices.byte() % 8, self.parts())])
             case "load":
                 lease_id = self.lease(session)
                 parts = self.leased(lease_id) if choices.byte() % 2 else []
-                return m.Load(i, token, name, choices.byte() % 8, lease_id, parts or self.parts())
+                return m.Submit(i, token, name, [], [m.Load(choices.byte() % 8, lease_id, parts or self.parts())])
             case "register":
                 return self.register(session, token, i)
             case "unregister":

@@ -213,7 +213,7 @@ class ServiceHarness:
             worker, lease_id = self.choices.of(workers), self.choices.of(leases).lease_id
             name = self.choices.of(list(worker.registrations))
             if parts := self.requests.leased(lease_id):
-                self.handle(m.Load(1, worker.token, name, 8 + self.choices.byte() % 8, lease_id, parts))
+                self.handle(m.Submit(1, worker.token, name, [], [m.Load(8 + self.choices.byte() % 8, lease_id, parts)]))
 
     def take_done(self) -> None:
         while self.done:
@@ -236,7 +236,8 @@ class ServiceHarness:
         service = self.service
         self.take_done()
         before, jobs = self.state(), self._jobs()
-        service.handle(b"sender", frame)
+        for _ in service.handle(b"sender", frame) or ():
+            pass
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies]
         service.context.outbox.replies.clear()
         after, accepted = self.state(), self._jobs() > jobs
@@ -251,7 +252,9 @@ class ServiceHarness:
             return
         if not replies:
             later = isinstance(message, m.Unregister | b.PutBlocks)
-            assert later or (isinstance(message, m.Store | m.Load) and accepted), message
+            assert later or (isinstance(message, m.Submit) and (accepted or not (message.stores or message.loads))), (
+                message
+            )
             return
         (reply,) = replies
         assert reply.request_id == message.request_id

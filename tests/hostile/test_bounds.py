@@ -40,17 +40,19 @@ def test_many_pages_times_many_blocks(target: Target) -> None:
         with WireClient(directory) as client, SharedMemory(BLOCKS * PAGE) as memory:
             name = hold(client, memory, 65_536, b"\7" * 32)
             one = m.GroupTransfer(0, keys(1), ids(1))
-            assert client.result(m.Store(client.next_id(), client.token, name, 1, [one])).ok
+            assert client.result(m.Submit(client.next_id(), client.token, name, [m.Store(1, [one])])).ok
             many = m.GroupTransfer(0, keys(*range(BLOCKS)), ids(*range(BLOCKS)))
             for number in range(20):
-                refusal = client.refused(m.Store(client.next_id(), client.token, name, number, [many]))
+                refusal = client.refused(m.Submit(client.next_id(), client.token, name, [m.Store(number, [many])]))
                 assert refusal.code is ErrorCode.TOO_MANY
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace(b"\7" * 32)
                 lookup = m.Lookup(1, scheduler.token, b"\7" * 32, 2**40, [m.GroupKeys(0, keys(1))])
                 assert scheduler.ask(lookup, m.LookupReply).pinned == 1
                 again = m.GroupTransfer(0, keys(*[1] * 500), ids(*range(BLOCKS)))
-                refusal = client.refused(m.Load(client.next_id(), client.token, name, 5, 2**40, [again]))
+                refusal = client.refused(
+                    m.Submit(client.next_id(), client.token, name, [], [m.Load(5, 2**40, [again])])
+                )
                 assert refusal.code is ErrorCode.TOO_MANY
 
     target.attack(attack)
@@ -64,7 +66,7 @@ def test_jobs_that_each_may_be_and_together_may_not(target: Target) -> None:
             name = hold(client, memory, 65_536, b"\6" * 32)
             for number in range(64):
                 one = m.GroupTransfer(0, keys(number), ids(1))
-                client.send(m.Store(1000 + number, client.token, name, number, [one]))
+                client.send(m.Submit(1000 + number, client.token, name, [m.Store(number, [one])]))
             client.send(m.Health(9999, client.token))
             while (reply := client.reply()).request_id != 9999:
                 assert isinstance(reply, m.Error)
@@ -81,7 +83,7 @@ def test_one_block_in_very_many_leases(target: Target) -> None:
             worker.open_namespace()
             name = worker.register(memory, PAGE)
             part = m.GroupTransfer(0, keys(1), ids(1))
-            assert worker.result(m.Store(worker.next_id(), worker.token, name, 1, [part])).ok
+            assert worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(1, [part])])).ok
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace()
                 pinned = 0
@@ -107,7 +109,7 @@ def test_the_whole_pool_under_leases(target: Target) -> None:
             for begin in range(0, count, 64):
                 numbers = range(begin, begin + 64)
                 part = m.GroupTransfer(0, keys(*numbers), ids(*numbers))
-                worker.result(m.Store(worker.next_id(), worker.token, name, begin, [part]))
+                worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(begin, [part])]))
             with WireClient(directory, m.Role.SCHEDULER) as scheduler:
                 scheduler.open_namespace()
                 for number in range(50):

@@ -68,11 +68,9 @@ def test_a_block_in_each_does_not_keep_namespaces_for_good(target: Target) -> No
                 with WireClient(directory) as client:
                     name = os.urandom(32)
                     assert isinstance(open_one(client, name), m.NamespaceOpened), number
-                    store = m.Store(
-                        client.next_id(), client.token, client.register(memory, PAGE, fingerprint=name), 1,
-                        [m.GroupTransfer(0, keys(1), ids(0))],
-                    )  # fmt: skip
-                    assert client.result(store).ok
+                    registration = client.register(memory, PAGE, fingerprint=name)
+                    store = m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])
+                    assert client.result(m.Submit(client.next_id(), client.token, registration, [store])).ok
 
     target.attack(attack)
 
@@ -99,7 +97,7 @@ def test_an_operator_clears_the_geometry_of_what_nobody_has_open(target: Target)
         assert isinstance(open_one(squatter, name), m.NamespaceOpened)
         registration = squatter.register(memory, PAGE, fingerprint=name)
         part = m.GroupTransfer(0, keys(1), ids(0))
-        assert squatter.result(m.Store(squatter.next_id(), squatter.token, registration, 1, [part])).ok
+        assert squatter.result(m.Submit(squatter.next_id(), squatter.token, registration, [m.Store(1, [part])])).ok
     with WireClient(target.directory, m.Role.ADMIN) as admin, WireClient(target.directory) as owner:
         refusal = open_one(owner, name, 2)
         assert isinstance(refusal, m.Error)

@@ -107,7 +107,9 @@ class Room:
     def store(self, *numbers: int) -> m.JobResult:
         self._job += 1
         part = m.GroupTransfer(0, keys(*numbers), ids(*(number % KEYS for number in numbers)))
-        return self.worker.result(m.Store(self.worker.next_id(), self.worker.token, b"r" * 16, self._job, [part]))
+        return self.worker.result(
+            m.Submit(self.worker.next_id(), self.worker.token, b"r" * 16, [m.Store(self._job, [part])])
+        )
 
 
 @pytest.fixture(scope="module")

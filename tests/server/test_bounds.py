@@ -40,13 +40,13 @@ def memory() -> Iterator[SharedMemory]:
 
 def load(client: WireClient, name: bytes, lease: int, part: m.GroupTransfer) -> m.Load:
     number = client.next_id()
-    return m.Load(number, client.token, name, number, lease, [part])
+    return m.Submit(number, client.token, name, [], [m.Load(number, lease, [part])])
 
 
 def store(client: WireClient, name: bytes, *numbers: int) -> m.JobResult:
     part = m.GroupTransfer(0, keys(*numbers), ids(*(number % BLOCKS for number in numbers)))
     number = client.next_id()
-    return client.result(m.Store(number, client.token, name, number, [part]))
+    return client.result(m.Submit(number, client.token, name, [m.Store(number, [part])]))
 
 
 def lookup(client: WireClient, lease: int, *numbers: int, extend: bool = False) -> m.LookupReply:
@@ -68,7 +68,7 @@ def test_a_small_request_for_a_large_plan_is_refused_before_it_is_planned(
     )  # fmt: skip
     worker.ask(request, m.Registered)
     part = m.GroupTransfer(0, keys(1, 2, 3), ids(1, 2, 3))
-    refusal = worker.refused(m.Store(worker.next_id(), worker.token, name, 1, [part]))
+    refusal = worker.refused(m.Submit(worker.next_id(), worker.token, name, [m.Store(1, [part])]))
     assert refusal.code is ErrorCode.TOO_MANY
     assert "300 pieces" in refusal.message
     twice = load(worker, name, 2**40, m.GroupTransfer(0, keys(1, 1), ids(1, 2)))

@@ -151,7 +151,7 @@ def test_engines_may_not_administer(daemon, role):
 def test_roles_keep_to_their_requests(daemon, worker):
     assert worker.refused(m.Lookup(1, worker.token, NAMESPACE, worker.lease(1), [])).code is ErrorCode.WRONG_ROLE
     with WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
-        store = m.Store(1, scheduler.token, b"r" * 16, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+        store = m.Submit(1, scheduler.token, b"r" * 16, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
         assert scheduler.refused(store).code is ErrorCode.WRONG_ROLE
 
 
@@ -169,7 +169,9 @@ def test_a_namespace_cannot_be_opened_with_another_geometry(worker):
 
 
 def test_a_session_does_nothing_with_a_lease_of_another(daemon, worker, memory):
-    assert worker.result(m.Store(1, worker.token, worker.register(memory), 1, [m.GroupTransfer(0, keys(1), ids(0))])).ok
+    assert worker.result(
+        m.Submit(1, worker.token, worker.register(memory), [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
+    ).ok
     with (
         WireClient(daemon.directory, m.Role.SCHEDULER) as owner,
         WireClient(daemon.directory, m.Role.SCHEDULER) as thief,
@@ -194,7 +196,7 @@ def test_keys_of_a_wrong_length_are_refused(daemon, worker, memory, blob):
         lookup = m.Lookup(1, scheduler.token, NAMESPACE, scheduler.lease(1), [m.GroupKeys(0, blob)])
         assert scheduler.refused(lookup).code is ErrorCode.BAD_KEYS
     registration = worker.register(memory)
-    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, blob, ids(0))])
+    store = m.Submit(1, worker.token, registration, [m.Store(1, [m.GroupTransfer(0, blob, ids(0))])])
     assert worker.refused(store).code is ErrorCode.BAD_KEYS
 
 
@@ -202,7 +204,7 @@ def test_keys_of_a_wrong_length_are_refused(daemon, worker, memory, blob):
 def test_bad_block_ids_are_refused_before_a_byte_moves(daemon, worker, memory, block_ids):
     registration = worker.register(memory)
     before = stats(daemon.directory)
-    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, keys(1), block_ids)])
+    store = m.Submit(1, worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1), block_ids)])])
     assert worker.refused(store).code is ErrorCode.BAD_BLOCK_IDS
     after = stats(daemon.directory)
     assert (after.store.jobs, after.pool.free_bytes) == (before.store.jobs, after.pool.pool_bytes)
@@ -211,27 +213,30 @@ def test_bad_block_ids_are_refused_before_a_byte_moves(daemon, worker, memory, b
 def test_one_bad_group_refuses_the_whole_job(daemon, worker, memory):
     registration = worker.register(memory)
     good, bad = m.GroupTransfer(0, keys(1), ids(0)), m.GroupTransfer(1, keys(2), ids(0))
-    assert worker.refused(m.Store(1, worker.token, registration, 1, [good, bad])).code is ErrorCode.BAD_GEOMETRY
-    twice = m.Store(2, worker.token, registration, 1, [good, good])
+    assert (
+        worker.refused(m.Submit(1, worker.token, registration, [m.Store(1, [good, bad])])).code
+        is ErrorCode.BAD_GEOMETRY
+    )
+    twice = m.Submit(2, worker.token, registration, [m.Store(1, [good, good])])
     assert worker.refused(twice).code is ErrorCode.BAD_KEYS
     assert stats(daemon.directory).pool.writing_bytes == 0
 
 
 def test_a_key_twice_in_one_store_is_refused(worker, memory):
     registration = worker.register(memory)
-    store = m.Store(1, worker.token, registration, 1, [m.GroupTransfer(0, keys(1, 1), ids(0, 1))])
+    store = m.Submit(1, worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1, 1), ids(0, 1))])])
     assert worker.refused(store).code is ErrorCode.BAD_KEYS
 
 
 def test_an_unknown_registration_is_refused(worker):
-    store = m.Store(1, worker.token, b"r" * 16, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+    store = m.Submit(1, worker.token, b"r" * 16, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
     assert worker.refused(store).code is ErrorCode.UNKNOWN_REGISTRATION
     assert worker.refused(m.Unregister(2, worker.token, b"r" * 16)).code is ErrorCode.UNKNOWN_REGISTRATION
 
 
 def test_a_load_under_an_unknown_lease_is_refused(worker, memory):
     registration = worker.register(memory)
-    load = m.Load(1, worker.token, registration, 1, 2**40, [m.GroupTransfer(0, keys(1), ids(0))])
+    load = m.Submit(1, worker.token, registration, [], [m.Load(1, 2**40, [m.GroupTransfer(0, keys(1), ids(0))])])
     assert worker.refused(load).code is ErrorCode.UNKNOWN_LEASE
 
 
@@ -448,6 +453,7 @@ def test_every_limit_is_told_in_welcome():
     flags = {
         "max_frame_size": "64KiB",
         "max_keys_per_request": "4",
+        "max_jobs_per_message": "3",
         "max_keys_per_job": "7",
         "max_pieces_per_job": "80",
         "max_pieces_in_flight": "90",
@@ -458,7 +464,7 @@ def test_every_limit_is_told_in_welcome():
         "max_segments": "6",
     }
     with DaemonProcess(**flags) as daemon, WireClient(daemon.directory) as client:
-        assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 7, 80, 90, 2, 3, 100, 5, 6)
+        assert client.hello(m.Role.WORKER).limits == m.Limits(65536, 4, 3, 7, 80, 90, 2, 3, 100, 5, 6)
 
 
 def test_an_idle_lifeline_that_says_no_hello_does_not_harm_others(daemon, worker):

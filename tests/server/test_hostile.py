@@ -164,7 +164,7 @@ def registration(client: WireClient, **changes: object) -> m.Register:
 
 def job(client: WireClient, name: bytes, number: int, *wanted: int) -> m.Store:
     part = m.GroupTransfer(0, keys(*wanted), ids(*(at % BLOCKS for at in range(len(wanted)))))
-    return m.Store(number, client.token, name, number, [part])
+    return m.Submit(number, client.token, name, [m.Store(number, [part])])
 
 
 # --- memory ----------------------------------------------------------------------------------------
@@ -373,7 +373,7 @@ def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient
         part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*range(4096)))
         accepted, request_id = 0, 100
         while accepted < 400:
-            load = m.Load(request_id, hostile.token, name, request_id, scheduler.lease(1), [part])
+            load = m.Submit(request_id, hostile.token, name, [], [m.Load(request_id, scheduler.lease(1), [part])])
             hostile.send(load)
             health = m.Health(request_id + 1, hostile.token)
             hostile.send(health)
@@ -484,7 +484,7 @@ def test_what_belongs_to_another_session_cannot_be_named(hostile: WireClient, vi
         assert own.pinned == 0
         name = hostile.register(memory)
         blocks = m.GroupTransfer(0, b"".join(VICTIM_KEYS), ids(*range(BLOCKS)))
-        load = m.Load(8, hostile.token, name, 8, lease, [blocks])
+        load = m.Submit(8, hostile.token, name, [], [m.Load(8, lease, [blocks])])
         assert hostile.refused(load).code is ErrorCode.UNKNOWN_LEASE
         assert not any(memory.view)
         cancel = hostile.ask(m.Cancel(9, hostile.token, list(range(100))), m.CancelReply)

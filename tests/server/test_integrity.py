@@ -37,7 +37,7 @@ class Engine:
         self._number += 1
         part = m.GroupTransfer(0, keys(*numbers), ids(*numbers))
         return self.worker.result(
-            m.Store(self.worker.next_id(), self.worker.token, self.registration, self._number, [part])
+            m.Submit(self.worker.next_id(), self.worker.token, self.registration, [m.Store(self._number, [part])])
         )
 
     def lookup(self, *numbers: int) -> list[int]:
@@ -63,7 +63,13 @@ class Engine:
         part = m.GroupTransfer(0, keys(*numbers), ids(*[KEYS + number for number in numbers]))
         lease = self.scheduler.lease(self._number)
         return self.worker.result(
-            m.Load(self.worker.next_id(), self.worker.token, self.registration, 1000 + self._number, lease, [part])
+            m.Submit(
+                self.worker.next_id(),
+                self.worker.token,
+                self.registration,
+                [],
+                [m.Load(1000 + self._number, lease, [part])],
+            )
         )
 
     def loaded(self, number: int) -> np.ndarray:

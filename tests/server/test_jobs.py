@@ -58,13 +58,13 @@ def scheduler(daemon: DaemonProcess) -> Iterator[WireClient]:
 
 def store(client: WireClient, registration: bytes, job: int, blob: bytes, block_ids: bytes) -> m.JobResult:
     return client.result(
-        m.Store(client.next_id(), client.token, registration, job, [m.GroupTransfer(0, blob, block_ids)])
+        m.Submit(client.next_id(), client.token, registration, [m.Store(job, [m.GroupTransfer(0, blob, block_ids)])])
     )
 
 
 def load(client: WireClient, registration: bytes, job: int, lease: int, blob: bytes, block_ids: bytes) -> m.JobResult:
     part = m.GroupTransfer(0, blob, block_ids)
-    return client.result(m.Load(client.next_id(), client.token, registration, job, lease, [part]))
+    return client.result(m.Submit(client.next_id(), client.token, registration, [], [m.Load(job, lease, [part])]))
 
 
 def lookup(client: WireClient, lease: int, blob: bytes, fingerprint: bytes = NAMESPACE) -> m.LookupReply:
@@ -184,7 +184,9 @@ def test_completions_come_over_pub(worker, memory):
     registration = worker.register(memory)
     # Once one message has come the subscription is known to work; from then on each must come exactly once.
     store(worker, registration, 0, keys(0), ids(0))
-    worker.send(m.Store(worker.next_id(), worker.token, registration, 1, [m.GroupTransfer(0, keys(1), ids(1))]))
+    worker.send(
+        m.Submit(worker.next_id(), worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(1))])])
+    )
     batch = worker.completions()
     while batch.results[0].job_id != 1:
         batch = worker.completions()
@@ -203,7 +205,7 @@ def test_unregister_ends_the_daemons_hold_on_the_memory(daemon, worker, memory):
     worker.ask(m.Unregister(worker.next_id(), worker.token, registration), m.Done)
     assert mapped() == 0
     refused = worker.refused(
-        m.Store(worker.next_id(), worker.token, registration, 1, [m.GroupTransfer(0, keys(1), ids(0))])
+        m.Submit(worker.next_id(), worker.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
     )
     assert refused.code is ErrorCode.UNKNOWN_REGISTRATION
 
@@ -228,13 +230,12 @@ def test_leases_end_with_their_time_unless_renewed():
             wait_until(first_is_gone)
             assert load(worker, registration, 2, kept, keys(2), ids(9)).ok
             refused = worker.refused(
-                m.Load(
+                m.Submit(
                     worker.next_id(),
                     worker.token,
                     registration,
-                    3,
-                    scheduler.lease(1),
-                    [m.GroupTransfer(0, keys(1), ids(0))],
+                    [],
+                    [m.Load(3, scheduler.lease(1), [m.GroupTransfer(0, keys(1), ids(0))])],
                 )
             )
             assert refused.code is ErrorCode.UNKNOWN_LEASE
@@ -247,9 +248,11 @@ def test_a_lease_that_is_to_be_kept_outlasts_the_loads_of_all_ranks(worker, sche
     assert lookup(scheduler, 5, keys(1)).pinned == 1
     lease, part = scheduler.lease(5), [m.GroupTransfer(0, keys(1), ids(7))]
     for job in (2, 3):
-        assert worker.result(m.Load(worker.next_id(), worker.token, registration, job, lease, part, keep_lease=True)).ok
+        assert worker.result(
+            m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(job, lease, part, keep_lease=True)])
+        ).ok
     assert load(worker, registration, 4, lease, keys(1), ids(7)).ok
-    refused = worker.refused(m.Load(worker.next_id(), worker.token, registration, 5, lease, part))
+    refused = worker.refused(m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(5, lease, part)]))
     assert refused.code is ErrorCode.UNKNOWN_LEASE
 
 
@@ -279,7 +282,7 @@ def kill_an_engine_in_mid_store(daemon: DaemonProcess, blob: bytes, page_bytes: 
             memory = SharedMemory(pages * page_bytes, "victim")
             registration = client.register(memory, page_bytes=page_bytes)
             parts = [m.GroupTransfer(0, blob, ids(*range(pages)))]
-            client.send(m.Store(client.next_id(), client.token, registration, 1, parts))
+            client.send(m.Submit(client.next_id(), client.token, registration, [m.Store(1, parts)]))
             os.write(write_end, client.session_id.to_bytes(8, "little"))
             time.sleep(60)
         finally:
@@ -350,12 +353,14 @@ def test_a_block_stored_in_part_is_stored_again_in_full_and_only_what_was_writte
 
     def store_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
         parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
-        return worker.result(m.Store(worker.next_id(), worker.token, registration, job, parts))
+        return worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)]))
 
     def load_from(job: int, first_block: int, block_ids: bytes) -> m.JobResult:
         assert lookup(scheduler, job, keys(1), of_two_pages).states == [bytes([2])]
         parts = [m.GroupTransfer(0, keys(1), block_ids, first_block)]
-        return worker.result(m.Load(worker.next_id(), worker.token, registration, job, scheduler.lease(job), parts))
+        return worker.result(
+            m.Submit(worker.next_id(), worker.token, registration, [], [m.Load(job, scheduler.lease(job), parts)])
+        )
 
     assert store_from(1, 1, ids(9)).bytes == PAGE
     assert load_from(2, 0, ids(20, 21)).error is ErrorCode.NOT_READY, "the first half was never written"

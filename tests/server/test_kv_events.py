@@ -56,7 +56,7 @@ def test_folding_the_stream_from_the_start_gives_the_index():
             for job in range(32):  # twice what the pool holds
                 numbers = range(job * 4, job * 4 + 4)
                 parts = [m.GroupTransfer(0, keys(*numbers), ids(*numbers))]
-                assert worker.result(m.Store(worker.next_id(), worker.token, registration, job, parts)).ok
+                assert worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)])).ok
             invalid = m.Invalidate(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(126, 127))])
             scheduler.ask(invalid, m.Done)
             asked = m.Lookup(
@@ -76,7 +76,7 @@ def test_a_replay_begins_where_it_is_asked_to(daemon):
         registration = worker.register(memory)
         for job in range(3):
             parts = [m.GroupTransfer(0, keys(job), ids(job))]
-            worker.result(m.Store(worker.next_id(), worker.token, registration, job, parts))
+            worker.result(m.Submit(worker.next_id(), worker.token, registration, [m.Store(job, parts)]))
         assert [sequence for _, sequence, _ in replay(daemon, 2)] == [2, 3]
         assert replay(daemon, 99) == []
 

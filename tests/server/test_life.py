@@ -136,7 +136,9 @@ def test_sigterm_lets_running_jobs_finish_and_refuses_new_ones(daemon):
     with WireClient(daemon.directory) as client, SharedMemory(16 * 2**20, "test") as memory:
         client.open_namespace()
         registration = client.register(memory, page_bytes=2**20)
-        store = m.Store(1, client.token, registration, 1, [m.GroupTransfer(0, keys(*range(16)), ids(*range(16)))])
+        store = m.Submit(
+            1, client.token, registration, [m.Store(1, [m.GroupTransfer(0, keys(*range(16)), ids(*range(16)))])]
+        )
         client.send(store)
         # Requests are handled in order: once this one is answered the store was accepted.
         client.ask(m.Health(client.next_id(), client.token), m.HealthReply)

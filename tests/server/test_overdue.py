@@ -12,19 +12,20 @@ from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.engine_jobs import EngineJobs, StoreJob
+from kvoffd.server.engine_jobs import EngineJobs, StoredGroup, StoreJobs
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
+from kvoffd.server.submission import Submission
 from kvoffd.transfer.engine import Outcome, Transfer
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupTransfer, Store
+from kvoffd_proto.messages import GroupTransfer, Store, Submit
 
 WRITING, READY, ABSENT = 1, 2, 0
 
 
-def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJob:
+def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJobs:
     """A store of an engine's that was accepted, and whose copy hangs."""
     namespace = rig.cache.namespaces[0]
     session = SimpleNamespace(
@@ -37,7 +38,9 @@ def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJob:
     )
     registration = SimpleNamespace(namespace=namespace, job_ended=lambda: None)
     owner = EngineJobs(Config(), rig.cache, 0, runner)
-    job = StoreJob(1, cast(Any, session), cast(Any, registration), owner)
+    one = np.zeros(1, dtype=np.int64)
+    group = StoredGroup(0, namespace.split(0, keys), np.arange(2, dtype=np.int32), np.arange(2), one, one, one, {})
+    job = StoreJobs((1,), cast(Any, session), cast(Any, registration), owner, [group])
     job.store_tickets.append(rig.cache.begin_store(namespace, 0, 0, keys))
     runner._running[job] = None
     return job
@@ -84,13 +87,13 @@ def test_a_store_that_hangs_is_in_flight_until_its_copy_has_ended() -> None:
     job = hung_store(rig, runner, keys_of(1))
     jobs = EngineJobs(Config(max_jobs_in_flight=1), rig.cache, 0, runner)
     registration = cast(Any, SimpleNamespace(namespace=namespace))
-    store = Store(1, b"t" * 16, b"r" * 16, 2, [])
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1), hanging={job})
+    submission = Submission(jobs, session, Submit(1, b"t" * 16, b"r" * 16), 0)
     with pytest.raises(KvoffdError) as refusal:
-        jobs.check_limits(session, registration, store)
+        submission.check(registration, Store(2, []), storing=True)
     assert refusal.value.code is ErrorCode.TOO_MANY
     session.hanging.clear()
-    jobs.check_limits(session, registration, store)
+    submission.check(registration, Store(2, []), storing=True)
 
 
 def test_the_pieces_of_all_jobs_of_a_session_are_bounded() -> None:
@@ -98,17 +101,18 @@ def test_the_pieces_of_all_jobs_of_a_session_are_bounded() -> None:
     namespace = rig.open()
     jobs = EngineJobs(Config(max_pieces_in_flight=100), rig.cache, 0, runner_of(rig))
     session = Session(1, b"t" * 16, Peer(0, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
-    layout = SimpleNamespace(page_bytes=np.ones(30))
+    layout = SimpleNamespace(page_bytes=np.ones(30), blocks_per_key=1)
     registration = cast(Any, SimpleNamespace(namespace=namespace, layouts=[layout]))
-    store = Store(1, b"t" * 16, b"r" * 16, 2, [GroupTransfer(0, keys_of(1, 2), bytes(8))])
-    assert jobs.check_limits(session, registration, store) == 60
+    store = Store(2, [GroupTransfer(0, keys_of(1, 2), bytes(8))])
+    submission = Submission(jobs, session, Submit(1, b"t" * 16, b"r" * 16), 0)
+    assert submission.check(registration, store, storing=True) == 60
     session.pieces = 41
     with pytest.raises(KvoffdError, match="have 41 pieces") as refusal:
-        jobs.check_limits(session, registration, store)
+        submission.check(registration, store, storing=True)
     assert refusal.value.code is ErrorCode.TOO_MANY
     session.pieces = 40
     layout.page_bytes = np.ones(1)
-    assert jobs.check_limits(session, registration, store) == 16, "a key counts as eight at least"
+    assert submission.check(registration, store, storing=True) == 16, "a key counts as eight at least"
 
 
 def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
@@ -122,16 +126,18 @@ def test_the_time_of_a_job_begins_before_its_slots_are_taken() -> None:
         memory=SimpleNamespace(node=None, engine=SimpleNamespace(submit=transfers.append)),
         job_started=lambda: None,
     )
-    begin_store = rig.cache.begin_store
+    begin_stores = rig.cache.begin_stores
 
-    def slow_begin_store(*arguments: Any) -> StoreTicket:
+    def slow_begin_stores(*arguments: Any) -> StoreTicket:
         rig.clock.now += 2.0
-        return begin_store(*arguments)
+        return begin_stores(*arguments)
 
-    rig.cache.begin_store = slow_begin_store  # type: ignore[method-assign]
-    session = cast(Any, SimpleNamespace(id=1, peer=Peer(1, 0, 0), jobs={}, store_bytes=0, pieces=0))
+    rig.cache.begin_stores = slow_begin_stores  # type: ignore[method-assign]
+    session = Session(1, b"t" * 16, Peer(1, 0, 0), Lifeline(), 0.0, CompletionLog(1, 1))
+    session.registrations[b"r" * 16] = cast(Any, registration)
     jobs = EngineJobs(Config(), rig.cache, 0, runner)
     accepted_at = rig.clock.now
-    job = StoreJob(1, session, cast(Any, registration), jobs)
-    jobs.start(job, [GroupTransfer(0, keys_of(1), bytes(4))])
+    message = Submit(1, b"t" * 16, b"r" * 16, [Store(1, [GroupTransfer(0, keys_of(1), bytes(4))])])
+    assert not list(Submission(jobs, session, message, 0).run())
+    job = session.jobs[1]
     assert (job.accepted_at, transfers[0].deadline) == (accepted_at, accepted_at + 30.0)

@@ -94,7 +94,12 @@ class Audit:
 
     def check_jobs(self) -> None:
         """After a flush: the jobs without a completion are those that run."""
-        running = {(job.session.id, job.id) for job in self._service.context.runner._running if not job.answered}
+        running = {
+            (job.session.id, job_id)
+            for job in self._service.context.runner._running
+            if not job.answered
+            for job_id in job.ids
+        }
         if running != self.unfinished:
             lost, unknown = self.unfinished - running, running - self.unfinished
             raise Broken(f"jobs without completion {sorted(lost)}, jobs that should have ended {sorted(unknown)}")

@@ -226,14 +226,19 @@ class SimDaemon:
         if cache._LeasedBlocks__deferred is None:  # type: ignore[attr-defined]  # else looking would enter pins
             before = self._holdings()
         sent = len(service.context.outbox.replies)
-        service.handle(dealer.name, frame)
+        for _ in service.handle(dealer.name, frame) or ():
+            pass
         replies = [codec.decode_reply(reply) for _, reply in service.context.outbox.replies[sent:]]
         self.clock.note(
             f"{dealer.name.hex()} {type(request).__name__} {crc32(frame)} {[type(reply).__name__ for reply in replies]}"
         )
         if self._world.log.failure is not None:
             raise Broken(f"{type(request).__name__} failed inside the daemon: {self._world.log.failure!r}")
-        if any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
+        jobs = [*request.stores, *request.loads] if isinstance(request, m.Submit) else []
+        refusals = [one for reply in replies if isinstance(reply, m.JobsRefused) for one in reply.refused]
+        refused = [one.job_id for one in refusals]
+        none = 0 < len(jobs) == len(refused) and all(one.code is not ErrorCode.INTERNAL for one in refusals)
+        if none or any(isinstance(reply, m.Error) and reply.code is not ErrorCode.INTERNAL for reply in replies):
             after = self._holdings()
             if before is not None and before != after:
                 raise Broken(f"a refused {type(request).__name__} changed something: {before} became {after}")
@@ -247,10 +252,14 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif isinstance(request, m.Store | m.Load):
-            self.audit.accept(self._session_of_token[request.token], request.job_id)
-        elif not isinstance(request, m.Unregister):
+        elif not isinstance(request, m.Submit | m.Unregister):
             raise Broken(f"no reply to a {type(request).__name__}")
+        if isinstance(request, m.Submit) and not any(isinstance(reply, m.Error) for reply in replies):
+            for job in jobs:
+                if job.job_id in refused:  # once: the same id may have come twice
+                    refused.remove(job.job_id)
+                else:
+                    self.audit.accept(self._session_of_token[request.token], job.job_id)
 
     def _holdings(self) -> tuple[PoolUsage, int, int]:
         """What a refused request must leave as it is."""

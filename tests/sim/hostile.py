@@ -164,11 +164,19 @@ class Hostile:
     def _store(self) -> None:
         self._job_id = self._rng.choice((self._job_id, self._job_id + 1))
         name = self._rng.choice((self._registration, self._registration, bytes(16)))
-        self._send(m.Store(self._id(), self._token, name, self._job_id, self._parts()))
+        self._send(m.Submit(self._id(), self._token, name, [m.Store(self._job_id, self._parts())]))
 
     def _load(self) -> None:
         self._job_id += 1
-        self._send(m.Load(self._id(), self._token, self._registration, self._job_id, self._some_lease(), self._parts()))
+        self._send(
+            m.Submit(
+                self._id(),
+                self._token,
+                self._registration,
+                [],
+                [m.Load(self._job_id, self._some_lease(), self._parts())],
+            )
+        )
 
     def _some_lease(self) -> int:
         session = self._rng.choice((self._session_id, self._rng.randint(1, self._session_id)))

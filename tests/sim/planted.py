@@ -70,7 +70,7 @@ PLANTED = (
     Planted(
         "copy one piece too few",
         "kvoffd.transfer.plan",
-        "plan_copy",
+        "plan_blocks",
         "nbytes = int(ids.size) * int(layout.page_bytes.sum())",
         "engine, pool, size = engine[:-1], pool[:-1], size[:-1]; nbytes = int(size.sum())",
     ),
@@ -91,7 +91,7 @@ PLANTED = (
     Planted(
         "a cache method forgot to apply deferred pins",
         "kvoffd.cache.cache",
-        "BlockCache.begin_store",
+        "BlockCache.begin_stores",
         "blocks = self.blocks",
         "blocks = self._LeasedBlocks__blocks",
     ),
@@ -113,15 +113,15 @@ PLANTED = (
         "lose a completion",
         "kvoffd.server.session",
         "CompletionLog.add",
-        "self._pending.append(result)",
-        "self._pending += [result] if result.job_id % 7 else []",
+        "self._pending += results",
+        "self._pending += [result for result in results if result.job_id % 7]",
     ),
     Planted(
         "complete twice",
         "kvoffd.server.session",
         "CompletionLog.add",
-        "self._pending.append(result)",
-        "self._pending += [result, result] if result.job_id % 7 == 3 else [result]",
+        "self._pending += results",
+        "self._pending += [*results, *(result for result in results if result.job_id % 7 == 3)]",
     ),
     Planted(
         "commit after EOF",
@@ -133,9 +133,9 @@ PLANTED = (
     Planted(
         "commit what failed half-way",
         "kvoffd.server.engine_jobs",
-        "StoreJob.end",
-        "done = outcome is Outcome.DONE",
-        "done = outcome is not Outcome.CANCELLED",
+        "StoreJobs.end",
+        "if outcome is not Outcome.DONE:",
+        "if outcome is Outcome.CANCELLED:",
     ),
     Planted(
         "evict a pinned block",
@@ -147,14 +147,14 @@ PLANTED = (
     Planted(
         "wrong slot offset",
         "kvoffd.server.engine_jobs",
-        "EngineJobs._plan",
-        "np.uint64(self.pool_address)",
-        "np.uint64(self.pool_address + 8 * (keys > 2))",
+        "StoreJobs._plan",
+        "np.uint64(owner.pool_address)",
+        "np.uint64(owner.pool_address + 8 * (len(part.keys) > 2))",
     ),
     Planted(
         "a checksum too early",
         "kvoffd.transfer.plan",
-        "plan_copy",
+        "plan_blocks",
         'side="right"',
         'side="left"',
     ),
@@ -182,9 +182,9 @@ PLANTED = (
     Planted(
         "block id one beyond the tensor",
         "kvoffd.transfer.plan",
-        "check_blocks",
-        "highest >= layout.block_limit",
-        "highest > layout.block_limit",
+        "blocks_outside",
+        ">= min(layout.block_limit",
+        "> min(layout.block_limit",
     ),
     Planted(
         "any token will do",

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd_client.client_session import Phase
 from kvoffd_client.worker_session import WorkerSession
-from kvoffd_proto.messages import GroupTransfer, JobResult
+from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
 from tests.sim.client import SimClient
 from tests.sim.clock import Broken, Process
 from tests.sim.memory import WorkerMemory
@@ -38,6 +38,8 @@ class Rank:
         self._sent_at: dict[int, float] = {}
         self._issued = 0
         self._on_change = on_change
+        self._rng = rng
+        self._unsent: list[Store] = []
         self.client: SimClient[WorkerSession] = SimClient(
             world.clock,
             world.network,
@@ -59,8 +61,17 @@ class Rank:
         job_id = self._issued
         self._sent_at[job_id] = self._clock.now
         self._clock.note(f"{self.process.name} stores, job {job_id}")
-        self.process.run(lambda: self.client.act(lambda now: self.session.store(job_id, groups, now)))
+        self._unsent.append(Store(job_id, list(groups)))
+        if self._rng.random() < 0.5:  # as in a step of an engine, several go out together
+            self.process.after(0.0005, self._send)
+        else:
+            self._send()
         return job_id
+
+    def _send(self) -> None:
+        stores, self._unsent = self._unsent, []
+        if stores:
+            self.process.run(lambda: self.client.act(lambda now: self.session.submit(stores, [], now)))
 
     def load(self, lease_id: int, groups: Sequence[GroupTransfer], places: list[Place]) -> int:
         """Send a load into ``places``, which are the daemon's until its result; its number."""
@@ -71,7 +82,9 @@ class Rank:
         self._clock.note(f"{self.process.name} loads, job {job_id}")
         for group, _, _, block in places:
             self.memory.allow(group, block, True)
-        self.process.run(lambda: self.client.act(lambda now: self.session.load(job_id, lease_id, groups, now)))
+        self.process.run(
+            lambda: self.client.act(lambda now: self.session.submit([], [Load(job_id, lease_id, list(groups))], now))
+        )
         return job_id
 
     def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
@@ -83,6 +96,7 @@ class Rank:
                 self._clock.note(f"{self.process.name} gives up at a fence for {list(job_ids)}")
                 self.client.act(self.session.abandon_stores)
 
+        self._send()
         self.process.run(lambda: self.client.act(lambda _: self.session.cancel(job_ids)))
         self.process.after(timeout_s, overdue)
 

@@ -21,7 +21,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
-LIMITS = m.Limits(1 << 20, 65536, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
+LIMITS = m.Limits(1 << 20, 65536, 1024, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
 
@@ -166,8 +166,10 @@ class FakeDaemon:
 
         self.do(step)
 
-    def seen(self, kind: type) -> list[m.AnyRequest]:
-        return [request for request in self.requests if type(request) is kind]
+    def seen(self, kind: type) -> list[m.AnyRequest | m.Store | m.Load]:
+        """The requests of a kind, or the stores or loads in them."""
+        jobs = [job for one in self.requests if isinstance(one, m.Submit) for job in (*one.stores, *one.loads)]
+        return [one for one in (*self.requests, *jobs) if type(one) is kind]
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -275,10 +277,11 @@ class FakeDaemon:
                 return m.ReplayReply(
                     *head, [batch for batch in peer.batches if batch.sequence > request.after], list(peer.jobs)
                 )
-            case m.Store() | m.Load():
-                peer.jobs[request.job_id] = request
-                if not self.hold_jobs:
-                    self._finish(peer, request.job_id, True)
+            case m.Submit():
+                for job in (*request.loads, *request.stores):
+                    peer.jobs[job.job_id] = job
+                    if not self.hold_jobs:
+                        self._finish(peer, job.job_id, True)
                 return None
             case m.Cancel():
                 return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])

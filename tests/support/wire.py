@@ -116,8 +116,12 @@ class WireClient(Closing):
         assert reply.request_id == request.request_id
         return reply
 
-    def refused(self, request: m.AnyRequest) -> m.Error:
-        return self.ask(request, m.Error)
+    def refused(self, request: m.AnyRequest) -> m.Error | m.Refusal:
+        """Why a request is refused, or the one job of a Submit."""
+        reply = self.raw(codec.encode(request))
+        assert isinstance(reply, m.Error | m.JobsRefused), reply
+        assert reply.request_id == request.request_id
+        return reply if isinstance(reply, m.Error) else reply.refused[0]
 
     def send(self, request: m.AnyRequest) -> None:
         self.jobs.send(codec.encode(request))
@@ -176,14 +180,15 @@ class WireClient(Closing):
         _, _, payload = self.events.recv_multipart()
         return codec.decode_completions(payload)
 
-    def result(self, request: m.Store | m.Load) -> m.JobResult:
+    def result(self, request: m.Submit) -> m.JobResult:
         """Send a job and return its result, by asking: a subscription just made may miss the first message."""
+        (job,) = (*request.stores, *request.loads)
         self.send(request)
 
         def result() -> m.JobResult | None:
             reply = self.ask(m.Replay(self.next_id(), self.token, 0), m.ReplayReply)
             results = (result for batch in reply.batches for result in batch.results)
-            return next((result for result in results if result.job_id == request.job_id), None)
+            return next((result for result in results if result.job_id == job.job_id), None)
 
         found = wait_until(result, JOB_DEADLINE_S, interval_s=0.001)
         assert found is not None

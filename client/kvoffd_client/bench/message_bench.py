@@ -18,7 +18,17 @@ from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, LoadGenerato
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 from kvoffd_proto.codec import encode
-from kvoffd_proto.messages import Completions, GroupKeys, GroupTransfer, JobResult, Load, Lookup, LookupReply, Store
+from kvoffd_proto.messages import (
+    Completions,
+    GroupKeys,
+    GroupTransfer,
+    JobResult,
+    Load,
+    Lookup,
+    LookupReply,
+    Store,
+    Submit,
+)
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
 JOBS_FLOOR = (
@@ -169,8 +179,8 @@ def bench_jobs(
         engine.store(key, _BLOCK_IDS)
         transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
         registration_id, job_id = bytes(16), 1000
-        store_echo = _job_echo(Store(_LARGE, _TOKEN, registration_id, job_id, [transfer]))
-        load_echo = _job_echo(Load(_LARGE, _TOKEN, registration_id, job_id, _LARGE, [transfer]))
+        store_echo = _job_echo(Submit(_LARGE, _TOKEN, registration_id, [Store(job_id, [transfer])]))
+        load_echo = _job_echo(Submit(_LARGE, _TOKEN, registration_id, [], [Load(job_id, _LARGE, [transfer])]))
         for name, job, request in (
             ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), store_echo),
             ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo),
@@ -222,7 +232,7 @@ def _echo_rate(echo: Echo, request: bytes, count: int, in_flight: int) -> float:
     return count / (time.perf_counter() - begin)
 
 
-def _job_echo(job: Store | Load) -> bytes:
+def _job_echo(job: Submit) -> bytes:
     """Return an echo request of as many bytes as the job's frame, for as many as its completion's."""
     result = JobResult(job_id=1000, ok=True, bytes=PAGE_BYTES, seconds=1e-4)
     completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=[result])
