@@ -111,9 +111,9 @@ class WorkerClient(SessionClient[WorkerSession]):
     def fence(self, job_ids: Iterable[int], timeout_s: float, unsent: int = 0) -> None:
         """Wait until the daemon touches the blocks of these jobs no more; then each of them has a result.
 
-        What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are abandoned: the lifeline
-        is closed, so that the daemon will not commit them, they fail here, and the client connects again. Loads are
-        waited for however long it takes, since a copy may still land: a completion or the daemon's death ends that.
+        What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are
+        abandoned: the lifeline is closed, so that the daemon will not commit them, they fail here, and the client
+        connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the daemon's death ends that.
         Unknown ids are ignored. Results stay for take_results(). ``unsent`` is how many stores the caller has dropped
         at this fence before it submitted them, for the daemon's count.
         """

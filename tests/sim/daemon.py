@@ -323,7 +323,7 @@ class SimDaemon:
         stream = cast(Lifeline, job.session.lifeline)
         held = stream.server_open and (stream.client_open or stream.to_daemon.under_way > 1)
         commits = self.pool.commits
-        self.clock.note(f"finished {job.session.id}/{job.id} {job.session.name} {outcome.value}")
+        self.clock.note(f"finished {job.session.id}/{list(job.ids)} {job.session.name} {outcome.value}")
         self._transfer_done(job, outcome)
         if job.direction is Direction.STORE and self.pool.commits > commits:
             if not held:
