@@ -113,9 +113,9 @@ class WorkerClient(SessionClient[WorkerSession]):
 
         What has not started after FENCE_PATIENCE_S is cancelled. Stores that still run after ``timeout_s`` seconds are
         abandoned: the lifeline is closed, so that the daemon will not commit them, they fail here, and the client
-        connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the daemon's death ends that.
-        Unknown ids are ignored. Results stay for take_results(). ``unsent`` is how many stores the caller has dropped
-        at this fence before it submitted them, for the daemon's count.
+        connects again. Loads are waited for however long it takes, since a copy may still land: a completion or the
+        daemon's death ends that. Unknown ids are ignored. Results stay for take_results(). ``unsent`` is how many
+        stores the caller has dropped at this fence before it submitted them, for the daemon's count.
         """
         connection, session = self._connection, self._session
         wanted = set(job_ids)
