@@ -43,6 +43,15 @@ def ids(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(4, "little", signed=True) for number in numbers)
 
 
+def refusal_of(reply: m.AnyReply) -> m.Error | m.Refusal:
+    """What a refusal says of the whole request, or of the one job of a Submit."""
+    assert isinstance(reply, m.Error | m.JobsRefused), reply
+    if isinstance(reply, m.Error):
+        return reply
+    (refusal,) = reply.refused
+    return refusal
+
+
 class WireClient(Closing):
     """One session, opened step by step."""
 
@@ -119,9 +128,8 @@ class WireClient(Closing):
     def refused(self, request: m.AnyRequest) -> m.Error | m.Refusal:
         """Why a request is refused, or the one job of a Submit."""
         reply = self.raw(codec.encode(request))
-        assert isinstance(reply, m.Error | m.JobsRefused), reply
         assert reply.request_id == request.request_id
-        return reply if isinstance(reply, m.Error) else reply.refused[0]
+        return refusal_of(reply)
 
     def send(self, request: m.AnyRequest) -> None:
         self.jobs.send(codec.encode(request))
