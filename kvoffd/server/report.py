@@ -28,6 +28,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         context,
         cache,
         context.loop_watch,
+        context.jobs,
         request_id=message.request_id,
         daemon_version=__version__,
         pid=os.getpid(),

@@ -392,6 +392,12 @@ class StatsReply(Reply, frozen=True):
             "are forgotten included."
         ),
     ] = field(default_factory=list)
+    cancelled_stores: Annotated[
+        Count, counter("Stores that a client cancelled before their copy began, since their blocks were wanted.")
+    ] = 0
+    unsent_stores: Annotated[
+        Count, counter("Stores that clients dropped before they sent them, since their blocks were wanted.")
+    ] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)
