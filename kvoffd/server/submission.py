@@ -112,10 +112,8 @@ class Submission:
             if len(part.block_ids) % BLOCK_ID_BYTES:
                 raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
             keys, blocks = len(part.keys) // namespace.key_bytes, len(part.block_ids) // BLOCK_ID_BYTES
-            layout = registration.layouts[part.group]
-            check_count(layout, blocks, keys, part.first_block, storing)
             all_keys += keys
-            pieces += blocks * layout.page_bytes.size
+            pieces += blocks * registration.layouts[part.group].page_bytes.size
         if len(job.groups) > 1 and len({part.group for part in job.groups}) < len(job.groups):
             raise BadKeys("A group is named twice in one job; put its keys into one part.")
         if all_keys > config.max_keys_per_job or pieces > config.max_pieces_per_job:
@@ -124,6 +122,9 @@ class Submission:
                 f"{config.max_pieces_per_job} are allowed; send it as several jobs.",
                 ErrorCode.TOO_MANY,
             )
+        for part in job.groups:
+            keys, blocks = len(part.keys) // namespace.key_bytes, len(part.block_ids) // BLOCK_ID_BYTES
+            check_count(registration.layouts[part.group], blocks, keys, part.first_block, storing)
         pieces = max(pieces, all_keys * PIECES_PER_KEY)
         known = session.pieces + self._part_pieces
         if known + pieces > config.max_pieces_in_flight and known:

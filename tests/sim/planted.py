@@ -106,8 +106,8 @@ PLANTED = (
         "reuse a slot in flight",
         "kvoffd.server.jobs",
         "JobRunner.abandon",
-        "for job in jobs:",
-        "for job in jobs:\n        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
+        "for job in dict.fromkeys(jobs):",
+        "for job in dict.fromkeys(jobs):\n        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
     ),
     Planted(
         "lose a completion",

@@ -25,7 +25,7 @@ def test_a_planted_fault_is_found_within_the_ordinary_seeds(planted: Planted) ->
 
 
 def test_a_failure_is_shrunk_to_a_smaller_one_that_still_fails() -> None:
-    planted = next(planted for planted in PLANTED if planted.name == "commit after EOF")
+    planted = next(planted for planted in PLANTED if planted.name == "lose a completion")
     with planted.plant():
         found = (outcome for seed in range(SEEDS) if (outcome := run(Scenario(seed))).problem is not None)
         # The first one may be as small as it gets already.
