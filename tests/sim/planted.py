@@ -107,7 +107,8 @@ PLANTED = (
         "kvoffd.server.jobs",
         "JobRunner.abandon",
         "for job in dict.fromkeys(jobs):",
-        "for job in dict.fromkeys(jobs):\n        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
+        "for job in dict.fromkeys(jobs):\n"
+        "        while job.store_tickets: self._cache.abort_store(job.store_tickets.pop())",
     ),
     Planted(
         "lose a completion",
