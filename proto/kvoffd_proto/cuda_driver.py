@@ -88,6 +88,14 @@ RELAUNCH_ERRORS = frozenset(
 _TEXT_BYTES = 128
 # A driver call may open a few files of its own.
 _SPARE_DESCRIPTORS = 8
+_NO_GPU = (
+    "This process sees no GPU: see nvidia-smi where it runs, and give its container GPUs (NVIDIA_VISIBLE_DEVICES=all; "
+    "CUDA_VISIBLE_DEVICES unset)."
+)
+_NO_START = (
+    "The driver does not start: see nvidia-smi where it runs. Its kernel module may be missing or of another version, "
+    "or this process may not open /dev/nvidia*."
+)
 
 
 # The structs are those of cuda.h, which STRUCTS names; so are their fields.
@@ -264,13 +272,13 @@ def declare(library: ctypes.CDLL, prototypes: dict[str, tuple[str, ...]]) -> Non
 
 
 class CudaCallFailed(Exception):
-    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``.
+    """A call of the driver failed: ``call``, its ``status`` and the status's ``name``; ``advice`` is further sentences.
 
     Each side derives its own exception from this class and from the root of its exceptions.
     """
 
-    def __init__(self, call: str, status: int, name: str) -> None:
-        super().__init__(f"{call} failed: {name} ({status}).")
+    def __init__(self, call: str, status: int, name: str, advice: str = "") -> None:
+        super().__init__(f"{call} failed: {name} ({status}). {advice}".rstrip())
         self.call = call
         self.status = status
         self.name = name
@@ -323,14 +331,15 @@ class CudaLibrary:
     def _text(self, name: str, device: int) -> str:
         return self._bytes(_TEXT_BYTES, name, _TEXT_BYTES, device).partition(b"\0")[0].decode(errors="replace")
 
-    def error(self, call: str, status: int) -> CudaCallFailed:
+    def error(self, call: str, status: int, advice: str = "") -> CudaCallFailed:
         name = ctypes.c_char_p()
         known = self._library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value is not None
-        return self.call_failed(call, status, (name.value or b"").decode() if known else "an unknown error")
+        return self.call_failed(call, status, (name.value or b"").decode() if known else "an unknown error", advice)
 
     def init(self) -> None:
-        """Start the driver. Repeatable."""
-        self._call("cuInit", 0)
+        """Start the driver. Repeatable. The error says what is missing."""
+        if status := self._library.cuInit(0):
+            raise self.error("cuInit", status, _NO_GPU if status == ERROR_NO_DEVICE else _NO_START)
 
     def version(self) -> int:
         """Return the highest CUDA version that the driver supports: 1000 * major + 10 * minor."""

@@ -44,6 +44,15 @@ def test_our_declarations_are_those_of_the_header(version: str) -> None:
     assert differences(OURS, include_directory(version)) == {}
 
 
+def test_what_older_headers_are_said_to_lack_they_lack() -> None:
+    for version in VERSIONS:
+        include = include_directory(version)
+        missing = {name for name, since in OURS.since.items() if since > header_version(include)}
+        assert set(differences(replace(OURS, since={}), include)) == missing
+    gone = replace(OURS, gone={})
+    assert list(differences(gone, include_directory("newest"))) == list(cuda.OPTIONAL)
+
+
 def test_no_other_calls_of_cuda_are_made() -> None:
     """No code names a call that the tables do not declare, or loads another library of CUDA."""
     known = {*OURS.prototypes, cuda.BATCH_SYMBOL}

@@ -225,12 +225,11 @@ static CUresult enter(const char *name) {
         note("%s fails", name);
         return lose(status);
     }
-    return CUDA_SUCCESS;
+    return initialised || !strcmp(name, "cuInit") || !strcmp(name, "cuGetProcAddress_v2") ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 
 #define ENTER(name) pthread_mutex_lock(&lock); CUresult status = enter(name); if (status) return leave(status);
-#define NEED_INIT if (!initialised) return leave(CUDA_ERROR_NOT_INITIALIZED);
-#define NEED_DEVICE(device) NEED_INIT if (device < 0 || device >= devices) return leave(CUDA_ERROR_INVALID_DEVICE);
+#define NEED_DEVICE(device) if (device < 0 || device >= devices) return leave(CUDA_ERROR_INVALID_DEVICE);
 #define NEED_CONTEXT if (current < 0 || contexts[current] < 1) return leave(CUDA_ERROR_INVALID_CONTEXT); if (lost) return leave(lost);
 #define NEED(condition) if (!(condition)) return leave(CUDA_ERROR_INVALID_VALUE);
 #define NEED_HANDLE(condition) if (!(condition)) return leave(CUDA_ERROR_INVALID_HANDLE);
@@ -300,7 +299,7 @@ CUresult cuGetErrorName(CUresult code, const char **out) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) if (names[i].code == code) { *out = names[i].name; return 0; }
     return CUDA_ERROR_INVALID_VALUE;
 }
-CUresult cuDeviceGetCount(int *out) { ENTER("cuDeviceGetCount") NEED_INIT *out = devices; return leave(0); }
+CUresult cuDeviceGetCount(int *out) { ENTER("cuDeviceGetCount") *out = devices; return leave(0); }
 CUresult cuDeviceGet(CUdevice *out, int ordinal) { ENTER("cuDeviceGet") NEED_DEVICE(ordinal) *out = ordinal; return leave(0); }
 CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device) { ENTER("cuDeviceGetUuid") NEED_DEVICE(device) memset(out, 0x10 + first + device, sizeof *out); return leave(0); }
 CUresult cuDeviceGetUuid_v2(CUuuid *out, CUdevice device) {
@@ -345,7 +344,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     current = device;
     return leave(0);
 }
-CUresult cuCtxGetCurrent(CUcontext *out) { *out = (CUcontext)(intptr_t)(current + 1); return 0; }
+CUresult cuCtxGetCurrent(CUcontext *out) { ENTER("cuCtxGetCurrent") *out = (CUcontext)(intptr_t)(current + 1); return leave(0); }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { ENTER("cuCtxGetStreamPriorityRange") NEED_CONTEXT *least = 0; *greatest = -5; return leave(0); }
 
 /* --- streams and events: of one context, and never the null stream --- */
@@ -476,7 +475,8 @@ static CUresult batch_13000(CUdeviceptr *to, CUdeviceptr *from, size_t *size, si
 CUresult cuGetProcAddress_v2(const char *symbol, void **out, int wanted, cuuint64_t flags, CUdriverProcAddressQueryResult *found) {
     ENTER("cuGetProcAddress_v2") NEED(flags == CU_GET_PROC_ADDRESS_DEFAULT)
     *out = NULL; *found = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    if (strcmp(symbol, "cuMemcpyBatchAsync") || version < 12080 || wanted < 12080 || batch_missing) return leave(0);
+    if (strcmp(symbol, "cuMemcpyBatchAsync") || version < 12080 || batch_missing) return leave(0);
+    if (wanted < 12080) { *found = CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT; return leave(0); }
     /* Asked for a form that is newer than itself, it gives the one it has. */
     PFN_cuMemcpyBatchAsync_v12080 older = batch_12080;
     PFN_cuMemcpyBatchAsync_v13000 newer = batch_13000;
@@ -657,7 +657,7 @@ static CUresult new_allocation(CUmemGenericAllocationHandle *out, int fd, int ty
 }
 static void drop(allocation_t *allocation) { if (!allocation->handles && !allocation->maps) close(allocation->fd); }
 CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, const CUmemAllocationProp *properties, unsigned long long flags) {
-    ENTER("cuMemCreate") NEED_INIT
+    ENTER("cuMemCreate")
     NEED(!flags && size && size % GRANULARITY == 0 && properties->type == CU_MEM_ALLOCATION_TYPE_PINNED)
     NEED(properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE && properties->location.id < devices)
     int fd = memfd_create("stub-vmm", MFD_CLOEXEC);
@@ -665,7 +665,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t size, const CUmem
     return leave(new_allocation(out, fd, properties->requestedHandleTypes, properties->location.id));
 }
 CUresult cuMemAddressReserve(CUdeviceptr *out, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
-    ENTER("cuMemAddressReserve") NEED_INIT
+    ENTER("cuMemAddressReserve")
     NEED(!alignment && !hint && !flags && size && size % GRANULARITY == 0)
     void *at = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) return leave(CUDA_ERROR_OUT_OF_MEMORY);
@@ -682,7 +682,7 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
     return leave(0);
 }
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, CUmemAllocationHandleType type) {
-    ENTER("cuMemImportFromShareableHandle") NEED_INIT
+    ENTER("cuMemImportFromShareableHandle")
     struct stat about;
     int fd = (int)(intptr_t)handle;
     NEED(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && !fstat(fd, &about) && S_ISREG(about.st_mode))

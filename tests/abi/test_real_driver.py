@@ -1,0 +1,147 @@
+"""Debian's libcuda, which finds no GPU here: what it exports, names and refuses is what we and the double say."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cuda_abi import compiler
+from support.cuda_calls import TEST_PROTOTYPES, load
+from support.cuda_files import include_directory, real_driver
+from support.exporter import Exporter
+from support.gpu_machine import Machine
+from support.stub_cuda import fresh_stub
+
+from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
+from kvoffd_client import AdminClient
+from kvoffd_client.cuda.export import CudaError as ExportError
+from kvoffd_client.cuda.export import ExportDriver
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import cuda_driver as cuda
+
+INVALID_VALUE, NOT_INITIALIZED, NO_DEVICE, INVALID_HANDLE = 1, 3, 100, 400
+PROTOTYPES = {**cuda.PROTOTYPES, **TEST_PROTOTYPES}
+WITHOUT_INIT = {"cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetProcAddress_v2"}
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("there is a GPU here")
+    return str(real_driver())
+
+
+def test_it_exports_what_we_call_and_what_a_header_of_its_time_declares(library: str) -> None:
+    loaded = ctypes.CDLL(library)
+    assert [name for name in PROTOTYPES if not hasattr(loaded, name)] == []
+    header = include_directory("12.0") / "cuda.h"
+    plain = subprocess.run([compiler(), "-E", "-P", str(header)], check=True, capture_output=True, text=True).stdout
+    declared = set(re.findall(r"\bCUresult (cu\w+)\(", plain))
+    assert len(declared) > 350
+    assert [name for name in declared if not hasattr(loaded, name)] == []
+    assert not hasattr(loaded, "cuMemMap_v2"), "a symbol that is not there is seen"
+
+
+def test_it_names_errors_as_we_do(library: str) -> None:
+    loaded, text = load(library), ctypes.c_char_p()
+    ours = {value: name for name, value in vars(cuda).items() if name.startswith("ERROR_")}
+    for value, name in ours.items():
+        known = loaded.cuGetErrorName(value, ctypes.byref(text)) == 0
+        if name not in {"ERROR_CONTAINED", "ERROR_TENSOR_MEMORY_LEAK"}:  # newer than this library
+            assert known
+            assert text.value == f"CUDA_{name}".encode()
+
+
+STATUSES = f"""
+import ctypes, json, sys
+from support.cuda_calls import TEST_PROTOTYPES, load
+from kvoffd_proto import cuda_driver as cuda
+
+library, room = load(sys.argv[1]), (ctypes.c_uint64 * 64)()
+
+def argument(declared):
+    if declared == "const char *":
+        return b""
+    if declared == "CUipcMemHandle":
+        return cuda.IpcMemHandle()
+    return ctypes.addressof(room) if declared.endswith("*") else 0
+
+def statuses():
+    calls = {{**cuda.PROTOTYPES, **TEST_PROTOTYPES}}
+    return {{
+        name: getattr(library, name)(*map(argument, declared))
+        for name, declared in calls.items()
+        if name not in {WITHOUT_INIT!r}
+    }}
+
+print(json.dumps([statuses(), library.cuInit(0), statuses()]))
+"""
+
+
+def test_without_a_gpu_the_double_refuses_what_it_refuses(library: str) -> None:
+    def statuses(path: str) -> list[dict[str, int]]:
+        command = [sys.executable, "-c", STATUSES, path]
+        environ = {"PYTHONPATH": ":".join(sys.path), "STUB_DEVICES": "0"}
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+        return list(json.loads(done.stdout))
+
+    before, init, after = statuses(library)
+    ours = statuses(fresh_stub().path)
+    assert init == ours[1] == NO_DEVICE
+    assert len(before) >= 50
+    for theirs, doubles in ((before, ours[0]), (after, ours[2])):
+        # The library looks at some arguments first, which are nonsense here.
+        assert set(theirs.values()) == {NOT_INITIALIZED, INVALID_VALUE, INVALID_HANDLE}
+        assert set(doubles.values()) == {NOT_INITIALIZED}
+
+
+def test_a_form_of_a_call_is_given_by_version_as_the_double_does(library: str) -> None:
+    def ask(path: str, symbol: str, version: int) -> tuple[int, bool, int]:
+        function, found = ctypes.c_void_p(), ctypes.c_int()
+        arguments = (symbol.encode(), ctypes.byref(function), version, cuda.GET_PROC_ADDRESS_DEFAULT)
+        status = load(path).cuGetProcAddress_v2(*arguments, ctypes.byref(found))
+        return status, bool(function.value), found.value
+
+    stub = fresh_stub()
+    stub.set("version", 12080)
+    # A call that the library has, of CUDA 12.2, and the one that the double has, of 12.8.
+    for version, own in ((12010, 12070), (12020, 12080), (12080, 12080), (13000, 13000)):
+        assert ask(library, "cuGraphAddNode", version) == ask(stub.path, "cuMemcpyBatchAsync", own)
+    stub.set("version", 12020)
+    for version in (12080, 13000):
+        assert ask(library, "cuMemcpyBatchAsync", version) == ask(stub.path, "cuMemcpyBatchAsync", version)
+    assert CudaDriver(library).batch_copy() is None
+    assert CudaDriver(library).version() == 12020
+
+
+# --- a daemon and a worker where this is the driver ---------------------------------------------------
+
+
+def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(library: str, tmp_path: Path) -> None:
+    key = bytes(32)
+    with Machine(library, None).daemon as daemon:
+        with Exporter(daemon.directory, fresh_stub().path, "ordinary") as gpu_worker:
+            answer = gpu_worker.ask("ready", timeout_s=2)
+            assert not answer["ready"]
+            assert re.search(r"CUDA_ERROR_NO_DEVICE \(100\).*sees no GPU.*NVIDIA_VISIBLE_DEVICES", answer["problem"])
+        with FakeEngine(daemon.directory, blocks=4) as engine, AdminClient(daemon.directory) as admin:
+            engine.fill([0, 1], seed=1)
+            before = engine.checksums([0, 1])
+            assert engine.store([key], [0]).ok
+            assert engine.lookup([key]) == 1
+            assert engine.load([key], [1]).ok
+            assert engine.checksums([1]) == before[:1]
+            assert admin.health().ready
+        assert "Traceback" not in daemon.log
+
+
+def test_a_worker_without_a_gpu_is_told_what_is_missing(library: str) -> None:
+    with pytest.raises(ExportError, match=r"CUDA_ERROR_NO_DEVICE \(100\)\. This process sees no GPU"):
+        ExportDriver(library)
+    with pytest.raises(CudaError, match=r"CUDA_ERROR_NO_DEVICE \(100\)\. This process sees no GPU"):
+        CudaDriver(library).init()
