@@ -181,7 +181,7 @@ class BlockWriter:
         mapped: list[EngineMemory | KvoffdError] = []
         handle = MemfdHandle(message.segment_id, message.segment_bytes)
         # Memory of the host is mapped at once.
-        self.memory.map(b"", [handle], session.segments, mapped.append)
+        self.memory.map(b"", session.peer.uid, [handle], session.segments, mapped.append)
         (memory,) = mapped
         if isinstance(memory, KvoffdError):
             raise memory

@@ -66,11 +66,14 @@ class MemoryMapper:
     def problems(self) -> list[str]:
         return [] if self._gpus is None else self._gpus.problems
 
-    def map(self, owner: bytes, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
+    def map(
+        self, owner: bytes, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped
+    ) -> None:
         """Map the memory of registration ``owner`` and call ``on_mapped``, now or later, in the service's thread.
 
-        ``fds`` are the attached descriptors by segment id; they stay the caller's, and open until ``on_mapped``. Raises
-        KvoffdError, and then calls nothing, when the handles cannot be one registration.
+        ``uid`` is the user whose process exported it. ``fds`` are the attached descriptors by segment id; they stay the
+        caller's, and open until ``on_mapped``. Raises KvoffdError, and then calls nothing, when the handles cannot be
+        one registration.
         """
         if all(isinstance(handle, MemfdHandle) for handle in handles):
             on_mapped(self._map_host(handles, fds))
@@ -81,7 +84,7 @@ class MemoryMapper:
                 ErrorCode.UNSUPPORTED,
             )
         else:
-            uuid, exports = _exports(handles, fds)
+            uuid, exports = _exports(handles, fds, uid)
             self._gpus.map(uuid, owner, exports, lambda result: self._post(lambda: on_mapped(self._on_gpu(result))))
 
     def expire(self) -> None:
@@ -136,7 +139,7 @@ def segment_ids(handles: Sequence[Handle]) -> list[int]:
     return ids
 
 
-def _exports(handles: Sequence[Handle], fds: Mapping[int, int]) -> tuple[bytes, list[IpcExport | VmmExport]]:
+def _exports(handles: Sequence[Handle], fds: Mapping[int, int], uid: int) -> tuple[bytes, list[IpcExport | VmmExport]]:
     exports: list[IpcExport | VmmExport] = []
     uuids: set[bytes] = set()
     for handle in handles:
@@ -146,7 +149,7 @@ def _exports(handles: Sequence[Handle], fds: Mapping[int, int]) -> tuple[bytes, 
             )
         uuids.add(handle.gpu_uuid)
         if isinstance(handle, CudaIpcHandle):
-            exports.append(IpcExport(handle.handle, handle.size_bytes))
+            exports.append(IpcExport(handle.handle, handle.size_bytes, uid))
         else:
             exports.append(VmmExport([fds[segment_id] for segment_id in handle.segment_ids], handle.chunk_bytes))
     if len(uuids) > 1:

@@ -132,7 +132,7 @@ def register(context: Context, session: Session, message: m.Register) -> None:
         answer(reply)
 
     try:
-        context.memory.map(message.registration_id, message.segments, descriptors, mapped)
+        context.memory.map(message.registration_id, session.peer.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -299,9 +298,10 @@ def test_memory_without_ipc_handles_gets_none(bench: Bench) -> None:
 
 
 EXPORTER = """
-import sys
+import os, sys
 from support.stub_cuda import StubCuda
 stub = StubCuda(sys.argv[1])
+os.seteuid(int(sys.argv[2]))
 stub.start()
 gpu = stub.allocate(65536)
 gpu.view[:] = 5
@@ -312,16 +312,28 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.parametrize("how", ["dies", "frees"])
-def test_what_an_exporter_took_with_it_has_no_bytes_to_store(bench: Bench, how: str) -> None:
-    path = f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}"
-    with subprocess.Popen(
-        [sys.executable, "-c", EXPORTER, fresh_stub().path],
+def start_exporter(user: int) -> subprocess.Popen[str]:
+    """A process with memory that prints its handle, and frees it at a line of input."""
+    return subprocess.Popen(
+        [sys.executable, "-c", EXPORTER, fresh_stub().path, str(user)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    ) as exporter:
+        env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes of several users")
+def test_another_users_memory_is_refused(bench: Bench) -> None:
+    with start_exporter(user=65534) as exporter:
+        assert exporter.stdout is not None
+        bench.refused(cuda.ERROR_MAP_FAILED, bench.driver.open_ipc, bytes.fromhex(exporter.stdout.readline()))
+        exporter.kill()
+
+
+@pytest.mark.parametrize("how", ["dies", "frees"])
+def test_what_an_exporter_took_with_it_has_no_bytes_to_store(bench: Bench, how: str) -> None:
+    with start_exporter(os.geteuid()) as exporter:
         assert exporter.stdin is not None
         assert exporter.stdout is not None
         handle = bytes.fromhex(exporter.stdout.readline())

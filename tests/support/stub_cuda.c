@@ -46,7 +46,7 @@ typedef struct { char name[48]; int calls; } count_t;
 enum kind { FREE, DEVICE, IPC, VMM, RESERVED, HOST, POOLED };
 typedef struct { enum kind kind; address_t base; size_t size; int fd, device, pidfd, dead, accessible, allocation; } range_t;
 typedef struct { int fd, types, device, handles, maps; } allocation_t;
-typedef struct { char magic[8]; int pid, fd, device; uint64_t size; } handle_t;
+typedef struct { char magic[8]; int pid, fd, device; unsigned user; uint64_t size; } handle_t;
 
 #define FOR_TESTS(type, name, ...) type name(__VA_ARGS__); type name(__VA_ARGS__)
 
@@ -584,7 +584,7 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address) {
     ENTER("cuIpcGetMemHandle") NEED_CONTEXT
     range_t *range = find(address, K(DEVICE));
     NEED(range && range->base == address)
-    handle_t handle = {"stubipc", getpid(), range->fd, range->device, range->size};
+    handle_t handle = {"stubipc", getpid(), range->fd, range->device, geteuid(), range->size};
     memset(out, 0, sizeof *out);
     memcpy(out, &handle, sizeof handle);
     return leave(0);
@@ -596,6 +596,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle raw, unsigned fl
     memcpy(&handle, &raw, sizeof handle);
     NEED(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS && !memcmp(handle.magic, "stubipc", 8))
     if (handle.pid == getpid() && !same_pid_allowed) return leave(CUDA_ERROR_INVALID_CONTEXT);
+    if (handle.user != geteuid()) return leave(CUDA_ERROR_MAP_FAILED); /* refused by the kernel module; as which error is not documented */
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);

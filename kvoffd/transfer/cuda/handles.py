@@ -41,10 +41,11 @@ class UnmappableHandle(KvoffdError):
 
 @dataclass(frozen=True)
 class IpcExport:
-    """An ordinary allocation of an engine, as CudaIpcHandle describes it."""
+    """An ordinary allocation of an engine, as CudaIpcHandle describes it; ``uid`` is the engine's user, if known."""
 
     handle: bytes
     size_bytes: int
+    uid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class GpuMappings:
             try:
                 address = self._driver.open_ipc(export.handle)
             except CudaError as error:
-                raise _unmappable(error) from error
+                raise _unmappable(error, export.uid) from error
             known = self._open[export.handle] = _OpenHandle(owner, address, 0)
         elif known.owner != owner:
             raise KvoffdError(
@@ -160,11 +161,18 @@ class GpuMappings:
         raise AssertionError("unreachable: the stack swallows nothing")
 
 
-def _unmappable(error: CudaError) -> UnmappableHandle:
-    advice = _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
+def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:
+    users, advice = "", _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
     if error.call == "cuIpcOpenMemHandle_v2" and error.status == cuda.ERROR_INVALID_CONTEXT:
         advice = (
             f"Most likely the engine's process and the daemon have the same process id ({os.getpid()}), each in its "
             "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."
         )
-    return UnmappableHandle(f"The engine's GPU memory cannot be mapped. {error.message} {advice}")
+    if uid is not None and uid != os.geteuid():
+        # NVIDIA's kernel module compares effective users (osValidateClientTokens).
+        users = (
+            "The driver shares ordinary memory between processes of one user, but the engine runs as user "
+            f"{uid} and the daemon as {os.geteuid()}: run both as one user."
+        )
+    sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, cuda.missing_descriptors())
+    return UnmappableHandle(" ".join(filter(None, sentences)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 
 import numpy as np
@@ -89,6 +90,50 @@ def test_the_same_pid_at_both_ends_is_told_apart(stub: StubCuda, mappings: GpuMa
     buffer = stub.allocate(SIZE)
     with pytest.raises(UnmappableHandle, match=rf"same process id \({os.getpid()}\).*under an init or with hostPID"):
         mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+
+
+def test_another_users_memory_is_told_apart(
+    stub: StubCuda, mappings: GpuMappings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, user = stub.allocate(SIZE), os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    for status in (1, 205, 400, 800):
+        stub.fail("cuIpcOpenMemHandle_v2", status=status)
+        with pytest.raises(
+            UnmappableHandle, match=f"engine runs as user {user} and the daemon as {user + 1}: run both"
+        ):
+            mappings.open(ONE, [IpcExport(buffer.handle, SIZE, user)])
+    stub.fail("cuIpcOpenMemHandle_v2", status=205)
+    with pytest.raises(UnmappableHandle, match="split GPUs") as caught:
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE, user + 1)])
+    assert "user" not in caught.value.message
+
+
+def test_a_low_limit_of_descriptors_is_told_apart(stub: StubCuda, mappings: GpuMappings, chunks: list[int]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = os.dup(0)  # the lowest that is free
+    os.close(limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with pytest.raises(UnmappableHandle, match=f"Import.*all of the {limit} files.*ulimit"):
+            mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    (segment,) = mappings.open(ONE, [VmmExport(chunks, [CHUNK] * 3)])
+    segment.close()
+
+
+@pytest.mark.parametrize("told", [0, 1], ids=["by its attributes", "by its range"])
+def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, mappings: GpuMappings, told: int) -> None:
+    """cuMemGetAddressRange is promised for the process's own allocations only."""
+    stub.set("import_ranges", told)
+    buffer = stub.allocate(SIZE)
+    (segment,) = mappings.open(ONE, [IpcExport(buffer.handle, SIZE)])
+    assert (stub.calls("cuPointerGetAttribute") > 0) == (not told)
+    segment.close()
+    with pytest.raises(OutOfBounds, match=f"has {SIZE} bytes"):
+        mappings.open(ONE, [IpcExport(buffer.handle, SIZE + 1)])
+    assert stub.ranges(Ranges.IPC) == 0
 
 
 @pytest.mark.parametrize(
