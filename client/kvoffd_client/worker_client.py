@@ -16,7 +16,7 @@ from kvoffd_proto.messages import BLOCK_ID_BYTES, GroupTransfer, JobResult, Load
 
 log = logging.getLogger("kvoffd_client")
 
-FENCE_PATIENCE_S = 0.02
+FENCE_PATIENCE_S = 0.05
 """How long a fence waits for jobs to end by themselves before it cancels those that have not started."""
 LOAD_WAIT_S = 10.0
 """How often a fence says that it still waits for loads."""

@@ -170,7 +170,7 @@ def main() -> None:
         data = np.random.default_rng(seed).integers(0, 256, gpu.nbytes, dtype=np.uint8).tobytes()
         event = gpu.write_late(data)
         sender = OrderedSender(lambda: event if wait else _Nothing())
-        sender.submit(job_id, lambda: worker.store(job_id, transfer(keys, blocks)), lambda code: None)
+        sender.submit([job_id], lambda _: worker.store(job_id, transfer(keys, blocks)), lambda *_: None)
         answer = result(job_id)
         event.synchronize()
         return answer

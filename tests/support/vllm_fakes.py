@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult
+from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult, Load, Store
 
 KEY_BYTES = 32
 
@@ -97,7 +97,8 @@ class FakeWorkerClient:
     stores: dict[int, list[GroupTransfer]] = field(default_factory=dict)
     loads: dict[int, tuple[int, list[GroupTransfer]]] = field(default_factory=dict)
     results: list[JobResult] = field(default_factory=list)
-    fences: list[tuple[list[int], float]] = field(default_factory=list)
+    messages: list[list[int]] = field(default_factory=list)
+    fences: list[tuple[list[int], float, int]] = field(default_factory=list)
     closed: bool = False
     unregistered: int = 0
 
@@ -105,18 +106,17 @@ class FakeWorkerClient:
         self.unregistered += 1
         return True
 
-    def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
-        self.stores[job_id] = list(groups)
-
-    def load(self, job_id: int, lease_id: int, groups: Sequence[GroupTransfer], keep_lease: bool = False) -> None:
-        self.loads[job_id] = (lease_id, list(groups))
+    def submit(self, stores: Sequence[Store], loads: Sequence[Load]) -> None:
+        self.messages.append([job.job_id for job in (*stores, *loads)])
+        self.stores.update((job.job_id, job.groups) for job in stores)
+        self.loads.update((job.job_id, (job.lease_id, job.groups)) for job in loads)
 
     def take_results(self) -> list[JobResult]:
         taken, self.results = self.results, []
         return taken
 
-    def fence(self, job_ids: Sequence[int], timeout_s: float) -> None:
-        self.fences.append((list(job_ids), timeout_s))
+    def fence(self, job_ids: Sequence[int], timeout_s: float, unsent: int = 0) -> None:
+        self.fences.append((list(job_ids), timeout_s, unsent))
 
     def close(self) -> None:
         self.closed = True

@@ -159,23 +159,27 @@ def test_a_tensor_over_two_allocations_is_told_apart(stub: StubCuda) -> None:
 def test_stores_and_loads_go_out_after_their_kernels(harness: Harness) -> None:
     client = harness.clients[0]
     assert harness.worker.submit_store(1, BLOCKS, KEYED)
-    assert harness.worker.submit_load(2, LEASED, BLOCKS)
-    assert len(harness.events) == 2
+    harness.worker.flush()
+    assert harness.worker.submit_store(2, BLOCKS, KEYED)
+    assert harness.worker.submit_load(3, LEASED, BLOCKS)
+    harness.worker.flush()
+    assert len(harness.events) == 2, "one for the jobs of a step"
     assert not wait_sent(harness.sender, [1], 0.05)
-    assert client.stores == {}
+    assert client.messages == []
     harness.events[0].happened.set()
     assert wait_sent(harness.sender, [1], WAIT_S)
-    assert (list(client.stores), list(client.loads)) == ([1], [])
+    assert client.messages == [[1]]
     harness.events[1].happened.set()
-    assert wait_sent(harness.sender, [2], WAIT_S)
-    assert client.loads[2][0] == 77
+    assert wait_sent(harness.sender, [2, 3], WAIT_S)
+    assert client.messages == [[1], [2, 3]]
+    assert client.loads[3][0] == 77
 
 
-def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(harness: Harness) -> None:
+def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(harness: Harness) -> None:
     harness.worker.submit_store(1, BLOCKS, KEYED)
     harness.worker.submit_store(2, BLOCKS, KEYED)
     harness.worker.wait({1})
-    assert harness.clients[0].fences == [([1], 1.5)]
+    assert harness.clients[0].fences == [([1], 1.5, 1)]
     assert harness.failures() == {1: ErrorCode.CANCELLED}
     for event in harness.events:
         event.happened.set()
@@ -183,20 +187,39 @@ def test_a_fence_does_not_wait_for_kernels_but_takes_jobs_back(harness: Harness)
     assert list(harness.clients[0].stores) == [2]
 
 
+def test_a_fence_takes_nothing_back_whose_kernels_are_done(harness: Harness) -> None:
+    harness.worker.submit_store(1, BLOCKS, KEYED)
+    harness.worker.flush()
+    harness.events[0].happened.set()
+    harness.worker.submit_store(2, BLOCKS, KEYED)
+    happen = threading.Timer(0.01, lambda: harness.events[1].happened.set())
+    happen.start()
+    harness.worker.wait({1, 2})
+    happen.join()
+    assert harness.clients[0].fences == [([1, 2], 1.5, 0)]
+    assert harness.clients[0].messages == [[1], [2]]
+
+
 def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(harness: Harness) -> None:
     harness.gpu_failed = True
     assert harness.worker.submit_store(1, BLOCKS, KEYED)
-    assert harness.failures() == {1: ErrorCode.COPY_FAILED}
+    assert harness.worker.submit_load(2, LEASED, BLOCKS)
+    harness.worker.flush()
+    assert harness.failures() == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
 
 
 def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Harness) -> None:
     first, second = harness.clients
     harness.worker.submit_store(1, BLOCKS, KEYED)
+    harness.worker.flush()
+    harness.worker.submit_store(8, BLOCKS, KEYED)
     first.results = [JobResult(7, False, 0, 0.1, ErrorCode.SESSION_ENDED, [])]
     harness.worker.sleep()
     harness.worker.sleep()
     assert (first.unregistered, first.closed) == (1, True)
-    assert harness.failures() == {1: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED}
+    assert harness.failures() == {
+        1: ErrorCode.CANCELLED, 8: ErrorCode.CANCELLED, 7: ErrorCode.SESSION_ENDED,
+    }  # fmt: skip
     assert harness.worker.usable, "the scheduler must not give the daemon up for a nap"
     assert harness.worker.credit_bytes is None
     harness.worker.submit_store(2, BLOCKS, KEYED)
@@ -204,6 +227,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(harness: Har
     harness.worker.wake()
     harness.worker.wake()
     harness.worker.submit_store(3, BLOCKS, KEYED)
+    harness.worker.flush()
     harness.events[-1].happened.set()
     harness.events[0].happened.set()
     wait_until(lambda: list(second.stores) == [3])
@@ -214,5 +238,6 @@ def test_an_engine_that_is_not_asleep_is_not_woken(harness: Harness) -> None:
     harness.worker.wake()
     assert not harness.clients[0].closed
     harness.worker.submit_store(1, BLOCKS, KEYED)
+    harness.worker.flush()
     harness.events[0].happened.set()
     wait_until(lambda: list(harness.clients[0].stores) == [1])

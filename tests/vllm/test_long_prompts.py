@@ -150,6 +150,7 @@ def test_a_million_tokens_are_found_and_loaded(model: Path, daemon: DaemonProces
         [(job_id, job)] = meta.load_jobs.items()
         at = time.perf_counter()
         engine.worker.submit_load(job_id, job.src_spec, job.dst_spec)
+        engine.worker.flush()
         result = engine.finished()
         load_s = time.perf_counter() - at
         assert result.success

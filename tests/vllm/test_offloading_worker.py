@@ -118,6 +118,10 @@ def test_jobs_reach_the_client_and_their_results_come_back() -> None:
     worker = make_worker(client)
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS, expedited=True)
+    assert client.messages == []
+    worker.flush()
+    worker.flush()
+    assert client.messages == [[1, 2]], "the jobs of a step are one message"
     assert np.frombuffer(client.stores[1][0].block_ids, "<i4").tolist() == [4, 5]
     assert client.loads[2][0] == 77
     client.results = [JobResult(1, True, 1024, 0.5)]
@@ -161,7 +165,23 @@ def test_waiting_is_the_clients_fence_with_our_deadline() -> None:
     client = FakeWorkerClient()
     worker = make_worker(client)
     worker.wait({3, 1})
-    assert client.fences == [([1, 3], 1.5)]
+    assert client.fences == [([1, 3], 1.5, 0)]
+
+
+def test_a_fence_sends_what_waits_for_the_end_of_the_step() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    worker.submit_store(1, BLOCKS, KEYED)
+    worker.wait({1})
+    assert (client.messages, client.fences) == ([[1]], [([1], 1.5, 0)])
+
+
+def test_whoever_asks_for_results_need_not_flush() -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(client)
+    worker.submit_store(1, BLOCKS, KEYED)
+    assert worker.get_finished() == []
+    assert client.messages == [[1]]
 
 
 def test_credit_is_unknown_while_the_client_is_not_ready() -> None:

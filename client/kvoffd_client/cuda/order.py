@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,15 +26,18 @@ class Event(Protocol):
 
 
 @dataclass(eq=False)
-class _Job:
-    job_id: int
+class _Step:
+    """Jobs that are sent together."""
+
     event: Event
-    send: Callable[[], None]
-    fail: Callable[[ErrorCode], None]
+    job_ids: list[int]
+    """Those that are not withdrawn."""
+    send: Callable[[list[int]], None]
+    fail: Callable[[int, ErrorCode], None]
 
 
 class OrderedSender:
-    """A thread that waits for events, one after the other, and then sends jobs. No method waits for the GPU.
+    """A thread that waits for events, one after the other, and then sends jobs.
 
     Args:
         record: records an event behind everything launched so far on the caller's stream.
@@ -42,69 +46,89 @@ class OrderedSender:
     def __init__(self, record: Callable[[], Event]) -> None:
         self._record = record
         self._changed = threading.Condition()
-        self._jobs: dict[int, _Job] = {}  # not sent yet, oldest first; the first is the one the thread waits for
+        self._steps: deque[_Step] = deque()  # not sent yet; the first is the one the thread waits for
+        self._step_of: dict[int, _Step] = {}  # by job
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvoffd-order", daemon=True)
         self._thread.start()
 
-    def submit(self, job_id: int, send: Callable[[], None], fail: Callable[[ErrorCode], None]) -> None:
-        """Have ``send`` called when what the caller's stream holds now is done, or ``fail`` if it will not be.
+    def submit(
+        self, job_ids: Iterable[int], send: Callable[[list[int]], None], fail: Callable[[int, ErrorCode], None]
+    ) -> None:
+        """Have ``send`` called with the jobs when what the caller's stream holds now is done; does not wait for it.
 
-        ``send`` is called in the sender's thread, ``fail`` there or in the caller of ``withdraw``; neither may wait.
-        An error of ``record`` is raised here.
+        ``fail`` is called with each job that will not be sent, as ``send`` is in the sender's thread, or in the caller
+        of ``withdraw``; neither may wait. An error of ``record`` is raised here.
         """
-        job = _Job(job_id, self._record(), send, fail)
+        step = _Step(self._record(), list(job_ids), send, fail)
         with self._changed:
-            self._jobs[job_id] = job
+            self._steps.append(step)
+            self._step_of.update(dict.fromkeys(step.job_ids, step))
             self._changed.notify_all()
 
-    def withdraw(self, job_ids: Iterable[int]) -> list[int]:
-        """Fail those of the jobs that have not been sent, with CANCELLED. Return their ids."""
+    def withdraw(self, job_ids: Iterable[int], patience_s: float = 0.0) -> list[int]:
+        """Fail those of the jobs that are not sent within ``patience_s``, with CANCELLED. Return their ids."""
+        wanted = list(job_ids)
         with self._changed:
-            taken = [job for job_id in job_ids if (job := self._jobs.pop(job_id, None)) is not None]
-            for job in taken:
-                job.fail(ErrorCode.CANCELLED)
+            self._changed.wait_for(lambda: self._step_of.keys().isdisjoint(wanted), patience_s)
+            taken = [job_id for job_id in wanted if job_id in self._step_of]
+            for job_id in taken:
+                step = self._step_of.pop(job_id)
+                step.job_ids.remove(job_id)
+                step.fail(job_id, ErrorCode.CANCELLED)
             self._changed.notify_all()
-        return [job.job_id for job in taken]
+        return taken
 
     @property
     def waiting(self) -> list[int]:
         with self._changed:
-            return list(self._jobs)
+            return list(self._step_of)
 
     def close(self) -> None:
         """Forget what has not been sent and end the thread, which a GPU that hangs may hold for ever."""
         with self._changed:
             self._closed = True
-            self._jobs.clear()
+            self._steps.clear()
+            self._step_of.clear()
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (step := self._next()) is not None:
             error: Exception | None = None
             try:
-                job.event.synchronize()
+                step.event.synchronize()
             except Exception as failure:  # torch raises many kinds for a GPU that has failed
                 error = failure
             with self._changed:
-                # It may have been withdrawn meanwhile, and even submitted again under the same id.
-                if self._jobs.get(job.job_id) is job:
-                    self._finish(job, error)
-                    del self._jobs[job.job_id]
-                    self._changed.notify_all()
+                if self._closed:
+                    return
+                self._steps.popleft()
+                self._finish(step, error)
+                for job_id in step.job_ids:
+                    del self._step_of[job_id]
+                self._changed.notify_all()
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> _Step | None:
+        """The next step of which some job is left."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._jobs)
-            return None if self._closed else next(iter(self._jobs.values()))
+            while True:
+                self._changed.wait_for(lambda: self._closed or self._steps)
+                if self._closed:
+                    return None
+                if self._steps[0].job_ids:
+                    return self._steps[0]
+                self._steps.popleft()
 
-    def _finish(self, job: _Job, error: Exception | None) -> None:
-        """Send or fail a job. Under the lock, so that ``withdraw`` finds it either unsent or sent."""
+    def _finish(self, step: _Step, error: Exception | None) -> None:
+        """Send or fail jobs. Under the lock, so that ``withdraw`` finds each of them either unsent or sent."""
+        if not step.job_ids:
+            return
         try:
             if error is None:
-                job.send()
+                step.send(step.job_ids)
                 return
-            log.error("Job %d is not sent, since the GPU failed: %s", job.job_id, error)
+            log.error("%d jobs are not sent, since the GPU failed: %s", len(step.job_ids), error)
         except Exception:
-            log.exception("Job %d could not be sent.", job.job_id)
-        job.fail(ErrorCode.COPY_FAILED)
+            log.exception("%d jobs could not be sent.", len(step.job_ids))
+        for job_id in step.job_ids:
+            step.fail(job_id, ErrorCode.COPY_FAILED)

@@ -92,6 +92,11 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
 
+    def start_kv_transfers(self, metadata: Any) -> None:
+        """As vLLM's; all jobs of the step go out in one message."""
+        super().start_kv_transfers(metadata)
+        self._kvoffd_worker.flush()
+
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         """Return requests whose stores (always none) and loads ended, the failed ones among them."""
         received: set[str] = set()

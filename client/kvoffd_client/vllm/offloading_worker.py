@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
@@ -12,9 +12,9 @@ from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, FailedJob, KeyedSpec, TransferMismatch, group_transfers
 from kvoffd_client.vllm.log import logger
-from kvoffd_client.worker_client import WorkerClient
+from kvoffd_client.worker_client import FENCE_PATIENCE_S, WorkerClient
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupTransfer, JobResult
+from kvoffd_proto.messages import GroupTransfer, JobResult, Load, Store
 
 UNREGISTER_TIMEOUT_S = 10.0
 
@@ -59,6 +59,8 @@ class KvoffdWorker(OffloadingWorker):
         self._keep_leases = keep_leases
         self._sender = sender
         self._asleep = False
+        self._unsent: dict[int, Store | Load] = {}
+        """Jobs of this step, by id."""
         # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
         self._local_results: deque[KvoffdTransferResult] = deque()
 
@@ -78,38 +80,65 @@ class KvoffdWorker(OffloadingWorker):
         return self._client.credit_bytes if self._client is not None and self._client.ready else None
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeyedSpec) -> bool:
-        """Start a store. Always True: what cannot be stored is reported as failed."""
-        self._submit(
-            job_id, src_spec, dst_spec, is_store=True, send=lambda client, groups: client.store(job_id, groups)
-        )
+        """Have ``flush`` start a store. Always True: what cannot be stored is reported as failed."""
+        if (groups := self._groups(job_id, src_spec, dst_spec, is_store=True)) is not None:
+            self._unsent[job_id] = Store(job_id, groups)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Start a load. Always True. ``expedited`` (0.33) makes no difference: loads never queue behind stores."""
+        """Have ``flush`` start a load. Always True. ``expedited`` (0.33) makes no difference: loads never wait."""
         if src_spec.lease_id == NO_LEASE:
-            self._fail(job_id, src_spec, ErrorCode.UNKNOWN_LEASE)
-            return True
-
-        def send(client: WorkerClient, groups: Sequence[GroupTransfer]) -> None:
-            client.load(job_id, src_spec.lease_id, groups, self._keep_leases)
-
-        self._submit(job_id, dst_spec, src_spec, is_store=False, send=send)
+            self._fail(job_id, _keys_of(src_spec), ErrorCode.UNKNOWN_LEASE)
+        elif (groups := self._groups(job_id, dst_spec, src_spec, is_store=False)) is not None:
+            self._unsent[job_id] = Load(job_id, src_spec.lease_id, groups, self._keep_leases)
         return True
 
+    def flush(self) -> None:
+        """Start the jobs of this step, in one message. Repeatable."""
+        if not self._unsent:
+            return
+        jobs, self._unsent = self._unsent, {}
+        client = self._client
+        assert client is not None, "leave() leaves no job unsent"
+
+        def send(job_ids: Collection[int]) -> None:
+            chosen = [jobs[job_id] for job_id in job_ids]
+            client.submit(
+                [job for job in chosen if isinstance(job, Store)], [job for job in chosen if isinstance(job, Load)]
+            )
+
+        def fail(job_id: int, error: ErrorCode) -> None:
+            self._fail(job_id, tuple([(part.group, part.keys) for part in jobs[job_id].groups]), error)
+
+        if self._sender is None:
+            send(jobs)
+            return
+        try:
+            self._sender.submit(jobs, send, fail)
+        except RuntimeError as error:  # what torch raises for a GPU that has failed
+            logger.warning_once("kvoffd: jobs were not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
+            for job_id in jobs:
+                fail(job_id, ErrorCode.COPY_FAILED)
+
     def get_finished(self) -> list[TransferResult]:
+        self.flush()
         finished: list[TransferResult] = [self._local_results.popleft() for _ in range(len(self._local_results))]
         if self._client is not None:
             finished.extend(_transfer_result(result) for result in self._client.take_results())
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until the daemon touches the blocks of these jobs no more. What was not sent yet fails at once."""
-        if self._sender is not None:
-            self._sender.withdraw(sorted(job_ids))
+        """Wait until the daemon touches the blocks of these jobs no more.
+
+        What the GPU does not let go out, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
+        """
+        self.flush()
+        wanted = sorted(job_ids)
+        unsent = self._sender.withdraw(wanted, FENCE_PATIENCE_S) if self._sender is not None else ()
         if self._client is not None:
-            self._client.fence(sorted(job_ids), self._fence_timeout_s)
+            self._client.fence(wanted, self._fence_timeout_s, len(unsent))
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Register the KV memory in this namespace, leaving another one. Repeatable."""
@@ -125,6 +154,9 @@ class KvoffdWorker(OffloadingWorker):
         client, self._client, self._namespace = self._client, None, None
         if client is None:
             return
+        unsent, self._unsent = self._unsent, {}
+        for job_id, job in unsent.items():
+            self._fail(job_id, tuple([(part.group, part.keys) for part in job.groups]), ErrorCode.CANCELLED)
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         if not client.unregister(UNREGISTER_TIMEOUT_S):
@@ -155,37 +187,26 @@ class KvoffdWorker(OffloadingWorker):
         if self._client is not None:
             self._client.close()
 
-    def _submit(
-        self,
-        job_id: int,
-        blocks: GPULoadStoreSpec,
-        keyed: KeyedSpec,
-        *,
-        is_store: bool,
-        send: Callable[[WorkerClient, Sequence[GroupTransfer]], None],
-    ) -> None:
-        client = self._client
-        if client is None:
-            self._fail(job_id, keyed, ErrorCode.UNSUPPORTED)
-            return
-        try:
-            groups = group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
-        except TransferMismatch as error:
-            logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", error)  # type: ignore[attr-defined]
-            self._fail(job_id, keyed, ErrorCode.BAD_BLOCK_IDS)
-            return
-        if self._sender is None:
-            send(client, groups)
-            return
-        try:
-            self._sender.submit(job_id, lambda: send(client, groups), lambda error: self._fail(job_id, keyed, error))
-        except RuntimeError as error:  # what torch raises for a GPU that has failed
-            logger.warning_once("kvoffd: a job was not sent, since the GPU failed: %s", error)  # type: ignore[attr-defined]
-            self._fail(job_id, keyed, ErrorCode.COPY_FAILED)
+    def _groups(
+        self, job_id: int, blocks: GPULoadStoreSpec, keyed: KeyedSpec, *, is_store: bool
+    ) -> list[GroupTransfer] | None:
+        """The groups of a job; None for one that fails here and now."""
+        error = ErrorCode.UNSUPPORTED
+        if self._client is not None:
+            try:
+                return group_transfers(blocks, keyed, self._blocks_per_chunk, self._key_bytes, is_store=is_store)
+            except TransferMismatch as mismatch:
+                logger.warning_once("kvoffd: a job was not sent, since its blocks do not fit its keys. %s", mismatch)  # type: ignore[attr-defined]
+                error = ErrorCode.BAD_BLOCK_IDS
+        self._fail(job_id, _keys_of(keyed), error)
+        return None
 
-    def _fail(self, job_id: int, keyed: KeyedSpec, error: ErrorCode) -> None:
-        keys = tuple((index, hashes) for index, hashes in enumerate(keyed.groups) if hashes)
+    def _fail(self, job_id: int, keys: tuple[tuple[int, bytes], ...], error: ErrorCode) -> None:
         self._local_results.append(KvoffdTransferResult(job_id, False, failed=FailedJob(error, keys)))
+
+
+def _keys_of(keyed: KeyedSpec) -> tuple[tuple[int, bytes], ...]:
+    return tuple([(index, hashes) for index, hashes in enumerate(keyed.groups) if hashes])
 
 
 def _transfer_result(result: JobResult) -> KvoffdTransferResult:

@@ -44,8 +44,8 @@ class Gpu:
         self.events.append(event)
         return event
 
-    def submit(self, job_id: int) -> FakeEvent:
-        self.sender.submit(job_id, lambda: self.sent.append(job_id), lambda code: self.failed.append((job_id, code)))
+    def submit(self, *job_ids: int) -> FakeEvent:
+        self.sender.submit(job_ids, self.sent.extend, lambda job_id, code: self.failed.append((job_id, code)))
         return self.events[-1]
 
 
@@ -108,6 +108,28 @@ def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
     assert gpu.sender.withdraw([3]) == []
 
 
+def test_the_others_of_a_step_are_sent_when_some_are_taken_back(gpu: Gpu) -> None:
+    event = gpu.submit(1, 2, 3)
+    assert gpu.sender.withdraw([2]) == [2]
+    assert gpu.sender.waiting == [1, 3]
+    event.happened.set()
+    assert wait_sent(gpu.sender, [1, 3], WAIT_S)
+    assert (gpu.sent, gpu.failed) == ([1, 3], [(2, ErrorCode.CANCELLED)])
+
+
+def test_whoever_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
+    gpu.submit(1).happened.set()
+    event = gpu.submit(2)
+    started = time.monotonic()
+    assert gpu.sender.withdraw([1], WAIT_S) == []
+    assert time.monotonic() - started < WAIT_S / 2
+    threading.Timer(0.05, event.happened.set).start()
+    assert gpu.sender.withdraw([2], WAIT_S) == []
+    assert gpu.sent == [1, 2]
+    gpu.submit(3)
+    assert gpu.sender.withdraw([3], 0.02) == [3]
+
+
 def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu) -> None:
     old = gpu.submit(1)
     assert old.waited_for.wait(WAIT_S)
@@ -133,13 +155,13 @@ def test_a_gpu_that_failed_fails_the_job_and_not_the_thread(gpu: Gpu) -> None:
 
 
 def test_a_job_that_cannot_be_sent_fails(gpu: Gpu) -> None:
-    def send() -> None:
+    def send(job_ids: list[int]) -> None:
         raise ValueError("a bug")
 
-    gpu.sender.submit(1, send, lambda code: gpu.failed.append((1, code)))
+    gpu.sender.submit([1, 2], send, lambda job_id, code: gpu.failed.append((job_id, code)))
     gpu.events[0].happened.set()
-    assert wait_sent(gpu.sender, [1], WAIT_S)
-    assert gpu.failed == [(1, ErrorCode.COPY_FAILED)]
+    assert wait_sent(gpu.sender, [1, 2], WAIT_S)
+    assert gpu.failed == [(1, ErrorCode.COPY_FAILED), (2, ErrorCode.COPY_FAILED)]
 
 
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:
