@@ -8,10 +8,10 @@ import os
 import sys
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from types import FrameType
 
+from kvoffd.observe.meters import DurationHistogram
 from kvoffd_proto.messages import Histogram
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,7 @@ class LoopWatch:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._counts = [0] * (len(BOUNDS_S) + 1)
-        self._sum_s = 0.0
+        self._blocked = DurationHistogram(BOUNDS_S)
         self.loop_blocked_maximum_seconds = 0.0
         """Longest block since the start, in seconds."""
         self._due_at = 0.0
@@ -76,16 +75,11 @@ class LoopWatch:
     @property
     def loop_blocked(self) -> Histogram:
         """All beats by how late they were, in seconds."""
-        buckets, total = {}, 0
-        for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets[bound] = total
-        return Histogram(buckets, self._sum_s)
+        return self._blocked.counted()
 
     def observe(self, late_s: float, what: str) -> None:
         """Count one beat; log it where it was late, with what ran, but not more often than every ``LOG_EVERY_S``."""
-        self._counts[bisect_left(BOUNDS_S, late_s)] += 1
-        self._sum_s += late_s
+        self._blocked.observe(late_s)
         self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
         if late_s <= LOGGED_S:
             return

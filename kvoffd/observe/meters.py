@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
-from kvoffd_proto.messages import LatencyStats
+from kvoffd_proto.messages import Histogram, LatencyStats
 
 _BINS = 20
 WINDOWS_S = (10.0, 100.0, 1000.0)
@@ -87,8 +89,31 @@ class CounterWindows:
         return now - at, {name: value - before.get(name, 0) for name, value in values.items()}
 
 
+LATENCY_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
+"""Of a histogram of answers, in seconds."""
+
+
+class DurationHistogram:
+    """Counts durations by upper bounds, in seconds, since the daemon's start. For one thread."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Add one duration, in seconds."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def counted(self) -> Histogram:
+        """All durations so far."""
+        totals = accumulate(self._counts)
+        return Histogram(dict(zip([*map(str, self._bounds_s), "+Inf"], totals, strict=True)), self._sum_s)
+
+
 class LatencyRecorder:
-    """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``.
+    """Keeps the last ``capacity`` observations and describes those that are not older than ``window_s``; counts all.
 
     For one thread. An observation costs a microsecond at most; a summary sorts the kept observations.
     """
@@ -104,13 +129,19 @@ class LatencyRecorder:
         self._window_s = window_s
         self._clock = clock
         self._count = 0
+        self._histogram = DurationHistogram(LATENCY_BOUNDS_S)
 
     def observe(self, seconds: float) -> None:
         """Add one duration, in seconds. A negative one, from a clock that was set back, counts as 0."""
         slot = self._count % self._capacity
-        self._seconds[slot] = max(seconds, 0.0)
+        self._seconds[slot] = seconds = max(seconds, 0.0)
+        self._histogram.observe(seconds)
         self._times[slot] = self._clock()
         self._count += 1
+
+    def counted(self) -> Histogram:
+        """All observations since the start."""
+        return self._histogram.counted()
 
     def summary(self) -> LatencyStats:
         """Return the count since the start; median, 99th percentile (nearest rank) and maximum of the window, or 0."""

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -22,6 +23,7 @@ from kvoffd_proto.messages import (
     DirectionStats,
     Histogram,
     Metric,
+    MetricInfo,
     MetricLabel,
     MetricPart,
     NamespaceStats,
@@ -33,6 +35,7 @@ from kvoffd_proto.messages import (
 from kvoffd_proto.wire import struct_in
 
 Labels = tuple[str, ...]
+AnnotationT = TypeVar("AnnotationT", MetricLabel, MetricInfo)
 
 _ORDER: dict[type[Struct], tuple[tuple[str, ...], ...]] = {
     StatsReply: (
@@ -81,19 +84,56 @@ def _metrics_of(
             )
         elif inner is not None:
             part = annotation if isinstance(annotation, MetricPart) else MetricPart()
-            own = {field: label.name for field, label, *_ in _fields(inner) if isinstance(label, MetricLabel)}
             found = [
-                ((*values, *part.label[1:], *(_label_value(getattr(item, field)) for field in own)), item)
+                ((*values, *part.label[1:], *own), item)
                 for values, owner in held
-                for item in _structs_in(getattr(owner, name))
+                for own, item in _told_apart(inner, _structs_in(getattr(owner, name)))
             ]
-            yield from _metrics_of(inner, found, prefix + part.prefix, (*labels, *part.label[:1], *own.values()))
+            own_labels = (label.name for label in _annotated(inner, MetricLabel).values())
+            inner_labels = (*labels, *part.label[:1], *own_labels)
+            if infos := _info_fields(inner):
+                samples: list[tuple[Labels, float | Histogram]] = [
+                    ((*values, *(_label_value(getattr(item, field)) for field in infos)), 1.0) for values, item in found
+                ]
+                text = "Always 1; the labels say in full what the others' labels name shortly."
+                name = f"{prefix}{part.prefix}info"
+                yield MetricSpec(name, "gauge", text, (*inner_labels, *infos.values()), samples)
+            yield from _metrics_of(inner, found, prefix + part.prefix, inner_labels)
+
+
+def _told_apart(struct: type[Struct], items: list[Struct]) -> Iterator[tuple[Labels, Struct]]:
+    """``items``, which are of that type, each with the values of its labels."""
+    columns = [
+        _label_values([getattr(item, field) for item in items], label.short)
+        for field, label in _annotated(struct, MetricLabel).items()
+    ]
+    yield from zip(zip(*columns, strict=True) if columns else [()] * len(items), items, strict=True)
+
+
+def _label_values(values: list[object], short: int) -> list[str]:
+    """The label of each value: its first ``short`` bytes, all of it where two begin with the same or ``short`` is 0."""
+    begins = Counter(value[:short] for value in values if isinstance(value, bytes))
+    return [
+        _label_value(value[:short] if short and isinstance(value, bytes) and begins[value[:short]] == 1 else value)
+        for value in values
+    ]
+
+
+def _info_fields(struct: type[Struct]) -> dict[str, str]:
+    """The fields of the metric ``info`` with their labels; none where the Struct has no such metric."""
+    more = {field: info.name for field, info in _annotated(struct, MetricInfo).items()}
+    full = {field: label.info_name for field, label in _annotated(struct, MetricLabel).items() if label.info_name}
+    return {**full, **more} if more else {}
+
+
+def _annotated(struct: type[Struct], kind: type[AnnotationT]) -> dict[str, AnnotationT]:
+    return {field: annotation for field, annotation, *_ in _fields(struct) if isinstance(annotation, kind)}
 
 
 @cache
 def _fields(
     struct: type[Struct],
-) -> list[tuple[str, Metric | MetricPart | MetricLabel | None, type[Struct] | None, str]]:
+) -> list[tuple[str, Metric | MetricPart | MetricLabel | MetricInfo | None, type[Struct] | None, str]]:
     """Name, annotation, Struct inside and description of the fields in the order of the page."""
     found = {
         field.name: (field.name, metric_annotation(hint), struct_in(hint), description)
@@ -137,6 +177,8 @@ def _all_metrics(stats: StatsReply | None) -> tuple[MetricSpec, ...]:
 
 
 METRICS = _all_metrics(None)
+_PROCESS = ProcessCollector(registry=None)
+"""What every exporter tells of its process, ``process_start_time_seconds`` for one."""
 
 
 class _StatsCollector(Collector):
@@ -161,6 +203,7 @@ def render_metrics(stats: StatsReply) -> bytes:
     """The page that Prometheus scrapes, in its text format 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatsCollector(stats))
+    registry.register(_PROCESS)
     return generate_latest(registry)
 
 
@@ -171,7 +214,8 @@ def metrics_reference() -> str:
         "",
         "Served as Prometheus text on `/metrics` of the daemon's HTTP address. This page is generated by",
         "`python -m kvoffd.observe.metrics > kvoffd/observe/METRICS.md`; do not edit it. Counters count from the",
-        "daemon's start.",
+        "daemon's start. Beside them are those that exporters have in common: `process_start_time_seconds`,",
+        "`process_cpu_seconds_total`, `process_resident_memory_bytes` (with the pool), `process_open_fds` and others.",
         "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",

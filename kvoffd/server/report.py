@@ -38,6 +38,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         store=_direction_stats(context, Direction.STORE),
         load=_direction_stats(context, Direction.LOAD),
         lookup_latency=context.lookup_latency.summary(),
+        lookup_seconds=context.lookup_latency.counted(),
         leases=len(cache.leases),
         pinned_blocks=cache.blocks.pinned_blocks,
         sessions=len(_shown_sessions(context)),

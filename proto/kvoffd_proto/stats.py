@@ -27,6 +27,7 @@ from kvoffd_proto.wire import (
     exchange,
     gauge,
     histogram,
+    metric_info,
     metric_label,
     metrics_of_part,
 )
@@ -58,8 +59,10 @@ class RecentStats(Wire, frozen=True):
 class NamespaceStats(Wire, frozen=True):
     """Counters of one namespace since the daemon's start."""
 
-    namespace: Annotated[Fingerprint, metric_label("The namespace's fingerprint, 32 bytes.", "namespace")]
-    label: Annotated[str, metric_label("Name of the namespace for operators.", "label")]
+    namespace: Annotated[
+        Fingerprint, metric_label("The namespace's fingerprint, 32 bytes.", "namespace", 6, "fingerprint")
+    ]
+    label: Annotated[str, metric_info("Name of the namespace for operators.", "label")]
     ready_blocks: Annotated[Count, gauge("Blocks that can be read.")]
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the blocks that can be read.")]
     writing_blocks: Annotated[Count, gauge("Blocks that lack a shard.")]
@@ -263,27 +266,10 @@ class BelowStats(Wire, frozen=True):
 class LatencyStats(Wire, frozen=True):
     """Distribution of a duration, in seconds, over the last minutes."""
 
-    count: Annotated[
-        Count,
-        counter(
-            "Durations measured since the daemon's start.",
-            "lookups_timed",
-            "Lookups whose time inside the daemon was measured.",
-        ),
-    ]
-    p50: Annotated[
-        Seconds,
-        gauge(
-            "Median of the recent durations.",
-            "lookup_seconds",
-            "Quantiles of the time spent on a lookup inside the daemon, over the last minutes.",
-            label=("quantile", "0.5"),
-        ),
-    ]
-    p99: Annotated[
-        Seconds, gauge("99th percentile of the recent durations.", "lookup_seconds", label=("quantile", "0.99"))
-    ]
-    maximum: Annotated[Seconds, gauge("Largest of the recent durations.", "lookup_seconds", label=("quantile", "1"))]
+    count: Annotated[Count, doc("Durations measured since the daemon's start.")]
+    p50: Annotated[Seconds, doc("Median of the recent durations.")]
+    p99: Annotated[Seconds, doc("99th percentile of the recent durations.")]
+    maximum: Annotated[Seconds, doc("Largest of the recent durations.")]
 
 
 class Histogram(Wire, frozen=True):
@@ -398,6 +384,9 @@ class StatsReply(Reply, frozen=True):
     unsent_stores: Annotated[
         Count, counter("Stores that clients dropped before they sent them, since their blocks were wanted.")
     ] = 0
+    lookup_seconds: Annotated[Histogram, histogram("Time spent on a lookup inside the daemon.")] = field(
+        default_factory=lambda: Histogram({}, 0.0)
+    )
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

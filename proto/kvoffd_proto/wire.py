@@ -162,7 +162,7 @@ def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
 # --- fields and their annotations ----------------------------------------------------------------
 
 _METRIC = "metric"
-"""Key of ``Meta.extra`` under which a field has its Metric, MetricPart or MetricLabel."""
+"""Key of ``Meta.extra`` under which a field has its Metric, MetricPart, MetricLabel or MetricInfo."""
 
 
 FixedLabel: TypeAlias = tuple[str, str] | tuple[()]
@@ -205,7 +205,21 @@ class MetricPart:
 
 @dataclass(frozen=True)
 class MetricLabel:
-    """The field's value tells the Structs of a list apart: it is a label of that name."""
+    """The field's value tells the Structs of a list apart: it is a label of that name.
+
+    Attributes:
+        short: bytes of the value that the label has, in hexadecimal, unless two Structs begin with the same; 0 for all.
+        info_name: the label of the whole value in the Structs' metric ``info``; there is none where this is empty.
+    """
+
+    name: str
+    short: int = 0
+    info_name: str = ""
+
+
+@dataclass(frozen=True)
+class MetricInfo:
+    """The field's value is a label of that name in the metric ``info`` of the Structs of a list, and of no other."""
 
     name: str
 
@@ -239,9 +253,14 @@ def metrics_of_part(description: str, prefix: str = "", label: FixedLabel = ()) 
     return Meta(description=description, extra={_METRIC: MetricPart(prefix, label)})
 
 
-def metric_label(description: str, name: str) -> Meta:
-    """Describe a field that tells the Structs of a list apart: it is a label of their metrics."""
-    return Meta(description=description, extra={_METRIC: MetricLabel(name)})
+def metric_label(description: str, name: str, short: int = 0, info_name: str = "") -> Meta:
+    """Describe a field that tells the Structs of a list apart: see MetricLabel."""
+    return Meta(description=description, extra={_METRIC: MetricLabel(name, short, info_name)})
+
+
+def metric_info(description: str, name: str) -> Meta:
+    """Describe a field that says more of the Structs of a list: see MetricInfo."""
+    return Meta(description=description, extra={_METRIC: MetricInfo(name)})
 
 
 def metas_of(hint: object) -> list[Meta]:
@@ -249,7 +268,7 @@ def metas_of(hint: object) -> list[Meta]:
     return [meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta)]
 
 
-def metric_annotation(hint: object) -> Metric | MetricPart | MetricLabel | None:
+def metric_annotation(hint: object) -> Metric | MetricPart | MetricLabel | MetricInfo | None:
     """What a field is on /metrics, if anything."""
     return next((meta.extra[_METRIC] for meta in metas_of(hint) if meta.extra and _METRIC in meta.extra), None)
 

@@ -31,7 +31,7 @@ def test_every_key_is_documented_once(busy: StatsReply) -> None:
     )
     there |= {f"below.{key}" for key in found["below"]} | {f"disks[].{key}" for key in found["disks"][0]}
     there |= {f"{where}.{key}" for where in ("recent[]", "namespaces[].recent[]") for key in found["recent"][0]}
-    for part in ("store", "load", "lookup_latency", "integrity", "blocks", "loop_blocked"):
+    for part in ("store", "load", "lookup_latency", "integrity", "blocks", "loop_blocked", "lookup_seconds"):
         there |= {f"{part}.{key}" for key in found[part]}
     assert there == set(keys)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from pathlib import Path
 
 import msgspec
@@ -52,6 +53,7 @@ def some_stats() -> StatsReply:
         errors={"bad_token": 801, "malformed": 802},
         replies_dropped={"gone": 803, "unread": 804},
         namespaces=spaces,
+        lookup_seconds=Histogram({"0.1": 1511, "+Inf": 1512}, 1513),
         integrity=numbers(IntegrityStats, 900),
         blocks=numbers(BlockAccessStats, 950),
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
@@ -82,7 +84,8 @@ def test_every_number_of_the_statistics_is_on_the_page() -> None:
         if isinstance(part, msgspec.Struct):
             for name in part.__struct_fields__:
                 # These say who asked and who answered, not how the daemon is.
-                if path or name not in ("request_id", "epoch", "pid"):
+                # The recent lookups are for people; monitoring makes quantiles of any time from the histogram.
+                if (path or name not in ("request_id", "epoch", "pid")) and name not in ("lookup_latency", "recent"):
                     check(getattr(part, name), f"{path}.{name}")
         elif isinstance(part, (list, dict)):
             for item in part.values() if isinstance(part, dict) else part:
@@ -103,9 +106,24 @@ def test_samples_carry_their_labels_and_values() -> None:
     assert found["kvoffd_replies_dropped_total", frozenset({"unread"})] == 804
     assert found["kvoffd_serving", frozenset()] == 1
     assert found["kvoffd_health_problems", frozenset({"disk_errors"})] == 1701
-    assert found["kvoffd_lookup_seconds", frozenset({"0.99"})] == stats.lookup_latency.p99
-    odd = frozenset({"bb" * 32, 'odd "label"\n\\'})
-    assert found["kvoffd_namespace_keys_ready_total", odd] == stats.namespaces[1].keys_ready
+    assert found["kvoffd_lookup_seconds_bucket", frozenset({"0.1"})] == 1511
+    assert found["kvoffd_namespace_keys_ready_total", frozenset({"bb" * 6})] == stats.namespaces[1].keys_ready
+    assert found["kvoffd_namespace_info", frozenset({"bb" * 6, "bb" * 32, 'odd "label"\n\\'})] == 1
+
+
+def test_namespaces_that_begin_alike_have_their_whole_name() -> None:
+    """A client chooses its fingerprint; two series of one name would fail the whole scrape."""
+    alike = [b"\xaa" * 6 + bytes([number]) * 26 for number in (1, 2)]
+    spaces = [numbers(NamespaceStats, 600, namespace=name, label="") for name in (*alike, b"\xbb" * 32)]
+    page = render_metrics(msgspec.structs.replace(some_stats(), namespaces=spaces)).decode()
+    shown = set(re.findall('kvoffd_namespace_lookups_total{namespace="(.*)"}', page))
+    assert shown == {alike[0].hex(), alike[1].hex(), "bb" * 6}
+
+
+def test_a_page_tells_when_the_process_started() -> None:
+    page = render_metrics(some_stats()).decode()
+    (started,) = re.findall(r"^process_start_time_seconds ([\d.e+]+)$", page, re.MULTILINE)
+    assert 0 < time.time() - float(started) < 24 * 3600
 
 
 def test_disks_have_samples_of_their_own() -> None:

@@ -1,0 +1,81 @@
+"""The page before Prometheus' own eyes: its linter, and a server that scrapes a daemon; one package of Debian."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+from support.waiting import wait_until
+
+from kvoffd_client.testing import FakeEngine
+
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("promtool") and shutil.which("prometheus")), reason="prometheus and promtool are not installed"
+)
+CONFIG = """
+global: {{scrape_interval: 1s, scrape_timeout: 1s}}
+scrape_configs:
+  - job_name: kvoffd
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+@needs_prometheus
+def test_prometheus_finds_nothing_to_complain_of_and_scrapes_all(tmp_path: Path) -> None:
+    port, own_port = free_port(), free_port()
+    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
+        with FakeEngine(daemon.directory) as engine:
+            assert engine.store([b"a" * 32], [0]).ok
+            for _ in range(3):
+                engine.lookup([b"a" * 32])
+        page = get(f"http://127.0.0.1:{port}/metrics")
+        linted = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, timeout=60)
+        assert (linted.returncode, linted.stdout, linted.stderr) == (0, b"", b"")
+
+        config = tmp_path / "prometheus.yml"
+        config.write_text(CONFIG.format(port=port))
+        listen = f"--web.listen-address=127.0.0.1:{own_port}"
+        command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}", listen]
+        with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+
+            def value_of(query: str) -> float | None:
+                """The only value that Prometheus has for a query; None without one, and while it starts."""
+                try:
+                    found = get(f"http://127.0.0.1:{own_port}/api/v1/query?query={urllib.parse.quote(query)}")
+                except OSError:
+                    return None
+                results = json.loads(found)["data"]["result"]
+                return float(results[0]["value"][1]) if len(results) == 1 else None
+
+            try:
+                wait_until(lambda: value_of('up{job="kvoffd"}') == 1, 60)
+                series = [line for line in page.decode().splitlines() if not line.startswith("#")]
+                assert value_of('scrape_samples_scraped{job="kvoffd"}') >= len(series)
+                assert value_of("kvoffd_lookup_seconds_count") == 3
+                assert 0 < value_of("histogram_quantile(0.99, kvoffd_lookup_seconds_bucket)") < 1
+                # As dashboards join the names to the numbers, which carry the short one only.
+                joined = "kvoffd_namespace_stored_blocks_total * on(namespace) group_left(label) kvoffd_namespace_info"
+                assert value_of(f'{joined}{{label="demo"}}') == 1
+                assert abs(time.time() - value_of("process_start_time_seconds")) < 600
+            finally:
+                server.kill()
