@@ -19,8 +19,8 @@ from kvoffd_client.client_session import Session
 from kvoffd_client.connection import Connection
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.health_request import ask_health
+from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES
 from kvoffd_client.pending_requests import ReplyOrError
-from kvoffd_client.socket_link import MAX_MESSAGE_BYTES
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CodecError, decode_reply, encode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch

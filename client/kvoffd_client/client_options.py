@@ -43,7 +43,7 @@ class ClientOptions:
     max_pending_requests: int = 1024
     """Requests without reply; beyond it they fail at once."""
     send_queue_frames: int = 256
-    """High water mark of the jobs socket and of the queue before it; beyond it requests fail at once."""
+    """Messages that wait to be sent to the daemon; beyond it requests fail at once."""
     receive_queue_messages: int = 10_000
     """High water mark of the events socket; what is dropped beyond it is replayed."""
     max_buffered_events: int = 100_000

@@ -6,31 +6,27 @@ import os
 import select
 import socket
 import weakref
-from collections import deque
 from collections.abc import Sequence
 
 import zmq
 
 from kvoffd_client.client_options import ClientOptions
+from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES, RECONNECT_S, JobsSocket
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
-from kvoffd_proto.sockets import READABLE, WRITABLE, SocketPaths, events_of, receive_frames, send_frames
+from kvoffd_proto.sockets import READABLE, SocketPaths, events_of, receive_frames
 
 READ_BYTES = 65536
 MAX_DESCRIPTORS = 4
 """Taken from one read of the lifeline."""
-RECONNECT_MS = 20
-"""A daemon that starts binds its lifeline first; its other sockets follow at once."""
-MAX_MESSAGE_BYTES = 1 << 28
-"""Largest message taken from the daemon: a bound against garbage."""
 
 
 class SocketLink:
     """A ``Link`` that also collects what arrived. Its owner's lock guards every call but ``sleep``.
 
-    Sleeping is done by epoll on the raw descriptors and not by zmq's poller, which would use the sockets: so other
-    threads may send while the I/O thread sleeps. ZeroMQ's descriptors are edge-triggered: a message that comes after a
-    socket was seen empty ends a sleep, but not a message that a later use of the socket has noticed: ``must_read()``
-    says whether there is one.
+    Sleeping is done by epoll on the raw descriptors and not by zmq's poller, which would use the events socket: so
+    other threads may read while the I/O thread sleeps. ZeroMQ's descriptor is edge-triggered: a message that comes
+    after the socket was seen empty ends a sleep, but not a message that a later use of the socket has noticed:
+    ``must_read()`` says whether there is one.
     """
 
     def __init__(self, paths: SocketPaths, options: ClientOptions) -> None:
@@ -44,11 +40,10 @@ class SocketLink:
         self._messages_epoll.register(self._wake_leader_fd, select.EPOLLIN)
         self._context = zmq.Context(io_threads=1)
         self._lifeline: socket.socket | None = None
-        self._jobs: zmq.Socket[bytes] | None = None
+        self._jobs: JobsSocket | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._used = False
-        """Whether a socket was used since both were seen empty."""
-        self._unsent: deque[Sequence[bytes]] = deque()
+        """Whether the events socket was used since it was seen empty."""
         self._received: list[int] = []
         self._draining: dict[int, socket.socket] = {}
         # Numbers stay here after closing: a stale one costs a read that finds nothing.
@@ -72,25 +67,20 @@ class SocketLink:
         self._lifeline = stream
 
     def open_sockets(self, topics: Sequence[bytes]) -> None:
-        self._jobs = self._connect(zmq.DEALER, str(self._paths.jobs))
-        self._events = self._connect(zmq.SUB, str(self._paths.events))
+        self._jobs = JobsSocket(self._paths.jobs, self._options.send_queue_frames, self._epoll, self._messages_epoll)
+        events: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        events.setsockopt(zmq.LINGER, 0)
+        events.setsockopt(zmq.RECONNECT_IVL, round(RECONNECT_S * 1000))
+        events.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
+        events.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        events.connect(f"ipc://{self._paths.events}")
         for topic in topics:
-            self._events.setsockopt(zmq.SUBSCRIBE, topic)
-
-    def _connect(self, kind: int, path: str) -> zmq.Socket[bytes]:
-        connected: zmq.Socket[bytes] = self._context.socket(kind)
-        connected.setsockopt(zmq.LINGER, 0)
-        connected.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        connected.setsockopt(zmq.RCVHWM, self._options.receive_queue_messages)
-        connected.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        if kind == zmq.DEALER:
-            connected.setsockopt(zmq.SNDHWM, self._options.send_queue_frames)
-            connected.setsockopt(zmq.IMMEDIATE, 1)
-        connected.connect(f"ipc://{path}")
-        # Exclusive, the leader's first: what arrives wakes a leader that sleeps or else the I/O thread, never both.
+            events.setsockopt(zmq.SUBSCRIBE, topic)
+        # As the jobs socket: exclusive, the leader's first.
         for epoll in (self._messages_epoll, self._epoll):
-            epoll.register(connected.FD, select.EPOLLIN | select.EPOLLEXCLUSIVE)
-        return connected
+            epoll.register(events.FD, select.EPOLLIN | select.EPOLLEXCLUSIVE)
+        self._events = events
+        self._used = True
 
     def attach(self, message: Attach, fd: int) -> None:
         self.send_over_lifeline(message, [fd])
@@ -108,23 +98,7 @@ class SocketLink:
         return self._received.pop(0) if self._received else None
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        jobs = self._jobs
-        if jobs is None:
-            return False
-        self._used = True
-        if self._unsent:
-            self._send_queued(jobs)
-        if not self._unsent and _try_send(jobs, frames):
-            return True
-        # Not connected yet (IMMEDIATE), or its queue is full: it goes out as soon as there is room.
-        if len(self._unsent) >= self._options.send_queue_frames:
-            return False
-        self._unsent.append(frames)
-        return True
-
-    def _send_queued(self, jobs: zmq.Socket[bytes]) -> None:
-        while self._unsent and _try_send(jobs, self._unsent[0]):
-            self._unsent.popleft()
+        return self._jobs is not None and self._jobs.send(frames)
 
     def close(self) -> None:
         if self._lifeline is not None:
@@ -145,42 +119,34 @@ class SocketLink:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
-        for connected in (self._jobs, self._events):
-            if connected is not None:
-                self._epoll.unregister(connected.FD)
-                self._messages_epoll.unregister(connected.FD)
-                connected.close(linger=0)
+        if self._jobs is not None:
+            self._jobs.close()
+        if self._events is not None:
+            self._epoll.unregister(self._events.FD)
+            self._messages_epoll.unregister(self._events.FD)
+            self._events.close(linger=0)
         self._jobs = self._events = None
-        self._unsent.clear()
 
     # --- reading ---------------------------------------------------------------------------------
 
     def must_read(self) -> bool:
-        """Whether a message waits that will not end a sleep. Queued messages have been sent where there is room."""
-        return (self._used or bool(self._unsent)) and self.readable()
+        """Whether a message waits that will not end a sleep."""
+        return (self._jobs is not None and self._jobs.has_message) or (self._used and self.readable())
 
     def readable(self) -> bool:
-        """Whether a message waits. If none does, queued messages have been sent where there is room."""
+        """Whether a message waits. Queued messages have been sent where there is room."""
+        if self._jobs is not None and not self._jobs.has_message:
+            self._jobs.look()
         if _has_message(self._events):
             return True
-        jobs = self._jobs
-        while jobs is not None:
-            # It is this look that makes ZeroMQ notice a connection that is up or room that is there, and it notices
-            # each once: so a look that finds room must be followed by sending, and sending by another look.
-            events = events_of(jobs)
-            if events & READABLE:
-                return True
-            if not (self._unsent and events & WRITABLE):
-                break
-            self._send_queued(jobs)
         self._used = False
-        return False
+        return self._jobs is not None and self._jobs.has_message
 
     def receive(self, limit: int) -> tuple[list[list[bytes]], list[list[bytes]]]:
         """Take up to ``limit`` messages each from the events socket and from the jobs socket."""
-        published, replied = self._receive(self._events, limit), self._receive(self._jobs, limit)
-        self._used = bool(self._unsent) or max(len(published), len(replied)) >= limit
-        return published, replied
+        published = self._receive(self._events, limit)
+        self._used = len(published) >= limit
+        return published, [] if self._jobs is None else self._jobs.take(limit)
 
     @staticmethod
     def _receive(connected: zmq.Socket[bytes] | None, limit: int) -> list[list[bytes]]:
@@ -221,6 +187,9 @@ class SocketLink:
         True when a lifeline has something to read.
         """
         lifelines = False
+        jobs = self._jobs
+        if jobs is not None and jobs.must_connect:
+            timeout_s = min(timeout_s, RECONNECT_S)
         for fd, _ in self._epoll.poll(timeout_s):
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
@@ -255,14 +224,8 @@ class SocketLink:
         for stream in (self._lifeline, *self._draining.values()):
             if stream is not None:
                 stream.close()
-
-
-def _try_send(jobs: zmq.Socket[bytes], frames: Sequence[bytes]) -> bool:
-    try:
-        send_frames(jobs, frames)
-    except zmq.Again:
-        return False
-    return True
+        if self._jobs is not None:
+            self._jobs.forget_in_child()
 
 
 def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
