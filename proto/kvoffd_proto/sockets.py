@@ -1,11 +1,10 @@
-"""The daemon's sockets: where they are, who may use the one on TCP, and how messages go in and out of them."""
+"""The daemon's sockets: where they are, who may use the one on TCP, and how messages come out of ZeroMQ's."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -123,21 +122,14 @@ def _lines(path: Path, *, secret: bool) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 
-# --- messages in and out -------------------------------------------------------------------------
+# --- messages from ZeroMQ's sockets ---------------------------------------------------------------
 
 # pyzmq's own calls for messages of several frames combine members of enums for each frame. Measured with processes that
 # have slept, whose caches are cold: a lookup of 1,000 keys took 10 µs longer with them, of 170.
 # The numbers are those of zmq.h, so that this package does not import pyzmq.
-_NOW, _MORE = 1, 1 | 2  # ZMQ_DONTWAIT, ZMQ_SNDMORE
+_NOW = 1  # ZMQ_DONTWAIT
 _RCVMORE, _EVENTS = 13, 15
-READABLE, WRITABLE = 1, 2  # ZMQ_POLLIN, ZMQ_POLLOUT
-
-
-def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
-    """Send one message. Raises zmq.Again when the queue is full, zmq.ZMQError when the peer has gone."""
-    for frame in frames[:-1]:
-        socket.send(frame, _MORE)
-    socket.send(frames[-1], _NOW)
+READABLE = 1  # ZMQ_POLLIN
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -149,5 +141,5 @@ def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def events_of(socket: zmq.Socket[bytes]) -> int:
-    """Return READABLE, WRITABLE, both or 0. The call makes ZeroMQ notice what has changed since the last one."""
+    """Return flags, READABLE among them where a message waits. The call makes ZeroMQ notice what has changed."""
     return cast(int, socket.get(_EVENTS))

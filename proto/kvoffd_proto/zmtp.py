@@ -1,6 +1,6 @@
 """ZMTP 3.1, the wire protocol of ZeroMQ (RFC 37), as one side of a connection: bytes in, messages out.
 
-Clients speak it by libzmq, but for probes, which live too short for that. The daemon does not, for libzmq bounds
+Our clients use this for ``jobs.sock`` and libzmq for ``events.sock``. The daemon has no libzmq there, for that bounds
 neither the frames of a message nor a peer's subscriptions, and an assertion of it ends the process when descriptors run
 out: what one client does to it would reach all others. Here every bound is met before anything is kept. There are no
 sockets in this module.

@@ -76,12 +76,12 @@ class Peer:
         self._input = zmtp.Input({b"DEALER"}, 1 << 24, 4)
         self.stream: socket.socket | None = None
 
-    def accept(self) -> None:
+    def accept(self, data: bytes = zmtp.opening(b"ROUTER")) -> None:
         if self.stream is not None:
             self.stream.close()
         self.stream, _ = self._listener.accept()
         self.stream.settimeout(5.0)
-        self.stream.sendall(zmtp.opening(b"ROUTER"))
+        self.stream.sendall(data)
         self._input = zmtp.Input({b"DEALER"}, 1 << 24, 4)
 
     def receive(self, end: End) -> list[bytes]:
@@ -155,23 +155,17 @@ def test_after_a_connection_broke_the_next_one_begins_with_a_whole_message(path:
 @pytest.mark.parametrize("data", [b"HTTP/1.1 400 Bad Request\r\n\r\n", zmtp.opening(b"PUB"), b""])
 def test_a_peer_that_is_no_router_is_left(path: Path, peer: Peer, data: bytes) -> None:
     with opened(path) as end:
-        peer.accept()
+        peer.accept(data)
         assert peer.stream is not None
-        peer.stream.close()
-        wait_until(lambda: bool(end.reader.poll(0)))
-        end.jobs.look()
-        assert not end.reader.poll(0), "a closed stream must not end each sleep"
-        wait_until(lambda: end.jobs.send((b"hello",)) and not end.jobs.must_connect)
-        peer._listener.settimeout(5.0)
-        other, _ = peer._listener.accept()
-        with other:
-            other.sendall(data)
-            other.shutdown(socket.SHUT_WR)
-            wait_until(lambda: bool(end.reader.poll(0)))
-            end.jobs.look()
-            end.jobs.look()
-            assert end.jobs.take(1) == []
-            assert not end.reader.poll(0)
+        peer.stream.shutdown(socket.SHUT_WR)
+        end.shake_hands()
+        assert end.jobs.take(1) == []
+        assert not end.reader.poll(0), "a connection that has ended must not end each sleep"
+        assert end.jobs.send((b"hello",))
+        end.look_until(lambda: not end.jobs.must_connect)
+        peer.accept()
+        end.shake_hands()
+        assert peer.receive(end) == [b"hello"]
 
 
 def test_a_message_ends_one_sleep_and_the_leaders_first(path: Path, peer: Peer) -> None:
