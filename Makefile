@@ -63,7 +63,7 @@ clean: ## remove .venv, the demo's files and all caches
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.
-$(VENV)/.tools: pyproject.toml hatch_build.py kvoffd/transfer/host_copy.c kvoffd/cache/key_states.c $(BUILD)
+$(VENV)/.tools: pyproject.toml hatch_build.py $(shell find kvoffd -name '*.[ch]') $(BUILD)
 	@test -n "$(PYTHON)" || { echo "kvoffd needs Python 3.11 to 3.14 and found none: install one, or say" \
 		"\`make PYTHON=/path/to/python\`." >&2; exit 1; }
 	@$(PYTHON) $(BUILD) $(VENV) tools

@@ -16,7 +16,7 @@ class NotCompiled(KvoffdError):
 
 
 class Native:
-    """The library's functions, which ``host_copy.c`` and ``key_states.c`` describe.
+    """The library's functions, which ``host_copy.c``, ``gpu_copy.c`` and ``key_states.c`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -26,8 +26,11 @@ class Native:
         count, address, text = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_char_p
         try:
             without_gil, with_gil = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-            self.copy = without_gil.kvoffd_copy
+            self.host_copy = without_gil.kvoffd_host_copy
+            self.gpu_copy = without_gil.kvoffd_gpu_copy
+            self.gpu_wait = without_gil.kvoffd_gpu_wait
             # These take microseconds, less than to get the GIL back from whoever else wants it.
+            self.copied = with_gil.kvoffd_copied
             self.states = with_gil.kvoffd_states
             self.set_states = with_gil.kvoffd_set_states
             self.move_states = with_gil.kvoffd_move_states
@@ -36,7 +39,10 @@ class Native:
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
                 "compiler."
             ) from error
-        self.copy.argtypes, self.copy.restype = (address, count, count), count
+        self.host_copy.argtypes, self.host_copy.restype = (address, address, count), None
+        self.gpu_copy.argtypes, self.gpu_copy.restype = (address, address), None
+        self.gpu_wait.argtypes, self.gpu_wait.restype = (address, address), None
+        self.copied.argtypes, self.copied.restype = (address,), count
         self.states.argtypes, self.states.restype = (address, text, count, text), None
         self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
         self.move_states.argtypes, self.move_states.restype = (address, address), None

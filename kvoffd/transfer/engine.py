@@ -19,7 +19,8 @@ class Transfer:
     """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
 
     Attributes:
-        deadline: on the engine's clock, in seconds; looked at before the transfer starts and between its steps.
+        deadline: on the engine's clock, in seconds; looked at before the transfer starts, every few milliseconds while
+            it is copied, and by ``expire``.
         on_done: called exactly once, from any thread, with the transfer, its outcome and the seconds it spent copying,
             when nothing touches its memory any more, its slots included. It must be quick and must not raise.
         on_overdue: called at most once, by ``expire`` in its caller's thread: the copy has not come back a while after

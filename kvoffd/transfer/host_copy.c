@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "pace.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -229,7 +231,7 @@ static uint64_t copy_into_slot(struct copying *c, uint8_t *to, const uint8_t *fr
 
 /* Copies the next `limit` bytes, up to twice that, or `pieces` pieces, or all that are left; returns how many bytes: 0
  * when none were left. */
-uint64_t kvoffd_copy(struct copying *c, uint64_t limit, uint64_t pieces)
+static uint64_t copy_step(struct copying *c, uint64_t limit, uint64_t pieces)
 {
     uint64_t copied = 0, end = c->pieces - c->piece < pieces ? c->pieces : c->piece + pieces;
 
@@ -256,4 +258,24 @@ uint64_t kvoffd_copy(struct copying *c, uint64_t limit, uint64_t pieces)
     _mm_sfence(); /* whoever hears of these bytes sees them */
 #endif
     return copied;
+}
+
+/* Copies step by step, `steps` at most, until all is copied or the pace says that the thread must return. */
+void kvoffd_host_copy(struct copying *c, struct pace *p, uint64_t steps)
+{
+    uint64_t until = nanoseconds() + LOOK_NS;
+
+    while (steps-- && c->piece < c->pieces) {
+        uint64_t before = c->piece, nbytes = copy_step(c, p->step_bytes, p->step_pieces);
+        note_copied(p, nbytes);
+        note_step(p, nbytes, c->piece - before);
+        if (must_return(p) || nanoseconds() >= until)
+            break;
+    }
+}
+
+/* What `copied` of a pace says, for threads that then read the bytes. */
+uint64_t kvoffd_copied(const struct pace *p)
+{
+    return __atomic_load_n(&p->copied, __ATOMIC_ACQUIRE);
 }

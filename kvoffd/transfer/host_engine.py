@@ -18,14 +18,16 @@ import xxhash
 
 from kvoffd.system.native import Native, NotCompiled, native
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine, Slice, Steps
+from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine, Steps
+from kvoffd.transfer.pace import Pace, Slice
 from kvoffd.transfer.plan import Plan
 
-# A deadline and an abandon are looked at once a step: 8 MiB are half a millisecond. After each the thread waits for the
-# GIL, a tenth of a millisecond where the event loop is busy: steps of 2 MiB were 15 % slower.
-STEP_BYTES = 8 << 20
+# Between two looks at whether others wait or the transfer must end, which take no GIL: 50 to 100 microseconds.
+STEP_BYTES = 1 << 20
 # As much as that takes in small pieces.
-STEP_PIECES = 4096
+STEP_PIECES = 512
+# A slice, while others wait. After it the thread waits for the GIL, a tenth of a millisecond where the loop is busy.
+SLICE_STEPS = 4
 
 _STRIPE_BYTES = 64
 
@@ -52,7 +54,7 @@ class HostCopy:
 
     def __init__(self, plan: Plan, slots: Sequence[tuple[int, int]] = (), library: Native | None = None) -> None:
         self.plan = plan
-        self._step = (library or native()).copy
+        self._copy = (library or native()).host_copy
         self._columns = (
             *(np.ascontiguousarray(column, dtype=np.uint64) for column in (plan.destination, plan.source, plan.size)),
             *(np.array(column, dtype=np.uint64) for column in (zip(*slots, strict=True) if slots else ((), ()))),
@@ -62,16 +64,12 @@ class HostCopy:
         self._copying = _Copying(*pieces, plan.pieces, slot, slot_bytes, self._sums.ctypes.data, len(slots))
         self._reference = ctypes.byref(self._copying)
 
-    def step(self, limit_bytes: int) -> int:
-        """Copy the next ``limit_bytes``, up to twice that, or STEP_PIECES pieces, or all that are left.
+    def run(self, pace: Pace, steps: int = 2**63) -> None:
+        """Copy so many steps, or until all is copied or the pace says otherwise.
 
-        Returns how many bytes: 0 at the end.
+        A step has the pace's ``step_bytes``, up to twice that, or its ``step_pieces``.
         """
-        return int(self._step(self._reference, limit_bytes, STEP_PIECES))
-
-    @property
-    def pieces_done(self) -> int:
-        return int(self._copying.piece)
+        self._copy(self._reference, ctypes.byref(pace), steps)
 
     def sums(self) -> list[int]:
         """Return the XXH3 checksum (64 bits) of each full slot; 0 where others must take it.
@@ -90,8 +88,7 @@ def try_out(library: Native) -> None:
     size = np.diff(cuts)
     plan = Plan(cuts[:-1] + np.uint64(pool.ctypes.data + begin), cuts[:-1] + np.uint64(source.ctypes.data), size, 4096)
     copy = HostCopy(plan, [(pool.ctypes.data + begin, 4096)], library)
-    while copy.step(1000):
-        pass
+    copy.run(Pace(step_bytes=1000, step_pieces=STEP_PIECES))
     copied = pool[begin : begin + 4096]
     if not np.array_equal(copied, source) or copy.sums() != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
@@ -102,19 +99,20 @@ class HostEngine(LaneEngine):
 
     Args:
         clock: what deadlines are measured on, in seconds.
-        step: copies the next ``step_bytes`` of a plan and returns how many it copied; tests pass their own.
+        run: copies a plan, as HostCopy.run; tests pass their own.
+        step_bytes: of its steps; a slice has SLICE_STEPS of them.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] = time.monotonic,
         threads_per_direction: int = 1,
-        step: Callable[[HostCopy, int], int] = HostCopy.step,
+        run: Callable[[HostCopy, Pace], None] = HostCopy.run,
         step_bytes: int = STEP_BYTES,
     ) -> None:
         try_out(native())
-        copiers = [_HostCopier(step, step_bytes)] * threads_per_direction
-        one_slice = Slice(step_bytes, STEP_PIECES)
+        copiers = [_HostCopier(run, step_bytes)] * threads_per_direction
+        one_slice = Slice(SLICE_STEPS * step_bytes, SLICE_STEPS * STEP_PIECES)
         super().__init__(
             {direction: Lane(f"kvoffd-{direction.value}", clock, copiers, one_slice) for direction in Direction}
         )
@@ -125,9 +123,9 @@ class HostEngine(LaneEngine):
 
 @dataclass(frozen=True)
 class _HostCopier:
-    """Copies step by step. It has no state, so that threads may share it."""
+    """It has no state, so that threads may share it."""
 
-    _step: Callable[[HostCopy, int], int]
+    _run: Callable[[HostCopy, Pace], None]
     _step_bytes: int
 
     def open(self) -> None: ...
@@ -137,13 +135,12 @@ class _HostCopier:
     def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
         checksums = transfer.checksums if transfer.direction is Direction.STORE else None
         copy = HostCopy(transfer.plan, checksums.slot_addresses() if checksums is not None else ())
+        progress.pace.step_bytes, progress.pace.step_pieces = self._step_bytes, STEP_PIECES
         while progress.copied_bytes < transfer.plan.nbytes:
             if (early := progress.must_end()) is not None:
                 return early
-            before = copy.pieces_done
-            nbytes = self._step(copy, self._step_bytes)
-            progress.copied_bytes += nbytes
-            if progress.turn_is_over(nbytes, copy.pieces_done - before):
+            self._run(copy, progress.pace)
+            if progress.turn_is_over():
                 yield
         if checksums is None:
             return Outcome.DONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -12,26 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
+from kvoffd.system.native import native
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.turns import FairQueue
 
 _log = logging.getLogger(__name__)
 
-# A copy thread looks at the deadline once a step; one that has not noticed it after this long hangs.
+# A copy thread looks at the deadline every few milliseconds; one that has not noticed it after this long hangs.
 OVERDUE_GRACE_S = 1.0
 # Transfers of an owner that are copied but wait for their checksums. With more of them its other transfers wait too.
 MAX_AWAITING_CHECKSUMS = 4
-
-
-class Slice(NamedTuple):
-    """How much an owner may copy, or read for checksums, before another one that waits has its turn.
-
-    A thread looks at this between the steps of its copier, so a turn ends with the step that reaches either figure.
-    """
-
-    nbytes: int
-    pieces: int
 
 
 Steps: TypeAlias = Generator[None, None, Outcome]
@@ -43,8 +36,8 @@ class CopyProgress:
     """How far one transfer's copy is, shared by its copier and its lane.
 
     Attributes:
+        pace: what its loop notes, and is told.
         thread_id: the kernel's id of the thread that copies; None while none does.
-        copied_bytes: bytes of the plan that are copied, in the plan's order; only the copy thread writes it.
         checksums: the checksums that other threads take while the copy runs; None where there are none.
         steps: the copy, once it has begun.
         seconds: what it has taken of a thread.
@@ -52,28 +45,34 @@ class CopyProgress:
 
     _lane: Lane
     _transfer: Transfer
+    pace: Pace
     thread_id: int | None = None
-    copied_bytes: int = 0
     checksums: StoreChecksums | None = None
     steps: Steps | None = None
     seconds: float = 0.0
-    _uncharged: int = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the plan that are copied, in the plan's order, at any time and in any thread."""
+        return int(native().copied(ctypes.byref(self.pace)))
 
     def must_end(self) -> Outcome | None:
-        """Return how the transfer must end now, before its next step; None when it may go on."""
+        """Return how the transfer must end now; None when it may go on."""
         if self._transfer.abandoned:
             return Outcome.FAILED
         return Outcome.DEADLINE if self._lane.clock() >= self._transfer.deadline else None
 
-    def turn_is_over(self, nbytes: int, pieces: int = 0) -> bool:
-        """Note a step; return whether the slice is used and another owner's turn has come, so that this copy rests."""
-        most = self._lane.slice
-        self._uncharged += max(nbytes, pieces * most.nbytes // most.pieces)
-        return self._uncharged >= most.nbytes and self._lane.charge(self._transfer.owner, self.uncharged())
+    def turn_is_over(self, read_bytes: int = 0) -> bool:
+        """Return whether the slice is used and another owner's turn has come, so that this copy rests.
+
+        ``read_bytes`` were read for checksums; what was copied is known.
+        """
+        self.pace.used += read_bytes
+        return self.pace.used >= self.pace.slice_bytes and self._lane.charge(self._transfer, self)
 
     def uncharged(self) -> int:
         """Return what the steps have cost that the owner was not charged for, in bytes; it is charged now."""
-        cost, self._uncharged = self._uncharged, 0
+        cost, self.pace.used = self.pace.used, 0
         return cost
 
     def take_checksums(self, checksums: SlotChecksums, sums: Sequence[int] = ()) -> Steps:
@@ -201,7 +200,7 @@ class Lane:
             accepted = not self._stopped
             if accepted:
                 assert transfer not in self._begun, "A transfer is submitted once."
-                self._queue.put(transfer.owner, transfer)
+                self._wait(transfer)
                 self._wake.notify()
         if not accepted:
             _finish(transfer, Outcome.CANCELLED, 0.0)
@@ -214,10 +213,19 @@ class Lane:
         _finish(transfer, Outcome.CANCELLED, 0.0)
         return True
 
+    def abandon(self, transfer: Transfer) -> None:
+        """See TransferEngine."""
+        with self._wake:
+            transfer.abandoned = True
+            self._stop_copy(transfer)
+
     def expire(self) -> None:
         """See TransferEngine."""
         now = self.clock()
         with self._wake:
+            for transfer in self._begun:
+                if now >= transfer.deadline:
+                    self._stop_copy(transfer)
             waiting = [transfer for transfer in self._queue if now >= transfer.deadline]
             for transfer in waiting:
                 self._queue.remove(transfer.owner, transfer)
@@ -246,11 +254,12 @@ class Lane:
                 self._checksum_bytes,
             )
 
-    def charge(self, owner: Hashable, cost: int) -> bool:
-        """Note what an owner was given; return whether it is another one's turn."""
+    def charge(self, transfer: Transfer, progress: CopyProgress) -> bool:
+        """Note what the owner was given; return whether it is another one's turn."""
         with self._wake:
-            self._queue.charge(owner, cost)
-            return self._queue.is_before(owner, self._may_begin)
+            self._queue.charge(transfer.owner, progress.uncharged())
+            self._tell(transfer, progress)
+            return self._queue.is_before(transfer.owner, self._may_begin)
 
     def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
         with self._wake:
@@ -266,6 +275,7 @@ class Lane:
                 self._queue.remove(transfer.owner, transfer)
             for transfer in self._begun:
                 transfer.abandoned = True
+                self._stop_copy(transfer)
             self._wake.notify_all()
         for transfer in waiting:
             _finish(transfer, Outcome.CANCELLED, 0.0)
@@ -313,7 +323,7 @@ class Lane:
             self._queue.charge(transfer.owner, progress.uncharged())
             progress.thread_id = None
             if outcome is None:
-                self._queue.put(transfer.owner, transfer, first=True)
+                self._wait(transfer, first=True)
         if outcome is not None:
             self._end_copy(transfer, progress, outcome)
 
@@ -377,10 +387,28 @@ class Lane:
                 if self._stopped and not self._queue:
                     return None
                 self._wake.wait()
-            progress = self._begun.get(transfer) or CopyProgress(self, transfer)
+            progress = self._begun.get(transfer) or CopyProgress(self, transfer, Pace.of(self.slice))
             progress.thread_id = threading.get_native_id()
             self._begun[transfer] = progress
+            self._tell(transfer, progress)
             return transfer, progress
+
+    def _wait(self, transfer: Transfer, *, first: bool = False) -> None:
+        """Queue a transfer; what other owners copy meanwhile is cut into slices."""
+        self._queue.put(transfer.owner, transfer, first=first)
+        for other, progress in self._begun.items():
+            if other.owner != transfer.owner:
+                progress.pace.look |= OTHERS_WAIT
+
+    def _tell(self, transfer: Transfer, progress: CopyProgress) -> None:
+        """Before a loop goes on: tell it what it would have been told meanwhile."""
+        progress.pace.look = (OTHERS_WAIT if self._queue.has_other(transfer.owner) else 0) | (
+            STOP if progress.must_end() else 0
+        )
+
+    def _stop_copy(self, transfer: Transfer) -> None:
+        if transfer in self._begun:
+            self._begun[transfer].pace.look |= STOP
 
 
 def _wants_cpu(thread_id: int | None) -> bool:
@@ -410,6 +438,9 @@ class LaneEngine(TransferEngine):
 
     def cancel(self, transfer: Transfer) -> bool:
         return self._lanes[transfer.direction].cancel(transfer)
+
+    def abandon(self, transfer: Transfer) -> None:
+        self._lanes[transfer.direction].abandon(transfer)
 
     def expire(self) -> None:
         for lane in self._lanes.values():

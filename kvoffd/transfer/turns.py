@@ -77,5 +77,9 @@ class FairQueue(Generic[Item]):
         given = self._given_to(owner)
         return any(one != owner and self._given_to(one) <= given and may_have(one) for one in self._waiting)
 
+    def has_other(self, owner: Hashable) -> bool:
+        """Return whether an owner other than ``owner`` waits."""
+        return not self._waiting.keys() <= {owner}
+
     def _given_to(self, owner: Hashable) -> int:
         return max(self._given.get(owner, 0), self._level)

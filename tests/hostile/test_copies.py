@@ -10,18 +10,18 @@ from support.faulty_daemon import FaultyDaemon
 from support.waiting import wait_until
 from support.wire import stats
 
-from kvoffd.transfer.host_engine import STEP_BYTES
 from kvoffd_client.testing import FakeEngine
 
 STEPS, STEP_S = 12, 0.05
-"""Steps of the large load; each is slow."""
+"""8 MiB of the large load are a step; each is slow."""
+PAGE_BYTES = 4 << 20
 LARGE = 2 * STEPS
 KEYS = [number.to_bytes(32, "big") for number in range(LARGE)]
 
 
 def flood(directory: Path) -> None:
     """Load very much in one job after the other until this process is killed."""
-    with FakeEngine(directory, "flood", layers=1, blocks=2 * LARGE, page_bytes=STEP_BYTES // 2) as engine:
+    with FakeEngine(directory, "flood", layers=1, blocks=2 * LARGE, page_bytes=PAGE_BYTES) as engine:
         assert engine.store(KEYS, range(LARGE)).ok
         while True:
             assert engine.lookup(KEYS) == LARGE

@@ -7,6 +7,8 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.transfer.host_engine import HostCopy
+from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan
 
 Bytes = npt.NDArray[np.uint8]
@@ -54,3 +56,10 @@ def reference_copy(
             at += layout.blocks_per_key * page
             nbytes += page
     return nbytes
+
+
+def copy_step(copy: HostCopy, limit_bytes: int) -> int:
+    """Copy one step of so many bytes; return how many were copied, 0 at the end."""
+    pace = Pace(step_bytes=limit_bytes, step_pieces=4096)
+    copy.run(pace, 1)
+    return pace.copied

@@ -12,26 +12,30 @@ from pathlib import Path
 from kvoffd.cli import main
 from kvoffd.transfer import host_engine
 from kvoffd.transfer.host_engine import HostCopy
+from kvoffd.transfer.pace import Pace
+
+STEPS = 8
+"""For each time that the file is read."""
 
 
-def faulty(fault_file: Path) -> Callable[[HostCopy, int], int]:
-    """The copy function, with the fault that the file names at the time of each step, for one direction."""
+def faulty(fault_file: Path) -> Callable[[HostCopy, Pace], None]:
+    """The copy function, with the fault that the file names every few steps, for one direction."""
 
-    def step_with_fault(copy: HostCopy, limit_bytes: int) -> int:
+    def run_with_fault(copy: HostCopy, pace: Pace) -> None:
         words = fault_file.read_text().split() if fault_file.exists() else []
         if not words or words[0] != threading.current_thread().name.split("-")[1]:  # kvoffd-store-0
-            return copy.step(limit_bytes)
+            copy.run(pace, STEPS)
+            return
         if words[1] == "fails":
             raise OSError("a deliberate failure")
         if words[1] == "slow":
             time.sleep(float(words[2]))
-        nbytes = copy.step(limit_bytes)
+        copy.run(pace, STEPS)
         if words[1] == "lies":
             for address, size in zip(copy.plan.destination.tolist(), copy.plan.size.tolist(), strict=True):
                 ctypes.memset(address, 0x3C, size)
-        return nbytes
 
-    return step_with_fault
+    return run_with_fault
 
 
 def install(fault_file: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
 from support.stub_cuda import Ranges, fresh_stub
@@ -15,10 +15,13 @@ from support.waiting import wait_until
 
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums
 from kvoffd.transfer.cuda.cuda_engine import CudaEngine
+from kvoffd.transfer.cuda.gpu_copy import PinnedChunks
 from kvoffd.transfer.engine import Direction, Outcome, Transfer, TransferEngine
 from kvoffd.transfer.host_engine import HostCopy, HostEngine
 from kvoffd.transfer.lane import MAX_AWAITING_CHECKSUMS
+from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Plan
+from kvoffd_proto.cuda_driver import BATCH_FORMS, argument_types
 
 FOREVER = float("inf")
 PIECE = 4096
@@ -66,11 +69,11 @@ class HostHarness(Harness):
     def __init__(self) -> None:
         super().__init__()
 
-        def step(copy: HostCopy, limit_bytes: int) -> int:
+        def run(copy: HostCopy, pace: Pace) -> None:
             self.step()
-            return copy.step(limit_bytes)
+            copy.run(pace, 1)
 
-        self.engine = HostEngine(clock=self.clock, step=step, step_bytes=8 * PIECE)
+        self.engine = HostEngine(clock=self.clock, run=run, step_bytes=8 * PIECE)
 
 
 class CudaHarness(Harness):
@@ -86,16 +89,22 @@ class CudaHarness(Harness):
         driver = stub.driver()
         batch = driver.batch_copy()
         assert batch is not None
+        calls = driver.copy_calls(batch)
+        # The copy loop calls these without the interpreter's lock, which they take.
+        single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        many = ctypes.CFUNCTYPE(ctypes.c_int, *argument_types(BATCH_FORMS[12080]))
+        real_copy, real_batch = single(calls.copy), many(calls.batch)
 
-        class Gated:
-            def __call__(_, *arguments: int) -> None:
+        def gated(*arguments: int) -> int:
+            try:
                 self.step()
-                batch(*arguments)
+            except RuntimeError:
+                return 1
+            return int(real_batch(*arguments))
 
-        driver.batch_copy = Gated  # type: ignore[assignment, method-assign]
-
-        def all_pinned(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-            return np.ones(addresses.size, dtype=np.bool_)
+        self.gated = many(gated), single(lambda *arguments: 1 if self.broken else real_copy(*arguments))
+        calls.batch, calls.copy = (ctypes.cast(one, ctypes.c_void_p) for one in self.gated)
+        driver.copy_calls = lambda batch: calls  # type: ignore[method-assign]
 
         class Engine(CudaEngine):
             def submit(self, transfer: Transfer) -> None:
@@ -106,7 +115,9 @@ class CudaHarness(Harness):
                         stub.adopt(kind, begin, int(column[-1] + plan.size[-1]) - begin)
                 super().submit(transfer)
 
-        engine = Engine(driver, context, all_pinned, clock=self.clock, step_pieces=8)
+        engine = Engine(
+            driver, context, PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0), clock=self.clock, step_pieces=8
+        )
         engine.open()
         self.engine = engine
 
@@ -321,6 +332,7 @@ def test_a_running_transfer_ends_at_the_step_after_its_deadline(harness: Harness
     harness.engine.submit(job.transfer)
     assert harness.at_gate.wait(WAIT_S)
     harness.now += 5
+    harness.engine.expire()
     harness.release()
     assert job.outcome() is Outcome.DEADLINE
     assert harness.steps == 1

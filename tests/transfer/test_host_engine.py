@@ -14,6 +14,7 @@ from support.copy_buffers import address_of, random_bytes
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
+from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Plan, build_layouts, plan_copy
 from kvoffd_proto.handles import PageRef, TensorLayout
 
@@ -41,11 +42,11 @@ def test_several_threads_of_a_direction_copy_at_once() -> None:
     both = threading.Barrier(2, timeout=10)
     done = threading.Semaphore(0)
 
-    def step(copy: HostCopy, limit_bytes: int) -> int:
+    def run(copy: HostCopy, pace: Pace) -> None:
         both.wait()
-        return copy.step(limit_bytes)
+        copy.run(pace)
 
-    engine = HostEngine(threads_per_direction=2, step=step)
+    engine = HostEngine(threads_per_direction=2, run=run)
     source = random_bytes(4096)
     outcomes: list[Outcome] = []
 
@@ -69,13 +70,13 @@ def test_an_overdue_copy_hangs_when_its_thread_waits_and_not_when_it_gets_no_cpu
     begun, ended, done = threading.Event(), threading.Event(), threading.Event()
     much = random_bytes(32 * MIB)
 
-    def step(copy: HostCopy, limit_bytes: int) -> int:
+    def run(copy: HostCopy, pace: Pace) -> None:
         begun.set()
         while not ended.wait(60 if hangs else 0):
             zlib.crc32(much)  # without the GIL, as a copy
-        return copy.step(limit_bytes)
+        copy.run(pace)
 
-    engine = HostEngine(lambda: now[0], step=step)
+    engine = HostEngine(lambda: now[0], run=run)
     source, destination = random_bytes(4096), np.zeros(4096, np.uint8)
     plan = plan_between([address_of(destination)], [address_of(source)], [4096])
     engine.submit(Transfer(Direction.LOAD, plan, 1.0, lambda *_: done.set()))

@@ -6,12 +6,16 @@ import threading
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from support.copy_buffers import address_of, random_bytes
 from support.waiting import wait_until
 
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.lane import CopyProgress, Lane, Slice, Steps
+from kvoffd.transfer.host_engine import HostCopy
+from kvoffd.transfer.lane import CopyProgress, Lane, Steps
+from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.plan import Plan, concatenate
 
 SLICE = Slice(1000, 10)
@@ -38,8 +42,9 @@ class Gate:
             if (early := progress.must_end()) is not None:
                 return early
             self.copied.append(transfer.owner)
-            progress.copied_bytes += 100
-            if progress.turn_is_over(100):
+            progress.pace.copied += 100
+            progress.pace.used += 100
+            if progress.turn_is_over():
                 yield
         return Outcome.DONE
 
@@ -156,14 +161,25 @@ def test_while_nobody_else_waits_a_copy_goes_on(rig: Rig) -> None:
 
 
 def test_small_pieces_use_a_slice_up_as_bytes_do() -> None:
-    rig = Rig()
-    progress = CopyProgress(rig.lane, rig.queue("one"))
-    rig.queue("other")
-    assert not progress.turn_is_over(9, pieces=9)
-    assert progress.turn_is_over(1, pieces=1)
-    rig.gate.may_go.set()
-    rig.lane.stop()
-    assert rig.lane.join(time.monotonic() + 10)
+    source, to = random_bytes(100), np.zeros(100, np.uint8)
+    at = np.arange(100, dtype=np.uint64)
+    plan = Plan(at + np.uint64(address_of(to)), at + np.uint64(address_of(source)), np.ones(100, np.uint64), 100)
+    pace = Pace.of(SLICE)
+    pace.step_bytes, pace.step_pieces, pace.look = 100, 1, OTHERS_WAIT
+    HostCopy(plan).run(pace)
+    assert (pace.copied, pace.used) == (SLICE.pieces, SLICE.nbytes)
+
+
+@pytest.mark.parametrize("look", [0, OTHERS_WAIT, STOP])
+def test_a_loop_goes_on_unless_it_is_told_otherwise(look: int) -> None:
+    source, to = random_bytes(8000), np.zeros(8000, np.uint8)
+    columns = [np.array([number], dtype=np.uint64) for number in (address_of(to), address_of(source), 8000)]
+    pace = Pace.of(SLICE)
+    pace.step_bytes, pace.step_pieces, pace.look = 400, 1, look
+    HostCopy(Plan(columns[0], columns[1], columns[2], 8000)).run(pace)
+    assert pace.copied == {0: 8000, OTHERS_WAIT: 1200, STOP: 400}[look]
+    assert np.array_equal(to[: pace.copied], source[: pace.copied])
+    assert not to[pace.copied :].any()
 
 
 def test_what_a_load_reads_to_compare_checksums_uses_slices_up_too(rig: Rig) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.copy_buffers import address_of, execute, random_bytes, reference_copy
+from support.copy_buffers import address_of, copy_step, execute, random_bytes, reference_copy
 
 from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate, plan_copy
@@ -85,7 +85,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction, l
                 execute(plan)
             else:
                 copy = HostCopy(plan)
-                while (step := copy.step(limit_bytes)) > 0:
+                while (step := copy_step(copy, limit_bytes)) > 0:
                     assert step < 2 * limit_bytes
         return engine.tobytes(), pool.tobytes(), nbytes
 
@@ -165,7 +165,7 @@ def test_nothing_chosen_is_an_empty_plan() -> None:
     ids, slots = np.array([1, 2], dtype=np.int32), np.zeros(2, dtype=np.uint64)
     plan = plan_copy(layout, Direction.LOAD, ids, 0, slots, np.zeros(2, dtype=np.bool_))
     assert (plan.pieces, plan.nbytes) == (0, 0)
-    assert HostCopy(plan).step(1 << 20) == 0
+    assert copy_step(HostCopy(plan), 1 << 20) == 0
 
 
 def test_plans_are_joined_end_to_end() -> None:

@@ -26,3 +26,10 @@ POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
 NEW_PROMPT_TOKENS = (64, 1024)
 BLOCK_TOKENS = 32
 """Tokens of a block of the engines that the bench starts."""
+FLOOD_KEYS = 64
+"""Blocks of 1 MiB in each load of an engine that floods the daemon."""
+FLOOD_JOBS = 4
+"""Such loads at a time."""
+FLOOD_CONNECTIONS = 200
+"""Connections over which it asks, each with FLOOD_REQUESTS requests under way."""
+FLOOD_REQUESTS = 8

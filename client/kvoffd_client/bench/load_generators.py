@@ -18,14 +18,19 @@ from pathlib import Path
 import numpy as np
 import zmq
 
+from kvoffd_client.bench import FLOOD_JOBS, FLOOD_KEYS, FLOOD_REQUESTS
 from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 from kvoffd_client.client_options import Closing
+from kvoffd_proto.codec import encode
+from kvoffd_proto.messages import GroupKeys, Lookup
 
 COPY_LAYERS, COPY_PAGE_BYTES = 16, 65536
 COPIED_BLOCK_BYTES = COPY_LAYERS * COPY_PAGE_BYTES
 LOOKUP_PAGE_BYTES = 4096
+LOOKUP_KEYS = 64
+"""Keys of a lookup of a process that floods the daemon."""
 
 
 def _lookups(directory: Path, keys: int) -> Iterator[None]:
@@ -50,6 +55,37 @@ def _copies(directory: Path, keys: int) -> Iterator[None]:
             engine.load(names, ids)
 
 
+def _floods(directory: Path, connections: int) -> Iterator[None]:
+    """Loads as much and asks as often as one process can: large loads, and lookups over many connections."""
+    ids = [np.arange(FLOOD_KEYS, dtype=np.int32) + job * FLOOD_KEYS for job in range(FLOOD_JOBS)]
+    with (
+        SyntheticEngine(directory, "crowd of floods", COPY_LAYERS, FLOOD_JOBS * FLOOD_KEYS, COPY_PAGE_BYTES) as engine,
+        zmq.Context() as context,
+    ):
+        names = random_keys(FLOOD_KEYS)
+        engine.store(names, ids[0])
+        session = engine.scheduler._session
+        groups = [GroupKeys(group=0, keys=random_keys(LOOKUP_KEYS))]
+        request = encode(Lookup(1, session.token, engine.fingerprint, 2**40, groups))
+        dealers = [connect_dealer(context, directory) for _ in range(connections)]
+        for dealer in dealers * FLOOD_REQUESTS:
+            dealer.send(request)
+        poller = zmq.Poller()
+        for dealer in dealers:
+            poller.register(dealer, zmq.POLLIN)
+        free = list(range(FLOOD_JOBS))
+        running: dict[int, int] = {}
+        while True:
+            yield
+            for job in free:
+                lease_id = engine.lookup(names)[0].lease_id
+                running[engine.begin_load(lease_id, names, ids[job])] = job
+            for dealer, _ in poller.poll(1):
+                dealer.recv()
+                dealer.send(request)
+            free = [running.pop(result.job_id) for result in engine.worker.wait_results(0.0)]
+
+
 def _echoes(directory: Path, keys: int) -> Iterator[None]:
     """Sends as many bytes as a lookup of ``keys`` and its release to the echo process in ``directory``."""
     with zmq.Context() as context, connect_dealer(context, directory) as dealer:
@@ -70,7 +106,7 @@ def _computes(_: Path, ordinal: int) -> Iterator[None]:
             step()
 
 
-ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": _computes}
+ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": _computes, "floods": _floods}
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class SyntheticEngine(Closing):
         self.block_bytes = layers * page_bytes
         """Bytes that one key names."""
         namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
+        self.fingerprint = namespace.fingerprint
         self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)
         layer_bytes = blocks * page_bytes
         tensors = tuple(

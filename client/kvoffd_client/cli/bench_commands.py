@@ -15,6 +15,9 @@ from rich.text import Text
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import (
     BLOCK_TOKENS,
+    FLOOD_CONNECTIONS,
+    FLOOD_JOBS,
+    FLOOD_KEYS,
     GPU_JOB_BYTES,
     GPU_PIECES,
     HOST_JOB_BYTES,
@@ -61,6 +64,13 @@ With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_
 {_whole(POOL_JOBS * GPU_JOB_BYTES)} are stored, and the floor is one large copy from or to pinned memory. The daemon's
 memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is measured where
 the daemon has no GPU in use yet.
+"""
+
+FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
+
+Rates and times of lookups and small loads, one after the other, against half the rates and the times that they have
+without the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, and lookups over
+{FLOOD_CONNECTIONS} connections.
 """
 
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
@@ -135,6 +145,14 @@ def _parse_piece_sizes(texts: Sequence[str], most: int) -> Sequence[int]:
                 f"{exact_size(most)}."
             )
     return sizes
+
+
+@bench_app.command(help=FAIRNESS_HELP)
+def fairness(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Measure an engine beside a flood; see FAIRNESS_HELP."""
+    from kvoffd_client.bench.fairness import bench_fairness
+
+    return run_bench(bench_fairness, local_directory(context, directory), as_json=json)
 
 
 @bench_app.command()

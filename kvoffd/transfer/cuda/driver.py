@@ -82,6 +82,16 @@ class CudaDriver(cuda.CudaLibrary):
         if status:
             raise self.error("cuMemcpyAsync", status)
 
+    def copy_calls(self, batch: BatchCopy | None) -> CopyCalls:
+        """Return the functions that the copy loop in C calls; valid as long as ``batch`` lives."""
+        names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "wait": "cuEventSynchronize"}
+        calls = CopyCalls(
+            **{field: ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for field, name in names.items()}
+        )
+        if batch is not None:
+            batch.enter(calls)
+        return calls
+
     def batch_copy(self) -> BatchCopy | None:
         """Return the call for many copies at once; None where the driver has none (before CUDA 12.8) or may not be."""
         version = self.version()
@@ -151,6 +161,15 @@ class CudaDriver(cuda.CudaLibrary):
         self._call("cuMemSetAccess", address, size, ctypes.byref(description), 1)
 
 
+class CopyCalls(ctypes.Structure):
+    """The first members of ``struct gpu_copying`` of gpu_copy.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "attributes")),
+        ("has_fail_index", ctypes.c_uint64),
+    )
+
+
 class BatchCopy:
     """``cuMemcpyBatchAsync``, called with arrays: its cost in Python does not depend on their length.
 
@@ -171,6 +190,12 @@ class BatchCopy:
         self._fixed: tuple[int, ...] = (ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1)
         if len(declared) > len(cuda.BATCH_FORMS[max(cuda.BATCH_FORMS)]):
             self._fixed += (ctypes.addressof(self._fail_index),)
+
+    def enter(self, calls: CopyCalls) -> None:
+        """Enter the call, and the attributes that go with it, into the list of functions."""
+        calls.batch = ctypes.cast(self._function, ctypes.c_void_p)
+        calls.attributes, _, _, *fail_index = self._fixed
+        calls.has_fail_index = bool(fail_index)
 
     def __call__(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
         """Put ``count`` copies into the stream. The addresses are of uint64 arrays, read before the call returns."""

@@ -142,7 +142,7 @@ class Gpu:
             undo.callback(driver.release_context, ordinal)
             driver.set_context(context)
             engine = CudaEngine(
-                driver, context, self._pool.is_pinned, name=str(self.device), locality=self.locality, clock=self._clock
+                driver, context, self._pool.chunks, name=str(self.device), locality=self.locality, clock=self._clock
             )
             undo.callback(engine.close, _LANES_CLOSE_S)
             engine.open()

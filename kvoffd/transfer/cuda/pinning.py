@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
-from kvoffd.transfer.plan import UInt64Array
+from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, PinnedChunks
 from kvoffd_proto.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ class PinnedPool:
 
     It is pinned once for all GPUs, under the primary context of the first one that asks, which therefore stays until
     the last one goes. Copies may use any of it at any time: what is not pinned is copied by calls that allow that.
-    Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as ``iterate_steps``
+    Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as ``GpuCopy``
     cuts, lies in two of them.
 
     The pool's address is on a page boundary, and its pages have been touched. ``chunk_bytes`` are pinned at a time: a
@@ -81,9 +80,9 @@ class PinnedPool:
             self._run.join(timeout_s)
         return self._run is None or not self._run.is_alive()
 
-    def is_pinned(self, addresses: UInt64Array) -> npt.NDArray[np.bool_]:
-        index = addresses // np.uint64(self._chunk_bytes) - np.uint64(self._first)
-        return self._pinned[index.astype(np.int64)]
+    @property
+    def chunks(self) -> PinnedChunks:
+        return PinnedChunks(self._pinned, self._chunk_bytes, self._first)
 
     @property
     def progress(self) -> PinProgress:

@@ -14,7 +14,8 @@ from support.stub_cuda import DeviceBuffer, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, CudaEngine
+from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, CudaEngine
+from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
@@ -48,7 +49,7 @@ class Machine:
     @property
     def engine(self) -> CudaEngine:
         if self._engine is None:
-            self._engine = CudaEngine(self.driver, self.context, self.pins.is_pinned, clock=lambda: self.now)
+            self._engine = CudaEngine(self.driver, self.context, self.pins.chunks, clock=lambda: self.now)
             self._engine.open()
         return self._engine
 
@@ -275,14 +276,14 @@ def test_closing_does_not_wait_for_a_gpu_that_hangs(machine: Machine) -> None:
 
 def test_threads_without_a_stream_are_an_error_at_once(machine: Machine) -> None:
     machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
-    engine = CudaEngine(machine.driver, machine.context, machine.pins.is_pinned)
+    engine = CudaEngine(machine.driver, machine.context, machine.pins.chunks)
     with pytest.raises(Exception, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
         engine.open()
     assert engine.close(10)
 
 
 def test_streams_and_events_are_given_up(machine: Machine) -> None:
-    engine = CudaEngine(machine.driver, machine.context, machine.pins.is_pinned)
+    engine = CudaEngine(machine.driver, machine.context, machine.pins.chunks)
     engine.open()
     assert engine.close(10)
     calls = machine.stub.calls

@@ -6,13 +6,12 @@ import logging
 import mmap
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from support.stub_cuda import Ranges, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.cuda_engine import STEP_BYTES
+from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES
 from kvoffd.transfer.cuda.pinning import PinnedPool
 
 CHUNK = STEP_BYTES
@@ -64,10 +63,10 @@ def test_what_is_pinned_already_is_used_while_the_rest_is_not(stub: StubCuda, po
     stub.wait_hanging()
     done = pool.progress.pinned_bytes
     assert 0 < done <= 2 * CHUNK
+    chunks = pool.chunks
+    assert chunks.flags.tolist() == [True, True] + [False] * (len(pool._chunks) - 2)
     base = pool._chunks[0][0]
-    first_of_each = np.array([begin for begin, _ in pool._chunks], dtype=np.uint64)
-    assert pool.is_pinned(first_of_each).tolist() == [True, True] + [False] * (first_of_each.size - 2)
-    assert pool.is_pinned(np.array([base + done - 1, base + done], dtype=np.uint64)).tolist() == [True, False]
+    assert [at // chunks.chunk_bytes - chunks.first for at in (base, base + done - 1, base + done)] == [0, 1, 2]
     stub.release()
     wait_until(lambda: pool.progress.pinned_bytes == POOL)
     pool.release()
@@ -120,8 +119,7 @@ def test_giving_up_in_the_middle_unpins_what_was_pinned(stub: StubCuda, pool: Pi
     pool.acquire(0)
     stub.wait_hanging()
     pool.release()
-    first_of_each = np.array([begin for begin, _ in pool._chunks], dtype=np.uint64)
-    assert not pool.is_pinned(first_of_each).any()
+    assert not pool.chunks.flags.any()
     assert pool.progress.pinned_bytes > 0, "operators are told what is still locked"
     stub.release()
     assert pool.close(10)

@@ -2,37 +2,119 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffd.transfer.cuda.cuda_engine import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, Step, iterate_steps
+from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver
+from kvoffd.transfer.cuda.gpu_copy import (
+    PLAIN_BYTES,
+    STEP_BYTES,
+    STEP_PIECES,
+    STEPS_IN_FLIGHT,
+    GpuCopy,
+    PinnedChunks,
+)
+from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.plan import Direction, Plan
+from kvoffd_proto.cuda_driver import BATCH_FORMS, PROTOTYPES, argument_types
 
 GPU = 7 << 44
 KIB = 1 << 10
+POOL = 1 << 40
 
 
-def pinned(addresses: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-    return np.ones(addresses.size, dtype=np.bool_)
+@dataclass
+class Step:
+    """What went into the stream before an event."""
+
+    batch: list[tuple[int, int, int]] = field(default_factory=list)
+    plain: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def copies(self) -> list[tuple[int, int, int]]:
+        return self.batch + self.plain
+
+
+class Recorder:
+    """Functions for the copy loop that note their calls and copy nothing."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.in_flight: list[int] = []
+        self.most_in_flight = 0
+        self._open = Step()
+        functions = {
+            "copy": (PROTOTYPES["cuMemcpyAsync"], self._copy),
+            "batch": (BATCH_FORMS[13000], self._batch),
+            "record": (PROTOTYPES["cuEventRecord"], self._record),
+            "wait": (PROTOTYPES["cuEventSynchronize"], self._wait),
+        }
+        self._kept = {
+            name: ctypes.CFUNCTYPE(ctypes.c_int, *argument_types(declared))(function)
+            for name, (declared, function) in functions.items()
+        }
+        self.calls = CopyCalls(**{name: ctypes.cast(one, ctypes.c_void_p) for name, one in self._kept.items()})
+
+    def _copy(self, to: int, source: int, size: int, stream: int) -> int:
+        self._open.plain.append((to, source, size))
+        return 0
+
+    def _batch(self, *arguments: int) -> int:
+        assert not self._open.batch, "a step is one batch"
+        count = arguments[3]
+        columns = [(ctypes.c_uint64 * count).from_address(address) for address in arguments[:3]]
+        self._open.batch = list(zip(*columns, strict=True))
+        return 0
+
+    def _record(self, event: int, stream: int) -> int:
+        assert event not in self.in_flight
+        self.in_flight.append(event)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        self.steps.append(self._open)
+        self._open = Step()
+        return 0
+
+    def _wait(self, event: int) -> int:
+        assert self.in_flight.pop(0) == event, "the oldest is waited for first"
+        return 0
+
+
+def steps_of(
+    plan: Plan, direction: Direction, limit_pieces: int = STEP_PIECES, not_pinned: Sequence[int] = ()
+) -> list[Step]:
+    """Run a whole plan and return its steps."""
+    recorder, pace = Recorder(), Pace.of(Slice(1 << 30, 1 << 20))
+    flags = np.ones(1 << 12, dtype=np.bool_)
+    flags[list(not_pinned)] = False
+    pinned = PinnedChunks(flags, STEP_BYTES, POOL // STEP_BYTES)
+    copy = GpuCopy(DRIVER, recorder.calls, 1, [11, 12, 13], plan, direction, pinned, pace, limit_pieces)
+    while not copy.launched:
+        copy.run(batch=True)
+    copy.wait()
+    assert pace.copied == plan.nbytes
+    assert pace.used >= plan.nbytes
+    assert not recorder.in_flight
+    assert recorder.most_in_flight <= STEPS_IN_FLIGHT
+    return recorder.steps
+
+
+DRIVER = cast(CudaDriver, None)
+"""Only asked about errors."""
 
 
 def plan_of(pool: list[int], size: list[int], direction: Direction) -> Plan:
     gaps = np.cumsum([0, *size[:-1]]) + np.arange(len(size)) * 10
-    columns = [np.array(pool, dtype=np.uint64), (gaps + GPU).astype(np.uint64)]
+    columns = [np.array(pool, dtype=np.uint64) + np.uint64(POOL), (gaps + GPU).astype(np.uint64)]
     if direction is Direction.LOAD:
         columns.reverse()
     return Plan(*columns, np.array(size, dtype=np.uint64), sum(size))
-
-
-def copies_of(steps: list[Step]) -> list[tuple[int, int, int]]:
-    copies: list[tuple[int, int, int]] = []
-    for step in steps:
-        columns = (step.destination.tolist(), step.source.tolist(), step.size.tolist())
-        copies += list(zip(*columns, strict=True)) + step.plain
-    return copies
 
 
 def whole(copies: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -56,17 +138,17 @@ def test_steps_copy_what_the_plan_does_and_stay_in_their_bounds(
     pieces: list[tuple[int, int]], direction: Direction
 ) -> None:
     size = [piece[0] for piece in pieces]
-    pool = (np.cumsum([0, *size[:-1]]) + np.cumsum([piece[1] for piece in pieces]) + (1 << 40)).tolist()
+    pool = (np.cumsum([0, *size[:-1]]) + np.cumsum([piece[1] for piece in pieces])).tolist()
     plan = plan_of(pool, size, direction)
-    steps = list(iterate_steps(plan, direction, pinned, limit_pieces=7))
-    copies = copies_of(steps)
+    steps = steps_of(plan, direction, limit_pieces=7)
+    copies = [copy for step in steps for copy in step.copies]
     expected = list(zip(plan.destination.tolist(), plan.source.tolist(), size, strict=True))
     assert whole(copies) == whole(expected)
     for step in steps:
-        assert step.nbytes == int(step.size.sum()) + sum(piece[2] for piece in step.plain)
-        assert step.nbytes <= STEP_BYTES
-        assert step.size.size + len(step.plain) <= 7
-        assert all(column.flags.c_contiguous for column in step[:3])
+        assert 0 < sum(size for _, _, size in step.copies) <= STEP_BYTES
+        assert len(step.copies) <= 7
+        assert all(size < PLAIN_BYTES for _, _, size in step.batch)
+        assert all(size >= PLAIN_BYTES for _, _, size in step.plain)
     side = 0 if direction is Direction.STORE else 1
     for copy in copies:
         assert copy[side] // STEP_BYTES == (copy[side] + copy[2] - 1) // STEP_BYTES, "it lies in two pinned chunks"
@@ -75,27 +157,42 @@ def test_steps_copy_what_the_plan_does_and_stay_in_their_bounds(
 def test_a_large_plan_is_cut_into_full_batches() -> None:
     count = 10000
     plan = plan_of([i * 5000 for i in range(count)], [4096] * count, Direction.STORE)
-    steps = list(iterate_steps(plan, Direction.STORE, pinned))
-    assert max(step.size.size for step in steps) == STEP_PIECES
+    steps = steps_of(plan, Direction.STORE)
+    assert max(len(step.batch) for step in steps) == STEP_PIECES
     assert len(steps) <= count // STEP_PIECES + 3
 
 
 def test_large_pieces_are_copied_one_by_one_and_small_ones_in_a_batch() -> None:
     plan = plan_of([0, 1 << 20, 2 << 20], [64 * KIB, 512 * KIB, 64 * KIB], Direction.LOAD)
-    (step,) = iterate_steps(plan, Direction.LOAD, pinned)
-    assert step.size.tolist() == [64 * KIB, 64 * KIB]
-    assert [piece[2] for piece in step.plain] == [512 * KIB]
+    (step,) = steps_of(plan, Direction.LOAD)
+    assert [size for _, _, size in step.batch] == [64 * KIB, 64 * KIB]
+    assert [size for _, _, size in step.plain] == [512 * KIB]
 
 
 @pytest.mark.parametrize("direction", list(Direction))
 def test_what_is_not_pinned_is_in_no_batch(direction: Direction) -> None:
     plan = plan_of([0, STEP_BYTES, 2 * STEP_BYTES], [4096] * 3, direction)
-    (step,) = iterate_steps(plan, direction, lambda pool: pool != np.uint64(STEP_BYTES))
-    side = step.destination if direction is Direction.STORE else step.source
-    assert side.tolist() == [0, 2 * STEP_BYTES]
-    assert len(step.plain) == 1
+    (step,) = steps_of(plan, direction, not_pinned=[1])
+    side = 0 if direction is Direction.STORE else 1
+    assert [copy[side] - POOL for copy in step.batch] == [0, 2 * STEP_BYTES]
+    assert [copy[side] - POOL for copy in step.plain] == [STEP_BYTES]
 
 
 def test_an_empty_plan_has_no_steps() -> None:
     empty = np.empty(0, dtype=np.uint64)
-    assert list(iterate_steps(Plan(empty, empty, empty, 0), Direction.LOAD, pinned)) == []
+    assert steps_of(Plan(empty, empty, empty, 0), Direction.LOAD) == []
+
+
+@pytest.mark.parametrize(("look", "steps"), [(0, 40), (OTHERS_WAIT, 4), (STOP, 0)])
+def test_a_loop_goes_on_unless_it_is_told_otherwise(look: int, steps: int) -> None:
+    plan = plan_of([i * 5000 for i in range(400)], [4096] * 400, Direction.STORE)
+    recorder, pace = Recorder(), Pace.of(Slice(400 * 4096, 40))
+    pinned = PinnedChunks(np.ones(1 << 12, dtype=np.bool_), STEP_BYTES, POOL // STEP_BYTES)
+    copy = GpuCopy(DRIVER, recorder.calls, 1, [11, 12, 13], plan, Direction.STORE, pinned, pace, 10)
+    pace.look = look
+    copy.run(batch=True)
+    assert len(recorder.steps) == steps
+    assert pace.used == steps * 10 * pace.piece_cost
+    copy.wait()
+    assert pace.copied == steps * 10 * 4096
+    assert copy.launched == (look == 0)

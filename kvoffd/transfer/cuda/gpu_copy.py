@@ -1,0 +1,162 @@
+"""One plan's way through one stream: the loop of ``gpu_copy.c``, which runs without the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.system.native import native
+from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver
+from kvoffd.transfer.pace import Pace
+from kvoffd.transfer.plan import Direction, Plan
+
+# Steps that the GPU has at a time: enough to keep it busy while the thread waits for the GIL, few enough that a load
+# behind them on a shared copy engine waits for 24 MiB at most, which is half a millisecond on PCIe 5. IN_FLIGHT in C.
+STEPS_IN_FLIGHT = 3
+
+# Pieces are cut where their pool address is a multiple of this, so that none is longer. Boundaries between pinned
+# chunks are multiples too: the driver refuses a copy that lies in two registrations.
+STEP_BYTES = 8 << 20
+
+# The copy engine starts when the call returns, so short batches overlap with their predecessors; and drivers have
+# crashed on batches of tens of thousands (vllm-project/vllm#49276).
+STEP_PIECES = 512
+
+# From this size on one call a piece costs less than the copy itself takes, batches gain nothing.
+PLAIN_BYTES = 256 << 10
+
+_CALLS = ("", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
+
+
+@dataclass(frozen=True)
+class PinnedChunks:
+    """Which parts of the pool are pinned by now.
+
+    Attributes:
+        flags: bool, [chunks]; may change at any time from False to True.
+        chunk_bytes: a chunk lies between two multiples of this; a multiple of STEP_BYTES.
+        first: the number of the first chunk, its address divided by ``chunk_bytes``.
+    """
+
+    flags: npt.NDArray[np.bool_]
+    chunk_bytes: int
+    first: int
+
+
+class _GpuCopying(ctypes.Structure):
+    """``struct gpu_copying`` of gpu_copy.c."""
+
+    _fields_ = (
+        ("calls", CopyCalls),
+        ("stream", ctypes.c_void_p),
+        ("event", ctypes.c_void_p * STEPS_IN_FLIGHT),
+        *((name, ctypes.c_void_p) for name in ("destination", "source", "size")),
+        ("pieces", ctypes.c_uint64),
+        ("from_pool", ctypes.c_uint64),
+        ("pinned", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "cut_bytes", "plain_bytes")),
+        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes")),
+        *((name, ctypes.c_uint64) for name in ("use_batch", "batches", "refused", "piece", "piece_done")),
+        ("next_event", ctypes.c_uint64),
+        ("steps", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64 * STEPS_IN_FLIGHT),
+        ("failed", ctypes.c_uint64),
+        ("status", ctypes.c_uint64),
+    )
+
+
+class GpuCopy:
+    """One plan, copied as its pace says. Its calls are made in a thread that has the GPU's context.
+
+    Args:
+        calls: the driver's functions.
+        events: STEPS_IN_FLIGHT of them, for nobody else until the copy has ended.
+        step_pieces: most pieces in a batch.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        calls: CopyCalls,
+        stream: int,
+        events: Sequence[int],
+        plan: Plan,
+        direction: Direction,
+        pinned: PinnedChunks,
+        pace: Pace,
+        step_pieces: int = STEP_PIECES,
+    ) -> None:
+        self._driver, self._stream, self._event = driver, stream, events[0]
+        self._pace = pace
+        pace.step_bytes, pace.step_pieces = STEP_BYTES, step_pieces
+        columns = [np.ascontiguousarray(one, dtype=np.uint64) for one in (plan.destination, plan.source, plan.size)]
+        room = np.empty((3, step_pieces), dtype=np.uint64)
+        self._kept = (columns, room, pinned.flags)  # the structure points to them
+        destination, source, size = (column.ctypes.data for column in columns)
+        self._copying = _GpuCopying(
+            calls=calls,
+            stream=stream,
+            event=(ctypes.c_void_p * STEPS_IN_FLIGHT)(*events),
+            destination=destination,
+            source=source,
+            size=size,
+            pieces=plan.pieces,
+            from_pool=direction is Direction.LOAD,
+            pinned=pinned.flags.ctypes.data,
+            chunk_bytes=pinned.chunk_bytes,
+            first_chunk=pinned.first,
+            cut_bytes=STEP_BYTES,
+            plain_bytes=PLAIN_BYTES,
+            to=room[0].ctypes.data,
+            sizes=room[2].ctypes.data,
+        )
+        setattr(self._copying, "from", room[1].ctypes.data)
+        self._arguments = (ctypes.byref(self._copying), ctypes.byref(pace))
+
+    @property
+    def launched(self) -> bool:
+        """Whether all of the plan was given to the driver."""
+        return bool(self._copying.piece == self._copying.pieces)
+
+    @property
+    def batches(self) -> int:
+        """Batches that the driver took in the last ``run``."""
+        return int(self._copying.batches)
+
+    @property
+    def refused(self) -> int:
+        """The driver's status for a batch that it refused in the last ``run`` and that single copies could do; or 0."""
+        return int(self._copying.refused)
+
+    def run(self, *, batch: bool) -> None:
+        """Give steps to the driver until it has all or the pace says otherwise; up to STEPS_IN_FLIGHT may be in flight.
+
+        ``batch`` allows batches; after one that the driver refuses the others of this run are copied one by one.
+        Raises CudaError; steps may be in flight, one of them in part: then only ``drain`` may be called.
+        """
+        self._copying.use_batch = batch and bool(self._copying.calls.batch)
+        self._copying.batches = self._copying.refused = 0
+        native().gpu_copy(*self._arguments)
+        self._check()
+
+    def wait(self) -> None:
+        """Wait for all steps in flight. Raises CudaError as ``run`` does."""
+        native().gpu_wait(*self._arguments)
+        self._check()
+
+    def drain(self) -> None:
+        """After an error: wait for whatever is in the stream. Raises CudaError where the context is lost."""
+        self._driver.record_event(self._event, self._stream)
+        self._driver.wait_event(self._event)
+        copying = self._copying
+        first = copying.next_event - copying.steps
+        self._pace.copied += sum(copying.nbytes[(first + step) % STEPS_IN_FLIGHT] for step in range(copying.steps))
+        copying.steps = 0
+
+    def _check(self) -> None:
+        if self._copying.failed:
+            raise self._driver.error(_CALLS[self._copying.failed], self._copying.status)
