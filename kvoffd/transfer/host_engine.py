@@ -18,7 +18,8 @@ import xxhash
 
 from kvoffd.system.native import Native, NotCompiled, native
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
-from kvoffd.transfer.lane import CopyProgress, Lane, LaneEngine, Steps
+from kvoffd.transfer.lane import CopyProgress, Lane, Steps
+from kvoffd.transfer.lane_engine import LaneEngine
 from kvoffd.transfer.pace import Pace, Slice
 from kvoffd.transfer.plan import Plan
 

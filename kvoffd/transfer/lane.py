@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.system.native import native
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums, StoreChecksums
-from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer, TransferEngine
+from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.turns import FairQueue
 
@@ -425,33 +425,3 @@ def _finish(transfer: Transfer, outcome: Outcome, seconds: float) -> None:
         transfer.on_done(transfer, outcome, seconds)
     except Exception:
         _log.exception("on_done of a transfer raised; the engine goes on, but the transfer's owner has a bug.")
-
-
-class LaneEngine(TransferEngine):
-    """An engine that has one lane for each direction."""
-
-    def __init__(self, lanes: dict[Direction, Lane]) -> None:
-        self._lanes = lanes
-
-    def submit(self, transfer: Transfer) -> None:
-        self._lanes[transfer.direction].submit(transfer)
-
-    def cancel(self, transfer: Transfer) -> bool:
-        return self._lanes[transfer.direction].cancel(transfer)
-
-    def abandon(self, transfer: Transfer) -> None:
-        self._lanes[transfer.direction].abandon(transfer)
-
-    def expire(self) -> None:
-        for lane in self._lanes.values():
-            lane.expire()
-
-    def load_of(self, direction: Direction) -> DirectionLoad:
-        return self._lanes[direction].load()
-
-    def close(self, timeout_s: float) -> bool:
-        # Threads wait in real time whatever clock the deadlines are on.
-        deadline = time.monotonic() + timeout_s
-        for lane in self._lanes.values():
-            lane.stop()
-        return all(lane.join(deadline) for lane in self._lanes.values())

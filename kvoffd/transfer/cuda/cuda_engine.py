@@ -19,7 +19,8 @@ from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
 from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopy, PinnedChunks
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
-from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, LaneEngine, Steps
+from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, Steps
+from kvoffd.transfer.lane_engine import LaneEngine
 from kvoffd.transfer.pace import Slice
 
 _log = logging.getLogger(__name__)
