@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test abi shapes lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test abi shapes image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -20,14 +20,20 @@ venv: $(VENV)/.engine ## build .venv: kvoffd, its tools, and vLLM with torch for
 demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 	@$(BIN)/python -m tests.demo
 
-test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for the shapes; PYTEST_ARGS adds arguments
-	$(BIN)/pytest -m 'not gpu and not shapes' $(PYTEST_ARGS)
+test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for shapes and delivery; PYTEST_ARGS adds arguments
+	$(BIN)/pytest -m 'not gpu and not shapes and not delivery' $(PYTEST_ARGS)
 
 abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA driver with NVIDIA's headers (a part of test)
 	$(BIN)/pytest tests/abi $(PYTEST_ARGS)
 
 shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
+
+image: ## build the container image with podman, buildah or docker; IMAGE_ARGS="--build-arg BASE=ubuntu:24.04"
+	@deploy/docker/build_image.sh $(IMAGE_ARGS)
+
+delivery: $(VENV)/.tools ## boot the unit, run the image (as root, with mmdebstrap, systemd-nspawn and podman; minutes)
+	$(BIN)/pytest -m delivery $(PYTEST_ARGS)
 
 next-vllm: $(VENV)/.engine ## try the connector with the newest vLLM on the index, over the CPU build's binaries
 	$(BIN)/python -m tests.tools.next_vllm .venv-next $(NEXT_ARGS)
@@ -59,7 +65,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz .cuda dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.

@@ -1,10 +1,13 @@
-"""The Kubernetes manifests against the API's own schemas, strictly, and against what kvoffd needs."""
+"""The Kubernetes manifests, as kustomize makes them, against the API's own schemas and against what kvoffd needs."""
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,9 +19,15 @@ from kvoffd.config import load_config
 from kvoffd_proto.units import parse_size
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
-FILES = sorted(KUBERNETES.glob("*.yaml"))
+WAYS = sorted(
+    file.parent.name for file in KUBERNETES.glob("*/kustomization.yaml") if "\nkind: Kustomization" in file.read_text()
+)
+PLAIN = ("daemonset", "engine", "sidecar")
 # The oldest with the sidecars we use, one in wide use, and the newest that the validator knows.
 VERSIONS = ("1.29", "1.33", kubernetes_validate.latest_version())
+KUSTOMIZE = (
+    ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"] if shutil.which("kubectl") else []
+)
 DAEMON_IMAGE = "registry.example.com/kvoffd:"
 MIB = 1024 * 1024
 UNITS = {"Mi": MIB, "Gi": 1024 * MIB}
@@ -26,14 +35,27 @@ UNITS = {"Mi": MIB, "Gi": 1024 * MIB}
 Manifest: TypeAlias = dict[str, Any]
 
 
-def manifests(file: Path) -> list[Manifest]:
-    """The documents of one file."""
-    return list(yaml.safe_load_all(file.read_text()))
+needs_kustomize = pytest.mark.skipif(not KUSTOMIZE, reason="neither kubectl nor kustomize is installed")
+pytestmark = needs_kustomize
 
 
-def manifest(name: str, kind: str) -> Manifest:
-    """The document of that kind in that file."""
-    return next(document for document in manifests(KUBERNETES / name) if document["kind"] == kind)
+@cache
+def rendered(way: str) -> str:
+    """What kustomize makes of one directory."""
+    ended = subprocess.run([*KUSTOMIZE, str(KUBERNETES / way)], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.stderr, "kustomize warns"
+    return ended.stdout
+
+
+def manifests(way: str) -> list[Manifest]:
+    """The documents of one directory."""
+    return list(yaml.safe_load_all(rendered(way)))
+
+
+def manifest(way: str, kind: str) -> Manifest:
+    """The document of that kind in that directory."""
+    return next(document for document in manifests(way) if document["kind"] == kind)
 
 
 def validate(document: Manifest, version: str) -> None:
@@ -49,8 +71,8 @@ def pod_of(document: Manifest) -> Manifest | None:
 
 
 def pods() -> Iterator[Manifest]:
-    for file in FILES:
-        yield from (pod for document in manifests(file) if (pod := pod_of(document)) is not None)
+    for way in PLAIN:
+        yield from (pod for document in manifests(way) if (pod := pod_of(document)) is not None)
 
 
 def containers(pod: Manifest) -> list[Manifest]:
@@ -72,9 +94,9 @@ def quantity(text: str) -> int:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_manifest_is_valid(file: Path, version: str) -> None:
-    documents = manifests(file)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_manifest_is_valid(way: str, version: str) -> None:
+    documents = manifests(way)
     assert documents
     for document in documents:
         validate(document, version)
@@ -99,7 +121,7 @@ def break_name(document: Manifest) -> None:
 
 @pytest.mark.parametrize("breakage", [break_probe, break_spelling, break_volume, break_name])
 def test_a_broken_manifest_is_found(breakage: Any) -> None:
-    document = copy.deepcopy(manifest("sidecar.yaml", "Deployment"))
+    document = copy.deepcopy(manifest("sidecar", "Deployment"))
     validate(document, VERSIONS[0])
     breakage(document)
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -199,3 +221,46 @@ def test_engines_are_told_of_the_connector_and_a_fixed_hash_seed() -> None:
         config = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
         assert config == {"kv_connector": "KvoffdConnector", "kv_role": "kv_both"}
         assert environment(engine)["PYTHONHASHSEED"] == "0"
+
+
+def test_an_engine_is_created_only_where_it_is_asked_for() -> None:
+    assert {document["kind"] for document in manifests("daemonset")} == {"Namespace", "DaemonSet"}
+    assert {document["kind"] for document in manifests("engine")} == {"Pod"}
+
+
+def test_no_pod_waits_for_another_after_a_reboot() -> None:
+    """/run is empty then; and a Service named kvoffd does not put KVOFFD_PORT into anybody's environment."""
+    for pod in pods():
+        types = {volume["hostPath"]["type"] for volume in pod["volumes"] if "hostPath" in volume}
+        assert types <= {"DirectoryOrCreate"}
+        assert pod["enableServiceLinks"] is False
+
+
+def test_engines_have_shared_memory_for_their_workers() -> None:
+    for pod in pods():
+        for engine in (c for c in containers(pod) if c["name"] == "vllm"):
+            (mount,) = [m for m in engine["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+            (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+            assert volume["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("way", ["daemonset", "sidecar"])
+def test_on_gpu_nodes_the_daemon_sees_all_gpus_and_takes_none(way: str) -> None:
+    (plain,) = filter(None, map(pod_of, manifests(way)))
+    (pod,) = filter(None, map(pod_of, manifests(f"{way}-gpu")))
+    assert pod["runtimeClassName"] == "nvidia"
+    (daemon,) = [c for c in containers(pod) if c["name"] == "kvoffd"]
+    (without,) = [c for c in containers(plain) if c["name"] == "kvoffd"]
+    added = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+    assert environment(daemon) == {**environment(without), **added}
+    assert daemon["resources"] == without["resources"]
+    names = [variable["name"] for variable in daemon["env"]]
+    assert names.index("POD_IP") < names.index("KVOFFD_HTTP_ADDRESS")  # which refers to it
+
+
+def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
+    (pod,) = filter(None, map(pod_of, manifests("daemonset-selinux")))
+    assert pod["securityContext"]["seLinuxOptions"] == {"type": "spc_t", "level": "s0"}
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (init,) = [c for c in pod["initContainers"] if c["name"] == "own-directory"]
+    assert "chcon --type=container_file_t --range=s0 /run/kvoffd /pool" in init["command"][-1]

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Builds the image kvoffd:VERSION with the first of podman, buildah and docker that is there; arguments are those of `build`.
+set -eu
+cd "$(dirname "$0")/../.."
+version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' kvoffd/__init__.py)
+revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
+# The commit's time, where there is one, so that the same commit gives the same labels.
+created=$(date --utc --date="@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}" +%Y-%m-%dT%H:%M:%SZ)
+for tool in podman buildah docker; do
+    command -v "$tool" >/dev/null && break
+done
+# docker's own format, since OCI's has no HEALTHCHECK; docker itself has no other, and finds the list of files by itself.
+if [ "$tool" != docker ]; then
+    set -- --format docker --ignorefile deploy/docker/Dockerfile.dockerignore "$@"
+fi
+exec "$tool" build --file deploy/docker/Dockerfile \
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "CREATED=$created" --tag "kvoffd:$version" "$@" .
