@@ -33,3 +33,9 @@ FLOOD_JOBS = 4
 FLOOD_CONNECTIONS = 200
 """Connections over which it asks, each with FLOOD_REQUESTS requests under way."""
 FLOOD_REQUESTS = 8
+
+DECODE_SEQUENCES, DECODE_RANKS = 256, 8
+JOBS_STEP_S = 0.03
+"""How long a step of the engine takes whose decoding is played."""
+BLOCK_STEPS = 16
+"""A sequence fills a block in so many steps."""

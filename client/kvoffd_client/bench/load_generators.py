@@ -1,13 +1,14 @@
 """Processes that put load on the daemon, the echo or a GPU: many clients at once, as engines are.
 
-Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE``: sets up and prints ``ready``; works from
-the first line on standard input to the second, or to its end; prints how often it did its work and in how many
-seconds. Every two lines more start and stop it again.
+Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE NUMBER COUNT``, process NUMBER of COUNT: sets
+up and prints ``ready``; works from the first line on standard input to the second, or to its end; prints how often it
+did its work and in how many seconds. Every two lines more start and stop it again.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -18,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import zmq
 
-from kvoffd_client.bench import FLOOD_JOBS, FLOOD_KEYS, FLOOD_REQUESTS
+from kvoffd_client.bench import FLOOD_JOBS, FLOOD_KEYS, FLOOD_REQUESTS, JOBS_STEP_S
 from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
-from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
+from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 from kvoffd_client.client_options import Closing
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import GroupKeys, Lookup
@@ -33,7 +34,7 @@ LOOKUP_KEYS = 64
 """Keys of a lookup of a process that floods the daemon."""
 
 
-def _lookups(directory: Path, keys: int) -> Iterator[None]:
+def _lookups(directory: Path, keys: int, *place: int) -> Iterator[None]:
     """Looks ``keys`` ready keys up and releases them."""
     with SyntheticEngine(directory, "crowd of schedulers", 1, keys, LOOKUP_PAGE_BYTES) as engine:
         names = random_keys(keys)
@@ -44,7 +45,7 @@ def _lookups(directory: Path, keys: int) -> Iterator[None]:
             engine.scheduler.release(future.lease_id)
 
 
-def _copies(directory: Path, keys: int) -> Iterator[None]:
+def _copies(directory: Path, keys: int, *place: int) -> Iterator[None]:
     """Stores ``keys`` new keys of COPIED_BLOCK_BYTES each and loads them."""
     with SyntheticEngine(directory, "crowd of engines", COPY_LAYERS, keys, COPY_PAGE_BYTES) as engine:
         ids = np.random.default_rng().permutation(keys).astype(np.int32)
@@ -55,7 +56,7 @@ def _copies(directory: Path, keys: int) -> Iterator[None]:
             engine.load(names, ids)
 
 
-def _floods(directory: Path, connections: int) -> Iterator[None]:
+def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
     """Loads as much and asks as often as one process can: large loads, and lookups over many connections."""
     ids = [np.arange(FLOOD_KEYS, dtype=np.int32) + job * FLOOD_KEYS for job in range(FLOOD_JOBS)]
     with (
@@ -86,7 +87,7 @@ def _floods(directory: Path, connections: int) -> Iterator[None]:
             free = [running.pop(result.job_id) for result in engine.worker.wait_results(0.0)]
 
 
-def _echoes(directory: Path, keys: int) -> Iterator[None]:
+def _echoes(directory: Path, keys: int, *place: int) -> Iterator[None]:
     """Sends as many bytes as a lookup of ``keys`` and its release to the echo process in ``directory``."""
     with zmq.Context() as context, connect_dealer(context, directory) as dealer:
         request, release = echo_request(130 + 32 * keys, 60 + keys), echo_request(60, 20)
@@ -98,7 +99,22 @@ def _echoes(directory: Path, keys: int) -> Iterator[None]:
             dealer.recv()
 
 
-def _computes(_: Path, ordinal: int) -> Iterator[None]:
+def _steps(directory: Path, jobs: int, *place: int) -> Iterator[None]:
+    """Is a rank of an engine that decodes: stores ``jobs`` new keys every JOBS_STEP_S, in one message."""
+    rank, ranks = place
+    with SyntheticEngine(directory, "decode", 1, jobs, LOOKUP_PAGE_BYTES, None, rank, ranks) as engine:
+        step, due = 0, 0.0
+        run = os.getppid()  # the same of all ranks
+        while True:
+            yield
+            now = time.perf_counter()
+            due = max(due, now - JOBS_STEP_S) + JOBS_STEP_S if due else now
+            time.sleep(max(0.0, due - now))
+            step += 1
+            engine.store_step(np.random.default_rng((run, step)).bytes(jobs * KEY_BYTES))
+
+
+def _computes(_: Path, ordinal: int, *place: int) -> Iterator[None]:
     """Computes on GPU number ``ordinal``."""
     with compute_load(ordinal) as step:
         while True:
@@ -106,7 +122,14 @@ def _computes(_: Path, ordinal: int) -> Iterator[None]:
             step()
 
 
-ROLES = {"lookups": _lookups, "copies": _copies, "echoes": _echoes, "computes": _computes, "floods": _floods}
+ROLES = {
+    "lookups": _lookups,
+    "copies": _copies,
+    "echoes": _echoes,
+    "floods": _floods,
+    "steps": _steps,
+    "computes": _computes,
+}
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,10 @@ class LoadGenerators(Closing):
 
     def __init__(self, role: str, directory: Path, size: int, count: int) -> None:
         self._processes = [
-            ChildProcess("kvoffd_client.bench.load_generators", role, str(directory), str(size)) for _ in range(count)
+            ChildProcess(
+                "kvoffd_client.bench.load_generators", role, str(directory), str(size), str(number), str(count)
+            )
+            for number in range(count)
         ]
         try:
             for process in self._processes:
@@ -154,9 +180,9 @@ class LoadGenerators(Closing):
             process.close()
 
 
-def run(role: str, directory: Path, size: int) -> None:
-    """Do the work of ``role`` whenever standard input says so."""
-    work = ROLES[role](directory, size)
+def run(role: str, directory: Path, size: int, number: int, count: int) -> None:
+    """Do the work of ``role`` whenever standard input says so, as one of ``count`` processes."""
+    work = ROLES[role](directory, size, number, count)
     next(work)
     print("ready", flush=True)
     # The engine is only closed at the end: closing clears its namespace, in which other processes may still work.
@@ -172,4 +198,4 @@ def run(role: str, directory: Path, size: int) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    run(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6]))

@@ -11,28 +11,18 @@ from statistics import median
 
 import numpy as np
 
-from kvoffd_client.bench import LOOKUP_CLIENTS, LOOKUP_ENGINES, LOOKUP_KEY_COUNTS, MIB
-from kvoffd_client.bench.echo import Echo, ReplySocket, echo_request
+from kvoffd_client.bench import DECODE_RANKS, DECODE_SEQUENCES, LOOKUP_CLIENTS, LOOKUP_ENGINES, LOOKUP_KEY_COUNTS, MIB
+from kvoffd_client.bench.echo import Echo, ReplySocket
 from kvoffd_client.bench.host_device import Memcpy
 from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, LoadGenerators
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
+from kvoffd_client.bench.step_bench import STEP_JOBS, bench_decode, bench_steps, load_echo, lookup_echo, step_echo
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
-from kvoffd_proto.codec import encode
-from kvoffd_proto.messages import (
-    Completions,
-    GroupKeys,
-    GroupTransfer,
-    JobResult,
-    Load,
-    Lookup,
-    LookupReply,
-    Store,
-    Submit,
-)
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
 JOBS_FLOOR = (
-    "as many bytes over the same kinds of socket, DEALER to ROUTER and back by PUB to SUB, with no copy in between"
+    "as many bytes over the same kinds of socket, DEALER to ROUTER and back by PUB to SUB, with no copy in between; "
+    "of decoding, the jobs that its steps have"
 )
 ROUNDS = 5
 SAMPLES = 200
@@ -48,9 +38,6 @@ ENGINE_KEYS = 8
 MEMCPY_BYTES = 64 * MIB
 """More than any cache holds."""
 _BLOCK_IDS = np.zeros(1, dtype=np.int32)
-_TOKEN = bytes(16)
-_LARGE = 2**62
-"""An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
 
 
 def bench_lookup(
@@ -101,7 +88,7 @@ def _store_keys(engine: SyntheticEngine, keys: bytes) -> None:
 def _measure_lookups(
     engine: SyntheticEngine, echo: Echo, keys: bytes, case: str, rounds: int, samples: int
 ) -> list[Result]:
-    request = _lookup_echo(engine.lookup(keys)[0].states, keys)
+    request = lookup_echo(keys, engine.lookup(keys)[0].states)
 
     def look_up() -> float:
         future, seconds = engine.lookup(keys)
@@ -154,36 +141,31 @@ def _rate_of_clients(role: str, directory: Path, clients: int, seconds: float) -
     return sum(work.rate for work in works), sum(work.count for work in works)
 
 
-def _lookup_echo(states: list[bytes], keys: bytes) -> bytes:
-    """Return an echo request of as many bytes as the lookup's frame, for as many as its reply's."""
-    request = Lookup(
-        request_id=_LARGE, token=_TOKEN, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)]
-    )
-    reply = LookupReply(
-        request_id=_LARGE, epoch=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000
-    )
-    return echo_request(len(encode(request)), len(encode(reply)))
-
-
 def bench_jobs(
-    directory: Path, progress: Progress, rounds: int = ROUNDS, samples: int = SAMPLES, in_flight: int = 64
+    directory: Path,
+    progress: Progress,
+    rounds: int = ROUNDS,
+    samples: int = SAMPLES,
+    in_flight: int = 64,
+    sequences: int = DECODE_SEQUENCES,
+    ranks: int = DECODE_RANKS,
 ) -> Report:
-    """Measure stores and loads of one key of PAGE_BYTES one by one, then stores with ``in_flight`` of them at once.
+    """Measure stores and loads of one key of PAGE_BYTES one by one and many at once, steps of them, and decoding.
 
     Times are those of the public WorkerClient: from ``store()`` to the waiting caller's wake-up with the result. A
     load's lookup comes before: it is not in its time, but in its cost. Raises BenchFailed, DaemonUnavailable.
     """
     results: list[Result] = []
-    with Echo() as echo, CpuMeter(directory) as meter, SyntheticEngine(directory, "jobs", 1, 1, PAGE_BYTES) as engine:
+    with (
+        Echo() as echo,
+        CpuMeter(directory) as meter,
+        SyntheticEngine(directory, "jobs", 1, STEP_JOBS, PAGE_BYTES) as engine,
+    ):
         key = random_keys(1)
         engine.store(key, _BLOCK_IDS)
-        transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
-        registration_id, job_id = bytes(16), 1000
-        store_echo = _job_echo(Submit(_LARGE, _TOKEN, registration_id, [Store(job_id, [transfer])]))
-        load_echo = _job_echo(Submit(_LARGE, _TOKEN, registration_id, [], [Load(job_id, _LARGE, [transfer])]))
         for name, job, request in (
-            ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), store_echo),
-            ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo),
+            ("store", lambda: engine.store(random_keys(1), _BLOCK_IDS), step_echo(1)),
+            ("load", lambda: engine.load(key, _BLOCK_IDS), load_echo()),
         ):
             progress(f"{name}s of 1 key, one by one")
             with meter.measure():
@@ -196,12 +178,14 @@ def bench_jobs(
         count = max(in_flight, 5 * samples)
         with meter.measure():
             rates = [
-                (_store_rate(engine, count, in_flight), _echo_rate(echo, store_echo, count, in_flight))
+                (_store_rate(engine, count, in_flight), _echo_rate(echo, step_echo(1), count, in_flight))
                 for _ in range(rounds)
             ]
         value, floor = (median(column) for column in zip(*rates, strict=True))
         cost = meter.cost(rounds * count, "job")
         results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor, cost))
+        results += bench_steps(engine, echo, meter, progress, rounds, samples)
+        results += bench_decode(directory, engine, echo, meter, progress, sequences, ranks, rounds, samples)
     return Report("jobs", JOBS_FLOOR, results)
 
 
@@ -230,10 +214,3 @@ def _echo_rate(echo: Echo, request: bytes, count: int, in_flight: int) -> float:
     for _ in range(min(in_flight, count)):
         echo.receive(ReplySocket.PUB)
     return count / (time.perf_counter() - begin)
-
-
-def _job_echo(job: Submit) -> bytes:
-    """Return an echo request of as many bytes as the job's frame, for as many as its completion's."""
-    result = JobResult(job_id=1000, ok=True, bytes=PAGE_BYTES, seconds=1e-4)
-    completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=[result])
-    return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)

@@ -21,7 +21,7 @@ from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
+from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Store
 
 KEY_BYTES = 32
 WAIT_S = 30.0
@@ -64,6 +64,7 @@ class SyntheticEngine(Closing):
 
     Args:
         memory: memory for these pages, which the engine closes; host memory when None.
+        rank: of the worker; other engines may be those of the other ranks.
 
     Raises:
         DaemonUnavailable: there is no daemon, or it refuses.
@@ -77,10 +78,12 @@ class SyntheticEngine(Closing):
         blocks: int,
         page_bytes: int,
         memory: EngineMemory | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.block_bytes = layers * page_bytes
         """Bytes that one key names."""
-        namespace = NamespaceSpec.named(f"bench {label}", layers=layers, page_bytes=page_bytes)
+        namespace = NamespaceSpec.named(f"bench {label}", world_size, layers=layers, page_bytes=page_bytes)
         self.fingerprint = namespace.fingerprint
         self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)
         layer_bytes = blocks * page_bytes
@@ -90,7 +93,7 @@ class SyntheticEngine(Closing):
         )
         pages = tuple(PageRef(tensor=layer, page_bytes=page_bytes) for layer in range(layers))
         registration = Registration(
-            rank=0, blocks_per_key=1, memories=(self._memory.registered,), tensors=tensors, groups=(pages,)
+            rank=rank, blocks_per_key=1, memories=(self._memory.registered,), tensors=tensors, groups=(pages,)
         )
         # A bench waits for slow answers instead of calling them misses.
         options = ClientOptions(request_timeout_s=WAIT_S)
@@ -143,6 +146,26 @@ class SyntheticEngine(Closing):
         begin = time.perf_counter()
         self.begin_store(keys, block_ids)
         return self._finish_job("store", len(block_ids), begin)
+
+    def store_step(self, keys: bytes) -> float:
+        """Store each of ``keys`` by a job of its own, all in one message, and wait; return the seconds.
+
+        Their blocks are the engine's first ones. Raises BenchFailed unless all bytes were copied.
+        """
+        count = len(keys) // KEY_BYTES
+        stores = [
+            Store(
+                next(self._job_ids),
+                [GroupTransfer(0, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], at.to_bytes(4, "little"))],
+            )
+            for at in range(count)
+        ]
+        begin = time.perf_counter()
+        self.worker.submit(stores)
+        results = self.wait_results(count)
+        seconds = time.perf_counter() - begin
+        self.check("step", results, count)
+        return seconds
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""

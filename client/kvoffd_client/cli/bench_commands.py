@@ -14,7 +14,10 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import (
+    BLOCK_STEPS,
     BLOCK_TOKENS,
+    DECODE_RANKS,
+    DECODE_SEQUENCES,
     FLOOD_CONNECTIONS,
     FLOOD_JOBS,
     FLOOD_KEYS,
@@ -22,6 +25,7 @@ from kvoffd_client.bench import (
     GPU_PIECES,
     HOST_JOB_BYTES,
     HOST_PIECES,
+    JOBS_STEP_S,
     KIB,
     LOOKUP_CLIENTS,
     LOOKUP_ENGINES,
@@ -71,6 +75,12 @@ FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
 Rates and times of lookups and small loads, one after the other, against half the rates and the times that they have
 without the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, and lookups over
 {FLOOD_CONNECTIONS} connections.
+"""
+JOBS_HELP = f"""Measure small jobs.
+
+Round trips one by one, many at once and in steps of one message, against raw ZeroMQ messages of the same bytes on the
+same kinds of socket. Then an engine that decodes is played: workers that each store a block of every sequence in
+{BLOCK_STEPS} steps of {JOBS_STEP_S * 1e3:.0f} ms, with the daemon's CPU time a second, and lookups meanwhile.
 """
 
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
@@ -155,15 +165,21 @@ def fairness(context: typer.Context, directory: Directory = None, json: Json = F
     return run_bench(bench_fairness, local_directory(context, directory), as_json=json)
 
 
-@bench_app.command()
-def jobs(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """Measure small jobs.
-
-    Round trips one by one and many at once, against raw ZeroMQ messages of the same bytes on the same kinds of socket.
-    """
+@bench_app.command(help=JOBS_HELP)
+def jobs(
+    context: typer.Context,
+    directory: Directory = None,
+    sequences: Annotated[
+        int, typer.Option("--sequences", min=BLOCK_STEPS, max=16_384, help="Sequences that the played engine decodes.")
+    ] = DECODE_SEQUENCES,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=64, help="Workers of that engine.")] = DECODE_RANKS,
+    json: Json = False,
+) -> int:
+    """Measure small jobs; see JOBS_HELP."""
     from kvoffd_client.bench.message_bench import bench_jobs
 
-    return run_bench(bench_jobs, local_directory(context, directory), as_json=json)
+    bench = partial(bench_jobs, sequences=sequences, ranks=ranks)
+    return run_bench(bench, local_directory(context, directory), as_json=json)
 
 
 @bench_app.command()

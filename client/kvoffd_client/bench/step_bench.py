@@ -1,0 +1,137 @@
+"""The part of ``kvoffd-cli bench jobs`` about steps: what a worker sends in one message while its engine decodes."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from kvoffd_client.bench import BLOCK_STEPS, JOBS_STEP_S
+from kvoffd_client.bench.echo import Echo, ReplySocket, echo_request
+from kvoffd_client.bench.load_generators import LoadGenerators
+from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Result, measure_latency
+from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
+from kvoffd_proto.codec import encode
+from kvoffd_proto.messages import (
+    Completions,
+    GroupKeys,
+    GroupTransfer,
+    JobResult,
+    Load,
+    Lookup,
+    LookupReply,
+    Store,
+    Submit,
+)
+
+STEP_JOBS = 256
+"""One-block stores of the large step."""
+LOOKUP_KEYS = 1000
+LOOKUP_PAUSE_S = 0.003
+_LARGE = 2**62
+"""An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
+_TOKEN = bytes(16)
+
+
+def bench_steps(
+    engine: SyntheticEngine, echo: Echo, meter: CpuMeter, progress: Progress, rounds: int, samples: int
+) -> list[Result]:
+    """Measure steps of one store and of STEP_JOBS, and what each further one costs. ``engine`` has as many blocks."""
+    results: list[Result] = []
+    medians: list[Result] = []
+    costs: list[float] = []
+    for jobs in (1, STEP_JOBS):
+        progress(f"steps of {jobs} stores of 1 key")
+        keys = iter([random_keys(jobs) for _ in range(rounds * samples)])
+        with meter.measure():
+            measured = measure_latency(
+                f"step of {jobs} {'store' if jobs == 1 else 'stores'} of 1 key",
+                rounds,
+                samples,
+                lambda: engine.store_step(next(keys)),  # noqa: B023 - called within this turn
+                partial(echo.round_trip, step_echo(jobs), ReplySocket.PUB),
+            )
+        cost = meter.cost(rounds * samples, "step")
+        results += [Result(one.case, one.value, one.unit, one.floor, cost) for one in measured]
+        medians.append(measured[0])
+        costs.append(cost.seconds)
+    (one, many), further = medians, STEP_JOBS - 1
+    cost = Cost((costs[1] - costs[0]) / further, "job")
+    # The floor's further bytes may take no time that can be measured.
+    floor = max(many.floor - one.floor, 1e-3) / further
+    return [
+        *results,
+        Result("each further store of a step, p50", (many.value - one.value) / further, "µs", floor, cost),
+    ]
+
+
+def bench_decode(
+    directory: Path,
+    engine: SyntheticEngine,
+    echo: Echo,
+    meter: CpuMeter,
+    progress: Progress,
+    sequences: int,
+    ranks: int,
+    rounds: int,
+    samples: int,
+) -> list[Result]:
+    """Measure ``ranks`` workers of one engine that decodes ``sequences``, and lookups of LOOKUP_KEYS keys meanwhile.
+
+    Each sequence fills a block every BLOCK_STEPS steps: a worker sends ``sequences / BLOCK_STEPS`` stores of one key
+    every JOBS_STEP_S.
+    """
+    jobs = max(1, sequences // BLOCK_STEPS)
+    case = f"{sequences} sequences on {ranks} ranks"
+    progress(case)
+    keys = random_keys(LOOKUP_KEYS)
+
+    def look_up() -> float:
+        time.sleep(LOOKUP_PAUSE_S)
+        return engine.lookup(keys)[1]
+
+    with LoadGenerators("steps", directory, jobs, ranks) as load:
+        load.start()
+        began = time.perf_counter()
+        with meter.measure():
+            lookups = measure_latency(
+                f"lookup of {LOOKUP_KEYS:,} absent keys meanwhile",
+                rounds,
+                samples,
+                look_up,
+                partial(echo.round_trip, lookup_echo(keys, [bytes(LOOKUP_KEYS)])),
+            )
+            works = load.stop()
+        seconds = time.perf_counter() - began
+    rate = sum(work.rate for work in works) * jobs
+    return [Result(case, rate, "jobs/s", jobs * ranks / JOBS_STEP_S, meter.cost(seconds, "s")), *lookups]
+
+
+def job_echo(job: Submit) -> bytes:
+    """Return an echo request of as many bytes as the frame of these jobs, for as many as their completions'."""
+    results = [JobResult(job_id=1000, ok=True, bytes=4096, seconds=1e-4) for _ in (*job.stores, *job.loads)]
+    completions = Completions(epoch=_LARGE, session_id=1, sequence=1000, credit_bytes=2**30, results=results)
+    return echo_request(len(encode(job)), len(encode(completions)), ReplySocket.PUB)
+
+
+def step_echo(stores: int) -> bytes:
+    """``job_echo`` of a step of stores of one key."""
+    transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
+    return job_echo(Submit(_LARGE, _TOKEN, bytes(16), [Store(1000, [transfer]) for _ in range(stores)]))
+
+
+def load_echo() -> bytes:
+    """``job_echo`` of a load of one key."""
+    transfer = GroupTransfer(group=0, keys=bytes(KEY_BYTES), block_ids=bytes(4))
+    return job_echo(Submit(_LARGE, _TOKEN, bytes(16), [], [Load(1000, _LARGE, [transfer])]))
+
+
+def lookup_echo(keys: bytes, states: list[bytes]) -> bytes:
+    """Return an echo request of as many bytes as the lookup's frame, for as many as its reply's."""
+    request = Lookup(
+        request_id=_LARGE, token=_TOKEN, namespace=bytes(32), lease_id=_LARGE, groups=[GroupKeys(group=0, keys=keys)]
+    )
+    reply = LookupReply(
+        request_id=_LARGE, epoch=_LARGE, lease_id=_LARGE, states=states, pinned=len(states[0]), ttl_ms=30_000
+    )
+    return echo_request(len(encode(request)), len(encode(reply)))
