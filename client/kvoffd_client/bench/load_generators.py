@@ -1,8 +1,8 @@
 """Processes that put load on the daemon, the echo or a GPU: many clients at once, as engines are.
 
-Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE NUMBER COUNT``, process NUMBER of COUNT: sets
-up and prints ``ready``; works from the first line on standard input to the second, or to its end; prints how often it
-did its work and in how many seconds. Every two lines more start and stop it again.
+Run as ``python -m kvoffd_client.bench.load_generators ROLE DIRECTORY SIZE [NUMBER COUNT]``, process NUMBER of COUNT:
+sets up and prints ``ready``; works from the first line on standard input to the second, or to its end; prints how often
+it did its work and in how many seconds. Every two lines more start and stop it again.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class LoadGenerators(Closing):
             process.close()
 
 
-def run(role: str, directory: Path, size: int, number: int, count: int) -> None:
+def run(role: str, directory: Path, size: int, number: int = 0, count: int = 1) -> None:
     """Do the work of ``role`` whenever standard input says so, as one of ``count`` processes."""
     work = ROLES[role](directory, size, number, count)
     next(work)
