@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvoffd.cache.adopt import Adoption, adopt
-from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LeasedBlocks
@@ -23,6 +24,10 @@ from kvoffd_proto.messages import GroupSpec
 ABSENT, WRITING, READY, LEAVING = BlockState
 OPERATORS_PART = 2
 """Operators may pin one part in so many of the pool: engines must still find room."""
+CLEARED_AT_ONCE = 1000
+"""Blocks that one step of a clearing forgets."""
+Steps: TypeAlias = Generator[None, None, int]
+"""Work that is done step by step, others being served in between. Whoever begins it makes all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ class BlockCache(LeasedBlocks):
     def expire(self) -> int:
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
         now = self._clock()
-        ended = self._end(self.leases.overdue(now))
+        ended = self._end(self.leases.overdue(now))  # and some of what ended before
         return ended + self.blocks.drop_half_stored(now - self._half_stored_timeout_s)
 
     def pin(self, namespace: Namespace, group: int, keys: bytes) -> int:
@@ -251,7 +256,7 @@ class BlockCache(LeasedBlocks):
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         blocks = self.blocks
-        index = blocks.index[namespace][group]
+        index = blocks.index[namespace][group] if not namespace.clearing else {}
         ticket = StoreTicket(namespace, rank, group)
         present, lacking, again = ticket.present, [], ticket.again
         wanted: set[bytes] = set()
@@ -273,7 +278,8 @@ class BlockCache(LeasedBlocks):
             lacking.append(number)
         protected = set(present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
-        offsets = blocks.take_slots(slot_bytes, len(lacking), protected, node)
+        room = len(lacking) if not namespace.clearing else 0
+        offsets = blocks.take_slots(slot_bytes, room, protected, node)
         ticket.copy, ticket.dropped = lacking[: len(offsets)], lacking[len(offsets) :]
         if ticket.dropped:
             namespace.counters.dropped_keys += len(ticket.dropped)
@@ -394,32 +400,57 @@ class BlockCache(LeasedBlocks):
         """Drop those of the blocks that lack a shard: nobody will complete them. What a tier has of them stays."""
         self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING])
 
-    def reset(self, namespace: Namespace) -> int:
+    def reset(self, namespace: Namespace) -> Steps:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
+        steps = self.clear(namespace)
         self._end([lease for lease in self.leases if lease.namespace is namespace])
-        return self.clear(namespace)
+        return steps
 
-    def clear(self, namespace: Namespace | None = None) -> int:
-        """Forget every block of one namespace, or of all, in the tiers below too. Leases keep what they hold.
+    def clear(self, namespace: Namespace, *, keep_tiers: bool = False) -> Steps:
+        """Forget every block of a namespace, in the tiers below too unless they keep theirs. Leases keep theirs.
 
-        Returns how many there were.
+        From now on until the last step lookups find nothing and stores get no room. The steps end with the number of
+        blocks there were.
+
+        Raises KvoffdError: NOT_READY, it is being cleared already.
         """
-        tiering = self.blocks.tiering
+        if namespace.clearing:
+            raise KvoffdError(
+                f"The namespace {namespace.label!r} is being cleared already; wait until that is done.",
+                ErrorCode.NOT_READY,
+            )
+        namespace.clearing = True
+        return self._clear(namespace, None if keep_tiers else self.blocks.tiering)
+
+    def _clear(self, namespace: Namespace, tiering: TieringHooks | None) -> Steps:
         dropped = 0
-        for one in [namespace] if namespace is not None else self.namespaces:
-            found = [block for index in self.blocks.index[one] for block in index.values()]
+        try:
+            there = [block for index in self.blocks.index[namespace] for block in index.values()]
+            for start in range(0, len(there), CLEARED_AT_ONCE):
+                if start:
+                    yield
+                found = [block for block in there[start : start + CLEARED_AT_ONCE] if block.state in INDEXED]
+                dropped += len(found)
+                if tiering is not None:
+                    dropped -= sum(tiering.has(namespace, block.group, block.key) for block in found)
+                self.blocks.drop(found)
             if tiering is not None:
-                in_both = sum(tiering.has(one, block.group, block.key) for block in found)
-                dropped += tiering.forget_all(one) - in_both
-            self.blocks.drop(found)
-            self._listener.cleared(one)
-            dropped += len(found)
+                dropped += tiering.forget_all(namespace)
+            self._listener.cleared(namespace)
+        finally:
+            namespace.clearing = False
         return dropped
 
-    def drop_from_pool(self, namespace: Namespace) -> None:
-        """Take a namespace's blocks out of the pool, for want of room. What a tier has of them stays."""
-        self.blocks.drop([block for index in self.blocks.index[namespace] for block in index.values()])
-        self._listener.cleared(namespace)
+    def clear_all(self) -> Steps:
+        """Forget every block of all namespaces but those that are being cleared already."""
+        dropped = 0
+        for namespace in self.namespaces:
+            if self.find_namespace(namespace.fingerprint) is namespace and not namespace.clearing:
+                cleared = yield from self.clear(namespace)
+                dropped += cleared
+                if cleared:
+                    yield
+        return dropped
 
     def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""

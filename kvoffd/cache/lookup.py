@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from kvoffd_proto.messages import ABSENT, PENDING
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
+UNPINNED_AT_ONCE = 20_000
+"""A few milliseconds' work."""
 _COUNT_AGAIN_S = 5e-6
 """Pause per key of a session between two exact counts of what it has leased, a hundred times what a count takes."""
 
@@ -64,6 +67,8 @@ class LeasedBlocks:
         self.__blocks = blocks
         self.memory = bounds.memory if bounds is not None else SessionMemory(2**62, 1)
         """What sessions may make the daemon keep."""
+        self.ended_pins: deque[list[Block]] = deque()
+        """Blocks with a pin of a lease that ended, which ``expire`` takes back: a session's end waits for no more."""
         self.__leases = LeaseTable(lease_ttl_s, self.memory)
         self.__deferred: _DeferredPins | None = None
 
@@ -123,7 +128,7 @@ class LeasedBlocks:
             return LookupAnswer(states, lease.keys)
         states = found
         ready = sum(one.count(READY) for one in found)
-        if blocks.tiering is not None and ready < sum(map(len, found)):
+        if blocks.tiering is not None and ready < sum(map(len, found)) and not namespace.clearing:
             split = [(group, namespace.split(group, keys)) for group, keys in groups]
             states = blocks.tiering.find(namespace, split, found)
             if not again:
@@ -164,7 +169,7 @@ class LeasedBlocks:
         lease = _live_lease(self.leases, lease_id, owner, namespace)
         if lease is not None:
             return list(map(self.leases.by_key(lease, group).get, split))
-        index = self.blocks.index[namespace][group]
+        index = self.blocks.index[namespace][group] if not namespace.clearing else {}
         found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
         blocks = list(dict.fromkeys(block for block in found if block is not None))
         if blocks:
@@ -263,9 +268,20 @@ class LeasedBlocks:
     def _end(self, leases: Sequence[Lease]) -> int:
         for lease in leases:
             self.leases.remove(lease)
-            for blocks in lease.blocks.values():
-                self.blocks.unpin(blocks)
+            self.ended_pins += lease.blocks.values()
+        self._unpin_some()
         return len(leases)
+
+    def _unpin_some(self) -> None:
+        """Take back pins of leases that ended, at most ``UNPINNED_AT_ONCE`` and one group more."""
+        blocks, count = self.blocks, 0
+        while self.ended_pins and count < UNPINNED_AT_ONCE:
+            pinned = self.ended_pins.popleft()
+            if len(pinned) > UNPINNED_AT_ONCE:
+                self.ended_pins.appendleft(pinned[UNPINNED_AT_ONCE:])
+                pinned = pinned[:UNPINNED_AT_ONCE]
+            blocks.unpin(pinned)
+            count += len(pinned)
 
 
 def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:

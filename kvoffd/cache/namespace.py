@@ -127,6 +127,8 @@ class Namespace:
         """Memory that it takes beside its blocks, about."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
+        self.clearing = False
+        """Its blocks are being forgotten: lookups find nothing, and stores get no room."""
         self.counters = Counters()
         self.blocks_in = [0] * (max(BlockState) + 1)
         """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
@@ -193,6 +195,8 @@ class Namespace:
     def states_of(self, group: int, keys: bytes) -> bytes:
         """ABSENT, WRITING or READY, one byte a key. Raises BadGeometry, BadKeys."""
         self.check_keys(group, keys)
+        if self.clearing:
+            return bytes([BlockState.ABSENT]) * (len(keys) // self.key_bytes)
         return self.key_states[group].of(keys)
 
     def split(self, group: int, keys: bytes, *, distinct: bool = False) -> list[bytes]:

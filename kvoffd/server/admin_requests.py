@@ -21,17 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 @answers(m.Clear)
-def clear(context: Context, session: Session, message: m.Clear) -> m.Done:
+def clear(context: Context, session: Session, message: m.Clear) -> None:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
     cache = context.cache
-    count = cache.clear() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-    if message.namespace is None and context.tiering is not None:
-        count += context.tiering.forget_unopened()
-    if context.disks is not None:
-        context.disks.cleared(message.namespace)
-    forget_idle(context)
-    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-    return m.Done(message.request_id, context.epoch, count)
+    steps = cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
+
+    def cleared(count: int) -> m.Done:
+        if message.namespace is None and context.tiering is not None:
+            count += context.tiering.forget_unopened()
+        if context.disks is not None:
+            context.disks.cleared(message.namespace)
+        forget_idle(context)
+        logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+        return m.Done(message.request_id, context.epoch, count)
+
+    context.answer_after(message.request_id, steps, cleared)
 
 
 @answers(m.Scrub)

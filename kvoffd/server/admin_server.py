@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -240,13 +241,16 @@ class AdminServer:
             if session is None:  # the authenticator has let nobody in without a known key
                 logger.error("A message over TCP came without a known key and was dropped.")
                 continue
-            reply = self._service.answer(session, frames[1].bytes if len(frames) == 2 else b"")
-            try:
-                self._socket.send_multipart([frames[0].bytes, reply], zmq.NOBLOCK)
-            except zmq.ZMQError as error:
-                self._service.context.replies_dropped[_drop_reason(error)] += 1
-                logger.debug("A reply to an administrator could not be sent: %s.", error)
+            frame = frames[1].bytes if len(frames) == 2 else b""
+            self._service.answer(session, frame, partial(self._send, frames[0].bytes))
         return True
+
+    def _send(self, peer: bytes, reply: bytes) -> None:
+        try:
+            self._socket.send_multipart([peer, reply], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it was closed, or the peer does not read
+            self._service.context.replies_dropped[_drop_reason(error)] += 1
+            logger.debug("A reply to an administrator could not be sent: %s.", error)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether this key, in Z85, may come in. Called in the authenticator's thread."""

@@ -98,21 +98,23 @@ class Inbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: deque[Callable[[], None]] = deque()
+        self._woken = False
         self.on_work: Callable[[], None] = lambda: None
 
     def post(self, call: Callable[[], None]) -> None:
         """Have ``call`` made in the loop's thread. For any thread."""
-        first = not self._waiting
         self._waiting.append(call)
-        if first:
+        if not self._woken:  # asked after the append: ``work_off`` has seen the call, or has taken this back before
+            self._woken = True
             try:
                 self._loop.call_soon_threadsafe(self.work_off)
             except RuntimeError:
                 pass  # the loop has ended; so have all sessions
 
     def work_off(self) -> None:
-        """Make all calls that have arrived."""
-        while self._waiting:
+        """Make the calls that have arrived. What they post has a turn of its own."""
+        self._woken = False
+        for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
             try:
                 call()

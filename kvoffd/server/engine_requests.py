@@ -254,13 +254,16 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> m.D
 
 
 @answers(m.Reset)
-def reset(context: Context, session: Session, message: m.Reset) -> m.Done:
+def reset(context: Context, session: Session, message: m.Reset) -> None:
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
-    count = context.cache.reset(context.cache.namespace(message.namespace))
-    if context.disks is not None:
-        context.disks.namespace_reset(message.namespace)
-    return m.Done(message.request_id, context.epoch, count)
+
+    def ended(count: int) -> m.Done:
+        if context.disks is not None:
+            context.disks.namespace_reset(message.namespace)
+        return m.Done(message.request_id, context.epoch, count)
+
+    context.answer_after(message.request_id, context.cache.reset(context.cache.namespace(message.namespace)), ended)
 
 
 # --- worker --------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def _make_room(context: Context, session: Session, message: OpenNamespace | Rest
         )
     opened = _opened(context)
     # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
-    unused = [namespace for namespace in cache.namespaces if namespace.fingerprint not in opened]
+    unused = [one for one in cache.namespaces if one.fingerprint not in opened and not one.clearing]
     unused.sort(key=lambda namespace: namespace.ready_bytes, reverse=True)
     while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
         if not unused:
@@ -98,7 +98,12 @@ def _make_room(context: Context, session: Session, message: OpenNamespace | Rest
                 ErrorCode.TOO_MANY,
             )
         namespace = unused.pop()
-        cache.drop_from_pool(namespace)
+        if not context.make_steps(cache.clear(namespace, keep_tiers=True), lambda dropped: None):
+            raise KvoffdError(
+                f"The namespace {namespace.label!r}, which nobody has open, is being cleared for another one; try "
+                "again in a second.",
+                ErrorCode.TOO_MANY,
+            )
         if not namespace.held_blocks:
             logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
             _forget(context, namespace)
@@ -110,7 +115,7 @@ def _opened(context: Context) -> set[bytes]:
 
 
 def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
-    return not namespace.held_blocks and namespace.fingerprint not in opened
+    return not namespace.held_blocks and not namespace.clearing and namespace.fingerprint not in opened
 
 
 def _forget(context: Context, namespace: Namespace) -> None:

@@ -75,6 +75,7 @@ class Service:
             cache,
             publisher,
             memory,
+            post,
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
             EngineJobs(config, cache, pool_address, runner),
@@ -118,12 +119,13 @@ class Service:
         """Answer a request frame that is too long to be kept."""
         self.context.reply(sender, self.context.refusal(0, self._too_long(frame_bytes)))
 
-    def answer(self, session: Session, frame: bytes) -> bytes:
-        """The reply to a request frame of an administrator whose connection says who it is. Never raises."""
+    def answer(self, session: Session, frame: bytes, send: Callable[[bytes], None]) -> None:
+        """Have the reply sent to a request frame of an administrator whose connection says who it is. Never raises."""
         assert session.role is m.Role.ADMIN
+        self.context.sender = send
         _, reply = self._answer(frame, session)
-        assert isinstance(reply, m.Reply), "what is offered over TCP is answered at once"
-        return codec.encode(reply)
+        if isinstance(reply, m.Reply):
+            self.context.reply(send, reply)
 
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 
+from kvoffd.cache import cache as cache_module
+from kvoffd.cache import lookup as lookup_module
 from kvoffd.cache.namespace import BlockState
-from kvoffd.errors import BadKeys, UnknownLease
+from kvoffd.errors import BadKeys, KvoffdError, UnknownLease
+from kvoffd_proto.errors import ErrorCode
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 
@@ -67,7 +70,7 @@ def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     running = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
-    rig.cache.reset(namespace)
+    made(rig.cache.reset(namespace))
     usage = rig.cache.pool_usage()
     assert (usage.writing_bytes, usage.leaving_bytes) == (0, SLOT_UNIT)
     check_invariants(rig.cache)
@@ -92,7 +95,7 @@ def test_reset_takes_leases_back_so_that_nothing_stale_is_loaded() -> None:
     rig.put(other, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
     rig.cache.lookup(other, 6, 1, [(0, keys_of(1))])
-    assert rig.cache.reset(namespace) == 2
+    assert made(rig.cache.reset(namespace)) == 2
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
     rig.cache.begin_load(other, 0, 6, 0, keys_of(1))
@@ -106,9 +109,9 @@ def test_clear_takes_one_namespace_or_all_and_leases_keep_what_they_hold() -> No
     rig.put(one, keys_of(1))
     rig.put(two, keys_of(1, 2))
     rig.cache.lookup(two, 5, 1, [(0, keys_of(1))])
-    assert rig.cache.clear(one) == 1
+    assert made(rig.cache.clear(one)) == 1
     assert rig.states(two, keys_of(1, 2)) == [R, R]
-    assert rig.cache.clear() == 2
+    assert made(rig.cache.clear_all()) == 2
     assert rig.cache.pool_usage().leaving_bytes == SLOT_UNIT
     assert rig.events.index == set()
     check_invariants(rig.cache)
@@ -130,3 +133,47 @@ def test_no_event_is_told_of_a_block_that_never_was_readable() -> None:
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
     assert rig.cache.invalidate(namespace, [(0, keys_of(1))]) == 1
     assert rig.events.log == []
+
+
+def test_a_large_namespace_is_cleared_in_steps_and_looks_empty_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "CLEARED_AT_ONCE", 2)
+    rig = CacheHarness()
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(1, 2, 3, 4, 5))
+    rig.put(other, keys_of(1))
+    running = rig.cache.begin_store(namespace, 0, 0, keys_of(6))
+    steps = rig.cache.clear(namespace)
+    for _ in range(2):
+        next(steps)
+        check_invariants(rig.cache)
+        assert rig.states(namespace, keys_of(1, 5, 6)) == [A, A, A]
+        assert rig.cache.lease_blocks(namespace, 7, 1, 0, keys_of(5)) == [None]
+        refused = rig.cache.begin_store(namespace, 0, 0, keys_of(5, 7))
+        assert (refused.copy, refused.dropped) == ([], [0, 1])
+        rig.cache.abort_store(refused)
+        assert rig.states(other, keys_of(1)) == [R]
+        with pytest.raises(KvoffdError, match="being cleared already") as raised:
+            rig.cache.reset(namespace)
+        assert raised.value.code is ErrorCode.NOT_READY
+    assert namespace.ready_blocks == 1
+    assert rig.cache.commit_store(running) == 1  # its turn to be cleared is the last
+    assert made(rig.cache.clear_all()) == 1  # the other one; this is being cleared
+    assert made(steps) == 6
+    assert (namespace.held_blocks, rig.events.index) == (0, set())
+    check_invariants(rig.cache)
+    assert rig.put(namespace, keys_of(1)) == 0
+    assert rig.states(namespace, keys_of(1)) == [R]
+
+
+def test_many_ended_pins_are_taken_back_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "UNPINNED_AT_ONCE", 2)
+    rig = CacheHarness()
+    namespace = rig.open()
+    rig.put(namespace, keys_of(1, 2, 3, 4, 5))
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2, 3, 4, 5))])
+    rig.cache.lookup(namespace, 2, 1, [(0, keys_of(1))])
+    assert rig.cache.end_owner(1) == 2
+    for pinned in (4, 2, 0):
+        assert rig.cache.blocks.pinned_blocks == pinned
+        check_invariants(rig.cache)
+        rig.cache.expire()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.cache import BlockCache
@@ -75,7 +75,7 @@ def test_a_quarantined_slot_is_never_handed_out_again(policy: str) -> None:
     for number in range(100, 160):
         rig.put(large if number % 3 else small, keys_of(number))
         check_invariants(rig.cache)
-    rig.cache.clear()
+    made(rig.cache.clear_all())
     usage = rig.cache.pool_usage()
     assert usage.free_bytes == rig.slots.pool_bytes - SLOT_UNIT
     assert usage.quarantined_bytes == SLOT_UNIT
@@ -166,7 +166,7 @@ def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
     rig = CacheHarness()
     store(rig, rig.open(), keys_of(1, 2))
     heir = heir_of(rig)
-    heir.cache.clear()
+    made(heir.cache.clear_all())
     assert heir.cache.integrity.unverified_slots == 0
     check_invariants(heir.cache)
 

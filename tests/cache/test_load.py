@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
@@ -114,7 +114,7 @@ def test_bytes_of_a_running_load_outlive_the_end_of_the_lease(end: str) -> None:
         "expire": rig.cache.expire,
         "end_owner": lambda: rig.cache.end_owner(1),
         "release": lambda: rig.cache.release(1, [5]),
-        "reset": lambda: rig.cache.reset(namespace),
+        "reset": lambda: made(rig.cache.reset(namespace)),
     }[end]()
     assert len(rig.cache.leases) == 0
     check_invariants(rig.cache)

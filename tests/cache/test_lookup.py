@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.blocks import Blocks
@@ -210,7 +210,7 @@ def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str)
     elif next_call == "invalidate":
         rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])
     elif next_call == "clear":
-        rig.cache.clear()
+        made(rig.cache.clear_all())
     elif next_call == "expire":
         assert rig.cache.expire() == 0
     else:
@@ -236,7 +236,7 @@ def use_all_room(rig: CacheHarness, namespace: Namespace) -> None:
 EVICTING = {
     "begin_store": use_all_room,
     "invalidate": lambda rig, namespace: rig.cache.invalidate(namespace, [(0, keys_of(1, 2))]),
-    "clear": lambda rig, namespace: rig.cache.clear(),
+    "clear": lambda rig, namespace: made(rig.cache.clear_all()),
     "expire": lambda rig, namespace: rig.cache.expire(),
     "evict": lambda rig, namespace: rig.cache.blocks.evict([b for b in rig.cache.policy.candidates() if not b.pins]),
     "blocks": lambda rig, namespace: rig.cache.blocks,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.cache import BlockCache
@@ -360,10 +360,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces, weights_changed=st.booleans())
     def clear(self, space: int, weights_changed: bool) -> None:
         if weights_changed:
-            self.cache.reset(self.spaces[space])
+            made(self.cache.reset(self.spaces[space]))
             self.end_leases([number for number, lease in self.leases.items() if lease.space == space])
         else:
-            self.cache.clear(self.spaces[space])
+            made(self.cache.clear(self.spaces[space]))
         self.index = {name: model for name, model in self.index.items() if name[0] != space}
         self.forget_pins()
 
@@ -452,7 +452,7 @@ class CacheMachine(RuleBasedStateMachine):
         for owner in (1, 2, 3):
             self.cache.end_owner(owner)
         assert self.cache.blocks.pinned_blocks == len(self.kept)
-        self.cache.clear()
+        made(self.cache.clear_all())
         assert self.cache.blocks.pinned_blocks == 0
         assert self.cache.pool_usage().free_bytes == self.rig.slots.pool_bytes
         check_invariants(self.cache)

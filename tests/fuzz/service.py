@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import cast
 
+from support.cache_harness import made
+
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -292,7 +294,7 @@ class ServiceHarness:
         self.service.tick()
         cache = self.service.context.cache
         check_invariants(cache)
-        cache.clear()  # what operators have pinned stays until then
+        made(cache.clear_all())  # what operators have pinned stays until then
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage

@@ -7,6 +7,8 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
+from support.cache_harness import made
+
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.memory import PoolMemory
@@ -134,7 +136,7 @@ def _adopted_blocks(table: bytes) -> int:
         usage = cache.pool_usage()
         assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage
         blocks = sum(namespace.ready_blocks for namespace in cache.namespaces)
-        cache.clear()
+        made(cache.clear_all())
         check_invariants(cache)
         assert cache.pool_usage().free_bytes == POOL_BYTES
         assert scan_table(pool.memory_fds[1]) == []

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.config import Config
@@ -74,7 +74,7 @@ def test_what_others_stored_under_its_keys_stays() -> None:
     rig = CacheHarness()
     namespace, runner = rig.open(), runner_of(rig)
     job = hung_store(rig, runner, keys_of(1))
-    rig.cache.clear(namespace)
+    made(rig.cache.clear(namespace))
     rig.put(namespace, keys_of(1))
     runner.transfer_overdue(job)
     assert rig.states(namespace, keys_of(1)) == [READY]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from support.slot_table import SlotOwner
 
-from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
@@ -228,6 +228,15 @@ class CacheHarness:
         answer = self.cache.lookup(namespace, 9999, 9999, [(group, keys)])
         self.cache.release(9999, [9999])
         return list(answer.states[0])
+
+
+def made(steps: Steps) -> int:
+    """Make all steps; return what they end with."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return int(ended.value)
 
 
 def keys_of(*numbers: int, key_bytes: int = 8) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of
+from support.cache_harness import SLOT_UNIT, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness, name_of
 
@@ -130,7 +130,7 @@ def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHa
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.states(space, keys_of(1, 2))  # the second waits in the queue
-    assert rig.cache.reset(space) == 2
+    assert made(rig.cache.reset(space)) == 2
     rig.tier_events.index.clear()  # as the event of the cache says
     rig.finish_promotions()
     assert rig.states(space, keys_of(1, 2)) == [ABSENT, ABSENT]
@@ -372,7 +372,7 @@ def test_what_a_reset_removed_is_not_looked_at_block_by_block(
     asked: list[bytes] = []
     has = rig.tiering.has
     monkeypatch.setattr(rig.tiering, "has", lambda *name: asked.append(name[2]) or has(*name))
-    rig.cache.reset(space)
+    made(rig.cache.reset(space))
     rig.tier_events.index.clear()  # as the event of the cache says
     rig.tier.tell()
     assert asked == []

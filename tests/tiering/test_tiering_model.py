@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.cache_harness import SLOT_UNIT, keys_of
+from support.cache_harness import SLOT_UNIT, keys_of, made
 from support.tiering_harness import TieringHarness
 
 from kvoffd.cache.namespace import BlockState
@@ -123,7 +123,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(space=st.integers(0, 1))
     def reset(self, space: int) -> None:
         namespace = self.spaces[space]
-        self.rig.cache.reset(namespace)
+        made(self.rig.cache.reset(namespace))
         self.stored = {name for name in self.stored if name.fingerprint != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
 

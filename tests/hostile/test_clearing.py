@@ -1,0 +1,53 @@
+"""Many blocks that go at once: a namespace that is reset, leases on all of it that end with their session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.wire import NAMESPACE, WireClient, ids, keys
+
+from kvoffd.config import INDEX_BYTES_PER_SLOT
+from kvoffd_client import SharedMemory
+from kvoffd_proto import messages as m
+from tests.hostile.target import Target
+
+BLOCKS, BATCH, SLOT_BYTES = 65_536, 256, 8192
+
+
+@pytest.fixture(scope="module")
+def pool_size() -> str:
+    return "640MiB"
+
+
+@pytest.fixture(scope="module")
+def flags() -> dict[str, str]:
+    return {"index_size": str(2 * BLOCKS * INDEX_BYTES_PER_SLOT)}
+
+
+def fill(worker: WireClient, memory: SharedMemory) -> None:
+    memory.view[:] = 1
+    worker.open_namespace()
+    name = worker.register(memory, page_bytes=SLOT_BYTES)
+    for first in range(0, BLOCKS, BATCH):
+        part = m.GroupTransfer(0, keys(*range(first, first + BATCH)), ids(*range(BATCH)))
+        assert worker.result(m.Store(worker.next_id(), worker.token, name, first, [part])).ok
+        worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
+
+
+def test_neither_a_reset_nor_the_end_of_many_leases_keeps_others_waiting(target: Target) -> None:
+    def attack(directory: Path) -> None:
+        with WireClient(directory) as worker, SharedMemory(BATCH * SLOT_BYTES, "hostile") as memory:
+            fill(worker, memory)
+            with WireClient(directory, m.Role.SCHEDULER) as scheduler:
+                scheduler.open_namespace()
+                every = [m.GroupKeys(0, keys(*range(BLOCKS)))]
+                for number in range(4):
+                    lookup = m.Lookup(scheduler.next_id(), scheduler.token, NAMESPACE, 2**32 + number, every)
+                    scheduler.ask(lookup, m.LookupReply)
+            with WireClient(directory, m.Role.SCHEDULER) as scheduler:
+                scheduler.open_namespace()
+                reset = scheduler.ask(m.Reset(scheduler.next_id(), scheduler.token, NAMESPACE), m.Done)
+                assert reset.count >= BLOCKS // 2
+
+    target.attack(attack)
