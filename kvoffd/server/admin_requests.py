@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
@@ -21,21 +22,19 @@ logger = logging.getLogger(__name__)
 
 
 @answers(m.Clear)
-def clear(context: Context, session: Session, message: m.Clear) -> None:
+def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Done | None]:
     """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
     cache = context.cache
-    steps = cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
-
-    def cleared(count: int) -> m.Done:
-        if message.namespace is None and context.tiering is not None:
-            count += context.tiering.forget_unopened()
-        if context.disks is not None:
-            context.disks.cleared(message.namespace)
-        forget_idle(context)
-        logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-        return m.Done(message.request_id, context.epoch, count)
-
-    context.answer_after(message.request_id, steps, cleared)
+    count = yield from (
+        cache.clear_all() if message.namespace is None else cache.reset(cache.namespace(message.namespace))
+    )
+    if message.namespace is None and context.tiering is not None:
+        count += context.tiering.forget_unopened()
+    if context.disks is not None:
+        context.disks.cleared(message.namespace)
+    forget_idle(context)
+    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+    yield m.Done(message.request_id, context.epoch, count)
 
 
 @answers(m.Scrub)
@@ -108,7 +107,9 @@ def describe_namespace(context: Context, session: Session, message: b.DescribeNa
 
 
 @answers(b.RestoreNamespace)
-def restore_namespace(context: Context, session: Session, message: b.RestoreNamespace) -> m.NamespaceOpened:
+def restore_namespace(
+    context: Context, session: Session, message: b.RestoreNamespace
+) -> Iterator[m.NamespaceOpened | None]:
     """Open a namespace as an import needs it: all ranks' shards fixed."""
     context.sessions.check_not_stopping()
     context.block_access.admit(session, write=True)
@@ -127,10 +128,10 @@ def restore_namespace(context: Context, session: Session, message: b.RestoreName
         known.check_same(message.world_size, message.key_bytes, message.groups)
         for rank, by_group in enumerate(sizes):
             known.check_shard_bytes(rank, by_group)
-    namespace, created = find_or_open(context, session, message)
+    namespace, created = yield from find_or_open(context, session, message)
     for rank, by_group in enumerate(sizes):
         context.cache.set_shard_bytes(namespace, rank, by_group, message.shards[rank])
-    return m.NamespaceOpened(message.request_id, context.epoch, created)
+    yield m.NamespaceOpened(message.request_id, context.epoch, created)
 
 
 @answers(b.ListBlocks)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -242,8 +243,15 @@ class AdminServer:
                 logger.error("A message over TCP came without a known key and was dropped.")
                 continue
             frame = frames[1].bytes if len(frames) == 2 else b""
-            self._service.answer(session, frame, partial(self._send, frames[0].bytes))
+            rest = self._service.handle(partial(self._send, frames[0].bytes), frame, session)
+            if rest is not None:
+                self._go_on(rest)
         return True
+
+    def _go_on(self, rest: Iterator[None]) -> None:
+        """Do what is left of a request, a part at each turn of the loop."""
+        if next(rest, rest) is None:
+            self._loop.call_soon(self._go_on, rest)
 
     def _send(self, peer: bytes, reply: bytes) -> None:
         try:

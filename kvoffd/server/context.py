@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar, cast
 
 from msgspec import Struct
 
-from kvoffd.cache.cache import BlockCache, Steps
+from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -20,7 +20,7 @@ from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
-from kvoffd.server.engine_memory import MemoryMapper, Post
+from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
@@ -57,8 +57,6 @@ class Context:
     cache: BlockCache
     publisher: EventPublisher
     memory: MemoryMapper
-    post: Post
-    """Has a call made in this thread, in a turn of its own."""
     sessions: Sessions
     runner: JobRunner
     jobs: EngineJobs
@@ -106,32 +104,6 @@ class Context:
             self.reply(sender, self.refusal(request_id, result) if isinstance(result, Exception) else result)
 
         return answer
-
-    def answer_after(self, request_id: int, steps: Steps, end: Callable[[int], m.AnyReply]) -> None:
-        """Answer with what ``end`` makes of the steps' result. Each of them has a turn of its own but the first."""
-        answer = self.answer_later(request_id)
-        self.make_steps(steps, lambda result: answer(end(result)), answer)
-
-    def make_steps(
-        self, steps: Steps, on_end: Callable[[int], None], on_error: Callable[[Exception], None] | None = None
-    ) -> bool:
-        """Make the first step now, and each other one in a turn of its own. Returns whether that was all of them."""
-        try:
-            next(steps)
-        except StopIteration as ended:
-            on_end(ended.value)
-        except Exception as error:
-            if on_error is None:
-                raise
-            on_error(error)
-        else:
-
-            def go_on() -> None:
-                self.make_steps(steps, on_end, on_error)
-
-            self.post(go_on)
-            return False
-        return True
 
     def refusal(self, request_id: int, error: Exception) -> m.Error:
         """The reply to a request that raised ``error``, which is counted."""

@@ -97,10 +97,10 @@ def replay(context: Context, session: Session, message: m.Replay) -> m.ReplayRep
 
 
 @answers(m.OpenNamespace)
-def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
+def open_namespace(context: Context, session: Session, message: m.OpenNamespace) -> Iterator[m.NamespaceOpened | None]:
     context.sessions.check_not_stopping()
-    _, created = find_or_open(context, session, message)
-    return m.NamespaceOpened(message.request_id, context.epoch, created)
+    _, created = yield from find_or_open(context, session, message)
+    yield m.NamespaceOpened(message.request_id, context.epoch, created)
 
 
 @answers(m.Register)
@@ -254,16 +254,13 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> m.D
 
 
 @answers(m.Reset)
-def reset(context: Context, session: Session, message: m.Reset) -> None:
+def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Done | None]:
     """Drop every block of a namespace that the session has opened."""
     session.check_namespace(message.namespace)
-
-    def ended(count: int) -> m.Done:
-        if context.disks is not None:
-            context.disks.namespace_reset(message.namespace)
-        return m.Done(message.request_id, context.epoch, count)
-
-    context.answer_after(message.request_id, context.cache.reset(context.cache.namespace(message.namespace)), ended)
+    count = yield from context.cache.reset(context.cache.namespace(message.namespace))
+    if context.disks is not None:
+        context.disks.namespace_reset(message.namespace)
+    yield m.Done(message.request_id, context.epoch, count)
 
 
 # --- worker --------------------------------------------------------------------------------------

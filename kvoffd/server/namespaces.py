@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 
 from kvoffd.cache.namespace import Namespace, nbytes_of
 from kvoffd.errors import BadGeometry, KvoffdError
@@ -25,10 +26,11 @@ FORGET_AFTER_S = 60.0
 
 def find_or_open(
     context: Context, session: Session, message: OpenNamespace | RestoreNamespace
-) -> tuple[Namespace, bool]:
+) -> Generator[None, None, tuple[Namespace, bool]]:
     """The namespace a message describes, open for the session, and whether it is new. Raises KvoffdError.
 
-    A namespace that is empty and that nobody has open gives its name to whoever comes with another geometry.
+    It takes more than one step where another namespace must go for it. One that is empty and that nobody has open gives
+    its name to whoever comes with another geometry.
     """
     cache, fingerprint = context.cache, message.namespace
     held = session.namespaces
@@ -43,7 +45,7 @@ def find_or_open(
         _forget(context, known)
         known = None
     if known is None:
-        _make_room(context, session, message)
+        yield from _make_room(context, session, message)
     label, description = printable(message.label), printable(message.description)
     opened = cache.open_namespace(fingerprint, label, *geometry, description)
     namespace, created = opened
@@ -69,7 +71,9 @@ def forget_idle(context: Context, after_s: float = 0.0) -> None:
             _forget(context, namespace)
 
 
-def _make_room(context: Context, session: Session, message: OpenNamespace | RestoreNamespace) -> None:
+def _make_room(
+    context: Context, session: Session, message: OpenNamespace | RestoreNamespace
+) -> Generator[None, None, None]:
     """See to it that one more namespace may be opened; raise KvoffdError where it may not."""
     cache, limit = context.cache, context.config.max_namespaces
     nbytes = nbytes_of(message.label, message.description, message.world_size, len(message.groups))
@@ -86,27 +90,26 @@ def _make_room(context: Context, session: Session, message: OpenNamespace | Rest
             f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
             ErrorCode.TOO_MANY,
         )
-    opened = _opened(context)
-    # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
-    unused = [one for one in cache.namespaces if one.fingerprint not in opened and not one.clearing]
-    unused.sort(key=lambda namespace: namespace.ready_bytes, reverse=True)
+    tried = set[Namespace]()
     while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
+        # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
+        opened = _opened(context)
+        unused = [
+            one for one in cache.namespaces if one.fingerprint not in opened and not one.clearing and one not in tried
+        ]
         if not unused:
             raise KvoffdError(
                 f"{len(cache.namespaces)} namespaces are open, with {cache.namespaces_bytes} bytes beside their "
                 "blocks, the limit; raise max_namespaces or namespaces_size.",
                 ErrorCode.TOO_MANY,
             )
-        namespace = unused.pop()
-        if not context.make_steps(cache.clear(namespace, keep_tiers=True), lambda dropped: None):
-            raise KvoffdError(
-                f"The namespace {namespace.label!r}, which nobody has open, is being cleared for another one; try "
-                "again in a second.",
-                ErrorCode.TOO_MANY,
-            )
-        if not namespace.held_blocks:
+        namespace = min(unused, key=lambda one: one.ready_bytes)
+        tried.add(namespace)
+        yield from cache.clear(namespace, keep_tiers=True)
+        if _idle(namespace, _opened(context)):
             logger.info("The namespace %r, which nobody has open, is forgotten for another one.", namespace.label)
             _forget(context, namespace)
+        yield
 
 
 def _opened(context: Context) -> set[bytes]:

@@ -21,7 +21,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admission import Sessions
 from kvoffd.server.block_access import BlockAccess, BlockWriter
-from kvoffd.server.context import HANDLERS, Answer, Context, Outbox
+from kvoffd.server.context import HANDLERS, Answer, Context, Outbox, Sender
 from kvoffd.server.disks import Disks, OpenDisk
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper, Post
@@ -75,7 +75,6 @@ class Service:
             cache,
             publisher,
             memory,
-            post,
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
             EngineJobs(config, cache, pool_address, runner),
@@ -91,13 +90,14 @@ class Service:
 
     # --- called by the sockets of requests --------------------------------------------------------
 
-    def handle(self, sender: bytes, frame: bytes) -> Iterator[None] | None:
+    def handle(self, sender: Sender, frame: bytes, session: Session | None = None) -> Iterator[None] | None:
         """Answer one request frame. Never raises; every frame gets a reply but jobs that are all accepted.
 
-        Returns what is left to be done of it, a part at each step, before the sender's next frame; None for nothing.
+        The request's token says whose it is, unless the sender's connection did: ``session``. Returns what is left to
+        be done of it, a part at each step, before the sender's next frame; None for nothing.
         """
         self.context.sender = sender
-        request_id, reply = self._answer(frame, None)
+        request_id, reply = self._answer(frame, session)
         if isinstance(reply, Iterator):
             rest = self._go_on(sender, request_id, reply)
             return rest if next(rest, rest) is None else None
@@ -105,7 +105,7 @@ class Service:
             self.context.reply(sender, reply)
         return None
 
-    def _go_on(self, sender: bytes, request_id: int, parts: Iterator[m.AnyReply | None]) -> Iterator[None]:
+    def _go_on(self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None]) -> Iterator[None]:
         try:
             for reply in parts:
                 if reply is None:
@@ -118,14 +118,6 @@ class Service:
     def refuse_frame(self, sender: bytes, frame_bytes: int) -> None:
         """Answer a request frame that is too long to be kept."""
         self.context.reply(sender, self.context.refusal(0, self._too_long(frame_bytes)))
-
-    def answer(self, session: Session, frame: bytes, send: Callable[[bytes], None]) -> None:
-        """Have the reply sent to a request frame of an administrator whose connection says who it is. Never raises."""
-        assert session.role is m.Role.ADMIN
-        self.context.sender = send
-        _, reply = self._answer(frame, session)
-        if isinstance(reply, m.Reply):
-            self.context.reply(send, reply)
 
     def replay_events(self, sender: bytes, start: bytes) -> None:
         """Answer a replay request in the format of vLLM's event publisher: eight bytes, the first number wanted."""
