@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -403,9 +403,9 @@ class Answering:
         self.answered = 0
         self.sessions = SimpleNamespace(open=lambda lifeline, peer, *, internal: SimpleNamespace(role=None))
 
-    def answer(self, session: object, frame: bytes) -> bytes:
+    def handle(self, sender: Callable[[bytes], None], frame: bytes, session: object) -> None:
         self.answered += 1
-        return b"reply"
+        sender(b"reply")
 
 
 @pytest.mark.parametrize("judged", [True, False])
