@@ -31,7 +31,7 @@ def fill(worker: WireClient, memory: SharedMemory) -> None:
     name = worker.register(memory, page_bytes=SLOT_BYTES)
     for first in range(0, BLOCKS, BATCH):
         part = m.GroupTransfer(0, keys(*range(first, first + BATCH)), ids(*range(BATCH)))
-        assert worker.result(m.Store(worker.next_id(), worker.token, name, first, [part])).ok
+        assert worker.result(m.Submit(worker.next_id(), worker.token, name, [m.Store(first, [part])])).ok
         worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
 
 

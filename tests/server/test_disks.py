@@ -16,6 +16,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks, State
+from kvoffd.server.recent import Recent
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
@@ -122,7 +123,7 @@ def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -
     rig.result = DiskError("It is full of water.")
     rig.attach()
     rig.opened()
-    assert rig.disks.problems == ["It is full of water."]
+    assert rig.disks.problems == [("disk_failed", "It is full of water.")]
     rig.result = FakeDisk()
     rig.attach()
     rig.opened()
@@ -135,7 +136,7 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig
     rig.attach()
     rig.opened()
     assert rig.state() == [State.FAILED]
-    assert "surprise" in rig.disks.problems[0]
+    assert "surprise" in rig.disks.problems[0][1]
 
 
 def test_a_directory_is_attached_once(rig: DisksRig) -> None:
@@ -175,7 +176,7 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: DisksRig) -> None
     disk = rig.result = FakeDisk(hangs=True)
     rig.attach()
     rig.opened()
-    assert "does not return" in rig.disks.problems[0]
+    assert "does not return" in rig.disks.problems[0][1]
     assert not rig.disks.close(60.0), "its threads may still be in the pool"
     assert disk.closes == [0.0]
 
@@ -205,10 +206,12 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
     """As a request does it."""
     if namespace is not None:
         rig.rig.cache.open_namespace(namespace, "one", 1, 8, [GroupSpec("full_attention", 16)], "{}")
+    cache, disks = rig.rig.cache, rig.disks
+    recent = Recent(cache, time.monotonic)
     context = SimpleNamespace(
-        cache=rig.rig.cache, disks=rig.disks, tiering=rig.disks.tiering, epoch=1, sessions=[], clock=time.monotonic
+        cache=cache, disks=disks, tiering=disks.tiering, recent=recent, epoch=1, sessions=[], clock=time.monotonic
     )
-    clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace))  # type: ignore[arg-type]
+    assert list(clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("namespace", "left"), [(b"one", {b"other"}), (None, set())])
