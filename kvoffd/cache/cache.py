@@ -12,6 +12,7 @@ from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace, nbytes_of_shards
+from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
@@ -22,10 +23,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
 ABSENT, WRITING, READY, LEAVING = BlockState
-OPERATORS_PART = 2
-"""Operators may pin one part in so many of the pool: engines must still find room."""
 CLEARED_AT_ONCE = 1000
-"""Blocks that one step of a clearing forgets."""
+"""Blocks that are forgotten in one step."""
 Steps: TypeAlias = Generator[None, None, int]
 """Work that is done step by step, others being served in between. Whoever begins it makes all steps."""
 
@@ -66,6 +65,7 @@ class BlockCache(LeasedBlocks):
         super().__init__(Blocks(slots, policy, listener, clock, max_slots), policy, clock, lease_ttl_s, lease_bounds)
         self.slots = slots
         self.integrity = Integrity(self)
+        self.operator_pins = OperatorPins(self, slots.pool_bytes)
         self.stores: set[StoreTicket] = set()
         """Tickets of running stores and promotions."""
         self.loads: set[LoadTicket] = set()
@@ -167,55 +167,6 @@ class BlockCache(LeasedBlocks):
         now = self._clock()
         ended = self._end(self.leases.overdue(now))  # and some of what ended before
         return ended + self.blocks.drop_half_stored(now - self._half_stored_timeout_s)
-
-    def pin(self, namespace: Namespace, group: int, keys: bytes) -> int:
-        """Pin ready blocks for an operator; returns how many were not pinned so before.
-
-        The pin is the daemon's and not a session's: it lasts until it is taken back, until the block is dropped, or
-        until the daemon ends. A successor adopts the block without it.
-
-        Raises:
-            BadGeometry, BadKeys.
-            KvoffdError: NOT_READY, one of the blocks is not; NO_ROOM, together they would be more than may be pinned.
-        """
-        split = namespace.split(group, keys)
-        blocks = self.blocks
-        found = [blocks.index[namespace][group].get(key) for key in dict.fromkeys(split)]
-        ready = [block for block in found if block is not None and block.state is READY]
-        if len(ready) < len(found):
-            raise KvoffdError(
-                f"{len(found) - len(ready)} of the {len(found)} blocks are not in the pool, or not completely; only "
-                "ready ones can be pinned.",
-                ErrorCode.NOT_READY,
-            )
-        fresh = [block for block in ready if block not in blocks.operator_pinned]
-        pinned_bytes = self.operator_pinned_bytes + sum(block.slot_bytes for block in fresh)
-        most_bytes = self.slots.pool_bytes // OPERATORS_PART
-        if pinned_bytes > most_bytes:
-            raise KvoffdError(
-                f"{pinned_bytes} bytes would be pinned by operators, and {most_bytes} may be, half of the pool; unpin "
-                "others first.",
-                ErrorCode.NO_ROOM,
-            )
-        blocks.operator_pinned.update(dict.fromkeys(fresh))
-        blocks.pin(fresh)
-        return len(fresh)
-
-    def unpin(self, namespace: Namespace, group: int, keys: bytes) -> int:
-        """Undo ``pin``; returns how many pins there were. Keys without one are no error."""
-        split = namespace.split(group, keys)
-        blocks = self.blocks
-        found = [blocks.index[namespace][group].get(key) for key in dict.fromkeys(split)]
-        pinned = [block for block in found if block is not None and block in blocks.operator_pinned]
-        for block in pinned:
-            del blocks.operator_pinned[block]
-        blocks.unpin(pinned)
-        return len(pinned)
-
-    @property
-    def operator_pinned_bytes(self) -> int:
-        """Pool bytes of the blocks that operators pinned."""
-        return sum(block.slot_bytes for block in self.blocks.operator_pinned)
 
     # --- store -----------------------------------------------------------------------------------
 
@@ -374,15 +325,27 @@ class BlockCache(LeasedBlocks):
 
     # --- drop ------------------------------------------------------------------------------------
 
-    def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+    def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
         """Forget keys, in the tiers below too. What a lease, load or store holds leaves the index now, its slots later.
 
-        Returns how many there were.
+        The steps end with the number of blocks there were. Raises BadGeometry, BadKeys.
         """
-        split = [(group, dict.fromkeys(namespace.split(group, keys))) for group, keys in groups]
+        split = [(group, list(dict.fromkeys(namespace.split(group, keys)))) for group, keys in groups]
+        return self._invalidate(namespace, split)
+
+    def _invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> Steps:
         tiering = self.blocks.tiering
         dropped = 0
-        for group, keys in split:
+        parts = [
+            (group, keys[at : at + CLEARED_AT_ONCE])
+            for group, keys in groups
+            for at in range(0, len(keys), CLEARED_AT_ONCE)
+        ]
+        for number, (group, keys) in enumerate(parts):
+            if number:
+                yield
+                if self.find_namespace(namespace.fingerprint) is not namespace:
+                    break
             index = self.blocks.index[namespace][group]
             found = [index[key] for key in keys if key in index]
             readable = [block.key for block in found if block.state is READY]

@@ -151,7 +151,7 @@ def get_blocks(context: Context, session: Session, message: b.GetBlocks) -> b.Bl
     """Pin blocks and tell where they lie."""
     context.block_access.admit(session, write=False)
     namespace = context.cache.namespace(message.namespace)
-    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
+    context.check_block_count(namespace, message.keys)
     context.check_lease_count(session)
     found = context.cache.lease_blocks(namespace, message.lease_id, session.id, message.group, message.keys)
     shards = [None if block is None else _shards_of(namespace, block) for block in found]
@@ -167,7 +167,7 @@ def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None
     context.sessions.check_not_stopping()
     context.block_access.admit(session, write=True)
     namespace = context.cache.namespace(message.namespace)
-    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
+    context.check_block_count(namespace, message.keys)
     answer = context.answer_later(message.request_id)
 
     def ended(result: bytes | KvoffdError) -> None:
@@ -179,10 +179,9 @@ def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None
 @answers(b.PinBlocks)
 def pin_blocks(context: Context, session: Session, message: b.PinBlocks) -> m.Done:
     context.block_access.admit(session, write=True)
-    cache = context.cache
-    namespace = cache.namespace(message.namespace)
-    context.check_key_count(namespace, [m.GroupKeys(message.group, message.keys)])
-    count = (cache.pin if message.pin else cache.unpin)(namespace, message.group, message.keys)
+    pins, namespace = context.cache.operator_pins, context.cache.namespace(message.namespace)
+    context.check_block_count(namespace, message.keys)
+    count = (pins.pin if message.pin else pins.unpin)(namespace, message.group, message.keys)
     verb = "pinned" if message.pin else "unpinned"
     logger.info("Session %d (uid %d) %s %d blocks.", session.id, session.peer.uid, verb, count)
     return m.Done(message.request_id, context.epoch, count)

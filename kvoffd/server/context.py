@@ -124,16 +124,23 @@ class Context:
             self.outbox.publications.append(frames)
 
     def check_key_count(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
+        """Raise KvoffdError where a lookup or an invalidation has more keys than it may."""
         total = sum(len(part.keys) for part in groups) // namespace.key_bytes
-        if total > self.config.max_keys_per_request:
-            raise KvoffdError(
-                f"{total} keys in one request; {self.config.max_keys_per_request} are allowed.", ErrorCode.TOO_MANY
-            )
+        _check_at_most(total, self.config.max_keys_per_request)
+
+    def check_block_count(self, namespace: Namespace, keys: bytes) -> None:
+        """Raise KvoffdError where an operator names more blocks in one request than a job may have."""
+        _check_at_most(len(keys) // namespace.key_bytes, self.config.max_keys_per_job)
 
     def check_lease_count(self, session: Session) -> None:
         limit = self.config.max_leases
         if self.cache.leases.count_of(session.id) >= limit:
             raise KvoffdError(f"The session holds {limit} leases, its limit; release some.", ErrorCode.TOO_MANY)
+
+
+def _check_at_most(keys: int, most: int) -> None:
+    if keys > most:
+        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
 
 
 def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:

@@ -245,12 +245,12 @@ def release(context: Context, session: Session, message: m.Release) -> m.Done:
 
 
 @answers(m.Invalidate)
-def invalidate(context: Context, session: Session, message: m.Invalidate) -> m.Done:
+def invalidate(context: Context, session: Session, message: m.Invalidate) -> Iterator[m.Done | None]:
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
-    count = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
-    return m.Done(message.request_id, context.epoch, count)
+    count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    yield m.Done(message.request_id, context.epoch, count)
 
 
 @answers(m.Reset)

@@ -68,7 +68,7 @@ def _most_pinned(context: Context) -> str:
     """Who has most of it."""
     leases, sessions = context.cache.leases, {session.id: session for session in context.sessions}
     by_session = {session_id: leases.held(session_id).nbytes for session_id in sessions}
-    operators_bytes = context.cache.operator_pinned_bytes
+    operators_bytes = context.cache.operator_pins.nbytes
     most = max(by_session, key=by_session.__getitem__, default=None)
     if most is None or by_session[most] < operators_bytes:
         return f", {format_size(operators_bytes)} by operators" if operators_bytes else ""

@@ -64,7 +64,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
             context.block_access,
             context.block_writer,
             pinned_blocks=len(operator_pinned),
-            pinned_bytes=cache.operator_pinned_bytes,
+            pinned_bytes=cache.operator_pins.nbytes,
         ),
         below=_tiering_stats(context),
         disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],

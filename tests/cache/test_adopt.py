@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.adopt import Adoption
@@ -103,7 +103,7 @@ def test_a_dropped_block_does_not_come_back_though_a_lease_still_holds_it() -> N
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1))])
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    made(rig.cache.invalidate(namespace, [(0, keys_of(1))]))
     assert {key for _, _, key in Heir(rig).ready()} == {keys_of(2)}
 
 

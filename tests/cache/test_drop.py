@@ -19,7 +19,7 @@ def test_a_dropped_block_that_nobody_holds_is_gone_at_once() -> None:
     rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
-    assert rig.cache.invalidate(namespace, [(0, keys_of(1, 1, 7))]) == 1
+    assert made(rig.cache.invalidate(namespace, [(0, keys_of(1, 1, 7))])) == 1
     assert rig.states(namespace, keys_of(1, 2)) == [A, R]
     assert rig.cache.pool_usage().ready_bytes == SLOT_UNIT
     assert rig.events.log[-1] == ("removed", 0, [keys_of(1)])
@@ -32,7 +32,7 @@ def test_a_pinned_block_leaves_the_index_at_once_and_its_bytes_later() -> None:
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    made(rig.cache.invalidate(namespace, [(0, keys_of(1))]))
     assert rig.states(namespace, keys_of(1)) == [A]
     usage = rig.cache.pool_usage()
     assert (usage.ready_bytes, usage.leaving_bytes, usage.pinned_bytes) == (0, SLOT_UNIT, SLOT_UNIT)
@@ -52,7 +52,7 @@ def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1))])
     old = rig.cache.begin_load(namespace, 0, 5, 0, keys_of(1))
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    made(rig.cache.invalidate(namespace, [(0, keys_of(1))]))
     rig.put(namespace, keys_of(1))
     check_invariants(rig.cache)
     rig.cache.lookup(namespace, 6, 1, [(0, keys_of(1))])
@@ -123,7 +123,7 @@ def test_a_bad_invalidate_is_refused_whole() -> None:
     namespace = rig.open()
     rig.put(namespace, keys_of(1))
     with pytest.raises(BadKeys):
-        rig.cache.invalidate(namespace, [(0, keys_of(1)), (0, b"x")])
+        made(rig.cache.invalidate(namespace, [(0, keys_of(1)), (0, b"x")]))
     assert rig.states(namespace, keys_of(1)) == [R]
 
 
@@ -131,7 +131,7 @@ def test_no_event_is_told_of_a_block_that_never_was_readable() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
-    assert rig.cache.invalidate(namespace, [(0, keys_of(1))]) == 1
+    assert made(rig.cache.invalidate(namespace, [(0, keys_of(1))])) == 1
     assert rig.events.log == []
 
 

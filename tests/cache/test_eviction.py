@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.namespace import BlockState, Namespace
@@ -179,7 +179,7 @@ def test_the_policy_is_told_what_was_evicted_and_what_was_only_dropped() -> None
     assert isinstance(rig.cache.policy, ArcPolicy)
     rig.put(namespace, keys_of(*range(8)))
     use(rig, namespace, keys_of(0, 1, 2, 3))
-    rig.cache.invalidate(namespace, [(0, keys_of(7))])
+    made(rig.cache.invalidate(namespace, [(0, keys_of(7))]))
     rig.put(namespace, keys_of(8))
     assert rig.cache.policy.ghosts == 0
     rig.put(namespace, keys_of(9))

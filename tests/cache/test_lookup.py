@@ -191,7 +191,7 @@ def test_touching_after_blocks_were_dropped_or_the_lease_ended_is_harmless() -> 
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2))])
-    rig.cache.invalidate(namespace, [(0, keys_of(1))])
+    made(rig.cache.invalidate(namespace, [(0, keys_of(1))]))
     rig.cache.touch(5)
     rig.cache.release(1, [5])
     rig.cache.touch(5)
@@ -208,7 +208,7 @@ def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str)
     if next_call == "store":
         assert rig.cache.begin_store(namespace, 0, 0, keys_of(9)).dropped == [0]
     elif next_call == "invalidate":
-        rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])
+        made(rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))]))
     elif next_call == "clear":
         made(rig.cache.clear_all())
     elif next_call == "expire":
@@ -235,7 +235,7 @@ def use_all_room(rig: CacheHarness, namespace: Namespace) -> None:
 
 EVICTING = {
     "begin_store": use_all_room,
-    "invalidate": lambda rig, namespace: rig.cache.invalidate(namespace, [(0, keys_of(1, 2))]),
+    "invalidate": lambda rig, namespace: made(rig.cache.invalidate(namespace, [(0, keys_of(1, 2))])),
     "clear": lambda rig, namespace: made(rig.cache.clear_all()),
     "expire": lambda rig, namespace: rig.cache.expire(),
     "evict": lambda rig, namespace: rig.cache.blocks.evict([b for b in rig.cache.policy.candidates() if not b.pins]),

@@ -289,11 +289,11 @@ class CacheMachine(RuleBasedStateMachine):
         if refusal is not None:
             before = self.cache.pool_usage()
             with pytest.raises(KvoffdError) as caught:
-                self.cache.pin(namespace, group, keys_of(*chain))
+                self.cache.operator_pins.pin(namespace, group, keys_of(*chain))
             assert caught.value.code == refusal
             assert self.cache.pool_usage() == before
             return
-        assert self.cache.pin(namespace, group, keys_of(*chain)) == len(fresh)
+        assert self.cache.operator_pins.pin(namespace, group, keys_of(*chain)) == len(fresh)
         for name in fresh:
             self.kept[name] = self.index[name]
             self.kept[name].pins += 1
@@ -302,7 +302,7 @@ class CacheMachine(RuleBasedStateMachine):
     def unpin(self, space: int, group: int, chain: list[int]) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         kept = {(space, group, key) for key in chain} & set(self.kept)
-        assert self.cache.unpin(namespace, group, keys_of(*chain)) == len(kept)
+        assert self.cache.operator_pins.unpin(namespace, group, keys_of(*chain)) == len(kept)
         for name in kept:
             self.kept.pop(name).pins -= 1
 
@@ -352,7 +352,7 @@ class CacheMachine(RuleBasedStateMachine):
     def invalidate(self, space: int, group: int, chain: list[int]) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         there = {(space, group, key) for key in chain} & set(self.index)
-        assert self.cache.invalidate(namespace, [(group, keys_of(*chain))]) == len(there)
+        assert made(self.cache.invalidate(namespace, [(group, keys_of(*chain))])) == len(there)
         for name in there:
             del self.index[name]
         self.forget_pins()
@@ -424,7 +424,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def operators_pins_are_the_model_s(self) -> None:
-        pinned_bytes = self.cache.operator_pinned_bytes
+        pinned_bytes = self.cache.operator_pins.nbytes
         assert {(block.namespace, block.group, block.key) for block in self.cache.blocks.operator_pinned} == {
             (self.spaces[space], group, keys_of(key)) for space, group, key in self.kept
         }

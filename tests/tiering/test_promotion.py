@@ -115,7 +115,7 @@ def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) 
     rig.put_in_tier(space, keys_of(1, 2))
     rig.states(space, keys_of(1, 2))
     rig.tiering.pump()
-    assert rig.cache.invalidate(space, [(0, keys_of(1))]) == 1
+    assert made(rig.cache.invalidate(space, [(0, keys_of(1))])) == 1
     assert rig.states(space, keys_of(1, 2)) == [ABSENT, WRITING]
     assert rig.states(space, keys_of(2)) == [PENDING]
     rig.tier.end_all()
@@ -271,7 +271,7 @@ def test_blocks_of_another_geometry_stay_where_they_are(rig: TieringHarness) -> 
 def test_events_tell_of_what_the_tier_holds_and_of_what_was_there_before(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2, 3))
-    rig.cache.invalidate(space, [(0, keys_of(2))])
+    made(rig.cache.invalidate(space, [(0, keys_of(2))]))
     rig.tier.end_all()
     rig.check()
     heir = TieringHarness(device=rig.device, settings=QUIET)

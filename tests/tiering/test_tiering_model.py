@@ -117,7 +117,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(space=st.integers(0, 1), chain=chains)
     def invalidate(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
-        self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))])
+        made(self.rig.cache.invalidate(namespace, [(0, keys_of(*chain))]))
         self.stored -= {TierKey(namespace.fingerprint, 0, keys_of(key)) for key in chain}
 
     @rule(space=st.integers(0, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of
+from support.cache_harness import SLOT_UNIT, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness
 
@@ -106,7 +106,7 @@ def test_dropped_while_it_is_written_it_does_not_come_back() -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     rig.tiering.pump()
-    rig.cache.invalidate(space, [(0, keys_of(1))])
+    made(rig.cache.invalidate(space, [(0, keys_of(1))]))
     rig.tier.end_all()
     assert rig.in_tier(space, keys_of(1, 2)) == 1
     assert rig.cache.blocks.pinned_blocks == 0
@@ -118,7 +118,7 @@ def test_stored_anew_while_its_predecessor_is_written_only_the_new_one_stays() -
     space = rig.open()
     rig.put(space, keys_of(1))
     rig.tiering.pump()
-    rig.cache.invalidate(space, [(0, keys_of(1))])
+    made(rig.cache.invalidate(space, [(0, keys_of(1))]))
     rig.put(space, keys_of(1))
     rig.tier.end_all()
     go_on(rig)

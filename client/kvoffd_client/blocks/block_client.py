@@ -123,7 +123,7 @@ class BlockClient(AdminClient):
     def get_blocks(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> list[Block | None]:
         """Open several blocks under one lease, which ends when the last of them is closed; None for what is not there.
 
-        Nothing is compared with its checksum: see ``Block.verify``.
+        Nothing is compared with its checksum: see ``Block.verify``. The daemon takes ``max_keys_per_job`` keys at once.
         """
         geometry = self.geometry(namespace)
         generation, pool = self._mapped_pool()
@@ -281,7 +281,10 @@ class BlockClient(AdminClient):
         ).states
 
     def pin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:
-        """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new."""
+        """Keep blocks in the pool until they are unpinned, dropped or the daemon ends; returns how many are new.
+
+        All of them or none; the daemon takes ``max_keys_per_job`` at once.
+        """
         return self.ask(b.PinBlocks, self.find_namespace(namespace), group, b"".join(keys), True).count
 
     def unpin(self, namespace: str | bytes, keys: Sequence[bytes], group: int = 0) -> int:

@@ -32,8 +32,8 @@ from kvoffd_client.namespace_spec import Geometry, differing_fields
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_STORED, PutShard
 from kvoffd_proto.messages import READY
 
-BATCH_BYTES = 64 << 20
-"""Bytes of the blocks that an export pins at a time."""
+BATCH_BYTES, BATCH_BLOCKS = 64 << 20, 1024
+"""Most that an export pins, or an import puts, in one request."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are done and the bytes in all."""
@@ -128,7 +128,7 @@ def _write(
     for group, run in groupby(wanted, itemgetter(0)):
         keys = [key for _, key in run]
         nbytes = geometry.block_bytes(group)
-        count = max(1, BATCH_BYTES // max(1, nbytes))
+        count = min(BATCH_BLOCKS, max(1, BATCH_BYTES // max(1, nbytes)))
         for start in range(0, len(keys), count):
             for block in client.get_blocks(geometry.fingerprint, keys[start : start + count], group):
                 _write_block(part, block, done)
@@ -370,7 +370,7 @@ def _batches(file: BlockFile, present: set[tuple[int, bytes]], most_bytes: int) 
         nbytes = file.geometry.block_bytes(entry.group)
         # Only the first key of a request may begin with a hole.
         other = bool(batch) and (file.entries[batch[0]].group != entry.group or entry.first_block > 0)
-        if batch and (other or (len(batch) + 1) * nbytes > most_bytes):
+        if batch and (other or len(batch) == BATCH_BLOCKS or (len(batch) + 1) * nbytes > most_bytes):
             yield batch
             batch = []
         batch.append(number)
