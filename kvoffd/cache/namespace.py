@@ -123,6 +123,7 @@ class Namespace:
         self.key_bytes = key_bytes
         self.groups = tuple(groups)
         self.description = description
+        self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.nbytes = nbytes_of(label, description, world_size, len(groups))
         """Memory that it takes beside its blocks, about."""
         self.idle_since: float | None = None

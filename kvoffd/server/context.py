@@ -70,7 +70,7 @@ class Context:
     outbox: Outbox = field(default_factory=Outbox)
     sender: Sender = b""
     """Who sent the request that is being handled."""
-    lookups: list[tuple[int, float]] = field(default_factory=list)
+    lookups: list[tuple[int, float | None]] = field(default_factory=list)
     """Lease and seconds of lookups that are to be counted once their replies are out."""
     errors: Counter[str] = field(default_factory=Counter)
     requests: int = 0

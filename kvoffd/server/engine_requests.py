@@ -230,7 +230,7 @@ def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupRep
         namespace, message.lease_id, session.id, groups, again=message.again, extend=message.extend
     )
     ttl_ms = round(context.config.lease_ttl_s * 1000) if answer.pinned else 0
-    context.lookups.append((message.lease_id, context.clock() - started))
+    context.lookups.append((message.lease_id, None if namespace.of_bench else context.clock() - started))
     wait_ms = 0
     if (tiering := context.tiering) is not None and any(_PENDING in states for states in answer.states):
         wait_ms = math.ceil(tiering.promoter.wait_s * 1000)

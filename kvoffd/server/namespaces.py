@@ -59,7 +59,7 @@ def find_or_open(
 
 
 def forget_idle(context: Context, after_s: float = 0.0) -> None:
-    """Forget the empty namespaces that nobody has had open for so long, as far as that was seen."""
+    """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
     opened, now = _opened(context), context.clock()
     for namespace in context.cache.namespaces:
         if not _idle(namespace, opened):
@@ -67,7 +67,7 @@ def forget_idle(context: Context, after_s: float = 0.0) -> None:
             continue
         if namespace.idle_since is None:
             namespace.idle_since = now
-        if now - namespace.idle_since >= after_s:
+        if namespace.of_bench or now - namespace.idle_since >= after_s:
             _forget(context, namespace)
 
 

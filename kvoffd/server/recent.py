@@ -19,7 +19,7 @@ COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots
 
 @dataclass(eq=False)
 class Recent:
-    """Samples the counters of all namespaces. For the service's thread."""
+    """Samples the counters of all namespaces; those of benches are in no sum. For the service's thread."""
 
     _cache: BlockCache
     _clock: Callable[[], float]
@@ -46,7 +46,8 @@ class Recent:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted: sums never fall."""
-        self._gone.update(_counts(namespace))
+        if not namespace.of_bench:
+            self._gone.update(_counts(namespace))
 
     def of_namespace(self, namespace: Namespace) -> list[RecentStats]:
         """The windows of one namespace, the shortest first."""
@@ -71,7 +72,7 @@ class Recent:
         total = dict.fromkeys(COUNTED, 0) | self._gone
         for namespace in self._cache.namespaces:
             for name, count in _counts(namespace).items():
-                total[name] += count
+                total[name] += count * (not namespace.of_bench)
         return {**total, "cpu_seconds": self._cpu_clock()}
 
 

@@ -138,8 +138,9 @@ class Service:
         """Work that may wait until the replies are out: what lookups leave behind."""
         context = self.context
         for lease_id, seconds in context.lookups:
-            context.lookup_latency.observe(seconds)
-            context.lookup_rate.add(1)
+            if seconds is not None:
+                context.lookup_latency.observe(seconds)
+                context.lookup_rate.add(1)
             context.cache.touch(lease_id)
         context.lookups.clear()
         if (tiering := context.tiering) is not None:

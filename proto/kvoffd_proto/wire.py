@@ -294,6 +294,10 @@ def struct_in(hint: object) -> type[Struct] | None:
 # --- parts of several messages -------------------------------------------------------------------
 
 
+BENCH_LABEL = "bench "
+"""A namespace whose label begins so is a bench's: no sum has it, and it is forgotten once it is empty and closed."""
+
+
 class GroupSpec(Wire, frozen=True):
     """One KV cache group of a namespace."""
 

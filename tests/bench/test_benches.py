@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import DaemonProcess
+from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
+from kvoffd_client.bench import PAGE_BYTES
 from kvoffd_client.bench.copy_bench import bench_copy
-from kvoffd_client.bench.message_bench import bench_jobs, bench_lookup
+from kvoffd_client.bench.message_bench import STORE_KEYS, bench_jobs, bench_lookup
 from kvoffd_client.bench.results import BenchFailed, Report
+from kvoffd_client.bench.synthetic_engine import SyntheticEngine
+from kvoffd_client.cli.bench_commands import run_bench
+from kvoffd_client.testing import FakeEngine
 
 KIB, MIB = 2**10, 2**20
+DEADLINE_S = 10.0
 
 
 def quiet(_: str) -> None: ...
@@ -65,15 +71,44 @@ def test_a_bench_leaves_no_blocks_behind(daemon: DaemonProcess, bench: Callable[
 
 
 def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:
-    small_lookup(daemon)
-    with AdminClient(daemon.directory) as admin:
-        (namespace,) = [found for found in admin.stats().namespaces if found.label == "bench lookup"]
+    with SyntheticEngine(daemon.directory, "lookup", 1, STORE_KEYS, PAGE_BYTES):  # holds the namespace
+        small_lookup(daemon)
+        with AdminClient(daemon.directory) as admin:
+            stats = admin.stats()
+    (namespace,) = [found for found in stats.namespaces if found.label == "bench lookup"]
     each = 3 * 20 + 1
     measured = (1 + 1_000) * (each + 20)
     assert namespace.keys_ready == measured + 1_000 * each
     assert namespace.keys_asked > namespace.keys_ready + measured
 
 
-def test_a_job_that_does_not_fit_says_so(daemon: DaemonProcess) -> None:
-    with pytest.raises(BenchFailed, match=r"A store of 128\.0 MiB failed: "):
-        bench_copy(daemon.directory, quiet, piece_sizes=(64 * KIB,), job_bytes=128 * MIB, rounds=1)
+def test_the_sums_of_the_daemon_know_nothing_of_benches(daemon: DaemonProcess) -> None:
+    small_jobs(daemon)
+    with AdminClient(daemon.directory) as admin:
+        wait_until(lambda: not admin.stats().namespaces, DEADLINE_S)
+        stats = admin.stats()
+    assert stats.requests > 0
+    assert [(part.keys_asked, part.stored_bytes, part.lookups) for part in stats.recent] == [(0, 0, 0)] * 4
+    assert stats.lookup_latency.count == 0
+
+
+def test_copies_fit_the_pool_or_say_what_they_need(daemon: DaemonProcess) -> None:
+    fitted = bench_copy(daemon.directory, quiet, piece_sizes=(64 * KIB,), job_bytes=128 * MIB, rounds=1)
+    assert len(fitted.results) == 5
+    with (
+        DaemonProcess("12MiB") as small,
+        pytest.raises(BenchFailed, match=r"pieces of 1\.00 MiB need 48\.0 MiB"),
+    ):
+        bench_copy(small.directory, quiet, piece_sizes=(MIB,), rounds=1)
+
+
+def test_a_bench_says_what_it_evicts(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report("jobs", "nothing", [])
+    for most_bytes, words in ((0, ""), (8 * MIB, ""), (100 * MIB, "up to 64.0 MiB of its own"), (2**50, "64.0 MiB")):
+        with FakeEngine(daemon.directory) as engine:
+            keys = [bytes([number]) * 32 for number in range(16)]
+            assert engine.store(keys, range(16)).ok
+            assert run_bench(lambda *_: report, daemon.directory, most_bytes, as_json=True) == 0
+        said = capsys.readouterr().err
+        assert words in said
+        assert bool(words) == ("1.00 MiB of other blocks are evicted" in said)

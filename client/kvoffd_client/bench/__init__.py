@@ -23,6 +23,18 @@ STREAM_JOBS = 6
 POOL_JOBS = STREAM_JOBS + STREAM_JOBS // 2
 """Jobs whose bytes the pool must hold: a stream that is loaded, and half of one that is stored meanwhile."""
 
+PAGE_BYTES = 4 * KIB
+"""Of the blocks of ``bench lookup`` and ``bench jobs``."""
+LOADED_KEYS = 1000
+"""Keys of a lookup while engines store and load."""
+ENGINE_KEYS = 8
+"""Keys in each job of an engine that stores and loads."""
+COPIED_BLOCK_BYTES = MIB
+"""Bytes of each of them."""
+KEPT_TURNS = 2
+"""Stores after which such an engine drops what it stored."""
+IN_FLIGHT_JOBS = 1000
+"""Small stores after which ``bench jobs`` drops what it stored."""
 NEW_PROMPT_TOKENS = (64, 1024)
 BLOCK_TOKENS = 32
 """Tokens of a block of the engines that the bench starts."""
@@ -39,3 +51,13 @@ JOBS_STEP_S = 0.03
 """How long a step of the engine takes whose decoding is played."""
 BLOCK_STEPS = 16
 """A sequence fills a block in so many steps."""
+
+POOL_BYTES = {
+    "lookup": (max(LOOKUP_KEY_COUNTS) + LOADED_KEYS) * PAGE_BYTES
+    + LOOKUP_ENGINES * KEPT_TURNS * ENGINE_KEYS * COPIED_BLOCK_BYTES,
+    "copy": POOL_JOBS * HOST_JOB_BYTES,
+    "copy --memory cuda": POOL_JOBS * GPU_JOB_BYTES,
+    "fairness": 2 * FLOOD_KEYS * COPIED_BLOCK_BYTES,
+    "jobs": 2 * IN_FLIGHT_JOBS * PAGE_BYTES,
+}
+"""Most bytes of the pool that a bench has at a time."""

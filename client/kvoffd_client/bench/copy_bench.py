@@ -12,7 +12,7 @@ from statistics import mean, median
 import numpy as np
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench import GPU_JOB_BYTES, GPU_PIECES, HOST_JOB_BYTES, HOST_PIECES, MIB, STREAM_JOBS
+from kvoffd_client.bench import GPU_JOB_BYTES, GPU_PIECES, HOST_JOB_BYTES, HOST_PIECES, MIB, POOL_JOBS, STREAM_JOBS
 from kvoffd_client.bench.gpu_device import GpuDevice
 from kvoffd_client.bench.host_device import BOTH, DIRECTIONS, LOAD, STORE, Device, HostDevice, Memcpy
 from kvoffd_client.bench.load_generators import LoadGenerators
@@ -25,6 +25,8 @@ LAYERS = 16
 """As many as a model of 1 B parameters has: the daemon's work for one key is spread over so many pieces."""
 MAX_BLOCK_BYTES = 4 * MIB
 """With large pieces fewer layers make a block, so that every pool has room for it."""
+POOL_SHARE = 0.75
+"""Of the pool, what the blocks may take: slots of other sizes have parts of it."""
 IN_FLIGHT = 2
 """Jobs for each copy thread: one is copied while the daemon takes in the next, as under an engine with much to do."""
 PAGE_BYTES = 4096
@@ -47,6 +49,7 @@ def bench_copy(
 
     Raises BenchFailed, DaemonUnavailable.
     """
+    job_bytes = _fitting_job_bytes(directory, job_bytes, piece_sizes, threads)
     with Memcpy(job_bytes, 2 * threads) as memcpy:
         device = HostDevice(memcpy, job_bytes, threads)
         pieces = _measure_copies(directory, progress, device, piece_sizes, job_bytes, rounds, threads)
@@ -73,6 +76,7 @@ def bench_copy_gpu(
     results: list[Result] = []
     beside_compute: list[Result] = []
     with ExitStack() as stack:
+        job_bytes = _fitting_job_bytes(directory, job_bytes, piece_sizes)
         gpu = stack.enter_context(GpuDevice(ordinal, job_bytes))
         facts = _let_daemon_use_gpu(stack, directory, progress, gpu)
         floor = gpu.floor
@@ -89,6 +93,26 @@ def bench_copy_gpu(
         return Report("copy", floor, [*results, *beside_compute], _curves(gpu, piece_sizes, results), facts)
 
 
+def _fitting_job_bytes(directory: Path, wanted_bytes: int, piece_sizes: Sequence[int], threads: int = 1) -> int:
+    """Return ``wanted_bytes``, or as many as leave POOL_JOBS jobs room in the pool. Raises BenchFailed."""
+    with AdminClient(directory) as admin:
+        pool_bytes = admin.stats().pool.usable_bytes
+    block_bytes = threads * max(_layers(piece_bytes) * piece_bytes for piece_bytes in piece_sizes)
+    jobs_bytes = int(POOL_SHARE * pool_bytes) // POOL_JOBS
+    if jobs_bytes < block_bytes:
+        needed = format_size(POOL_JOBS * block_bytes / POOL_SHARE)
+        raise BenchFailed(
+            f"The pool has {format_size(pool_bytes)}, and pieces of {format_size(max(piece_sizes))} need {needed}; "
+            "give smaller ones with --piece-size."
+        )
+    return min(wanted_bytes, jobs_bytes // block_bytes * block_bytes)
+
+
+def _layers(piece_bytes: int) -> int:
+    """Layers of a block of such pieces."""
+    return max(1, min(LAYERS, MAX_BLOCK_BYTES // piece_bytes))
+
+
 def _measure_copies(
     directory: Path,
     progress: Progress,
@@ -103,7 +127,7 @@ def _measure_copies(
     A piece is one layer's page of one engine block. The blocks of a job are scattered over the engine's memory, so that
     no two pieces can be copied as one. Times are those of the public WorkerClient, control messages included. Jobs of
     ``job_bytes`` divided by the daemon's copy ``threads`` per direction come in streams of STREAM_JOBS per thread, of
-    which IN_FLIGHT are in flight; then as many at a time as there are threads. The pool must hold POOL_JOBS times
+    which IN_FLIGHT are in flight; then as many at a time as there are threads. The pool holds POOL_JOBS times
     ``job_bytes``. Yields the name of each size of pieces, the engine's jobs, open until the next, and the results.
     Raises BenchFailed, DaemonUnavailable.
     """
@@ -111,7 +135,7 @@ def _measure_copies(
         for piece_bytes in piece_sizes:
             piece = format_size(piece_bytes)
             progress(f"pieces of {piece}")
-            layers = max(1, min(LAYERS, MAX_BLOCK_BYTES // piece_bytes))
+            layers = _layers(piece_bytes)
             keys = max(1, job_bytes // (layers * piece_bytes * threads))
             blocks = 2 * IN_FLIGHT * threads * keys
             memory = device.allocate(layers * blocks * piece_bytes)
@@ -194,7 +218,7 @@ class CopyJobs:
     def _stream(self, stores: Sequence[bytes], loads: Sequence[bytes], in_flight: int) -> float:
         """Copy all jobs, at most ``in_flight`` of each kind for each thread at a time; return the seconds."""
         engine, most = self._engine, in_flight * self.threads
-        leases = [engine.lookup(keys)[0].lease_id for keys in loads]
+        leases = [engine.lease(keys) for keys in loads]
         # Block ids by kind (stores, loads) and place: a block is in one job at a time.
         block_ids = [[self._block_ids(kind * most + place) for place in range(most)] for kind in range(2)]
         free = [list(range(most)) for _ in range(2)]

@@ -7,28 +7,38 @@ it did its work and in how many seconds. Every two lines more start and stop it 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import zmq
 
-from kvoffd_client.bench import FLOOD_JOBS, FLOOD_KEYS, FLOOD_REQUESTS, JOBS_STEP_S
+from kvoffd_client.bench import (
+    COPIED_BLOCK_BYTES,
+    FLOOD_JOBS,
+    FLOOD_KEYS,
+    FLOOD_REQUESTS,
+    JOBS_STEP_S,
+    KEPT_TURNS,
+)
 from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
-from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
+from kvoffd_client.bench.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
 from kvoffd_client.client_options import Closing
+from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import GroupKeys, Lookup
 
-COPY_LAYERS, COPY_PAGE_BYTES = 16, 65536
-COPIED_BLOCK_BYTES = COPY_LAYERS * COPY_PAGE_BYTES
+COPY_LAYERS = 16
+COPY_PAGE_BYTES = COPIED_BLOCK_BYTES // COPY_LAYERS
 LOOKUP_PAGE_BYTES = 4096
 LOOKUP_KEYS = 64
 """Keys of a lookup of a process that floods the daemon."""
@@ -46,14 +56,17 @@ def _lookups(directory: Path, keys: int, *place: int) -> Iterator[None]:
 
 
 def _copies(directory: Path, keys: int, *place: int) -> Iterator[None]:
-    """Stores ``keys`` new keys of COPIED_BLOCK_BYTES each and loads them."""
+    """Stores ``keys`` new keys of COPIED_BLOCK_BYTES each and loads them; every KEPT_TURNS times drops them."""
     with SyntheticEngine(directory, "crowd of engines", COPY_LAYERS, keys, COPY_PAGE_BYTES) as engine:
         ids = np.random.default_rng().permutation(keys).astype(np.int32)
-        while True:
+        for turn in itertools.count(1):
             yield
             names = random_keys(keys)
             engine.store(names, ids)
-            engine.load(names, ids)
+            with suppress(BlocksGone):  # Beside engines in a full pool that is what happens.
+                engine.load(names, ids)
+            if turn % KEPT_TURNS == 0:
+                engine.drop_blocks()
 
 
 def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
@@ -67,7 +80,7 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
         engine.store(names, ids[0])
         session = engine.scheduler._session
         groups = [GroupKeys(group=0, keys=random_keys(LOOKUP_KEYS))]
-        request = encode(Lookup(1, session.token, engine.fingerprint, 2**40, groups))
+        request = encode(Lookup(1, session.token, engine.namespace.fingerprint, 2**40, groups))
         dealers = [connect_dealer(context, directory) for _ in range(connections)]
         for dealer in dealers * FLOOD_REQUESTS:
             dealer.send(request)
@@ -185,7 +198,6 @@ def run(role: str, directory: Path, size: int, number: int = 0, count: int = 1) 
     work = ROLES[role](directory, size, number, count)
     next(work)
     print("ready", flush=True)
-    # The engine is only closed at the end: closing clears its namespace, in which other processes may still work.
     while sys.stdin.readline():
         reader = threading.Thread(target=sys.stdin.readline, daemon=True)
         reader.start()
@@ -198,4 +210,7 @@ def run(role: str, directory: Path, size: int, number: int = 0, count: int = 1) 
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6]))
+    try:
+        run(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6]))
+    except KvoffdClientError as error:
+        sys.exit(f"kvoffd-cli: {error}")

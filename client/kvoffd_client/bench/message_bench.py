@@ -11,10 +11,22 @@ from statistics import median
 
 import numpy as np
 
-from kvoffd_client.bench import DECODE_RANKS, DECODE_SEQUENCES, LOOKUP_CLIENTS, LOOKUP_ENGINES, LOOKUP_KEY_COUNTS, MIB
+from kvoffd_client.bench import (
+    COPIED_BLOCK_BYTES,
+    DECODE_RANKS,
+    DECODE_SEQUENCES,
+    ENGINE_KEYS,
+    IN_FLIGHT_JOBS,
+    LOADED_KEYS,
+    LOOKUP_CLIENTS,
+    LOOKUP_ENGINES,
+    LOOKUP_KEY_COUNTS,
+    MIB,
+    PAGE_BYTES,
+)
 from kvoffd_client.bench.echo import Echo, ReplySocket
 from kvoffd_client.bench.host_device import Memcpy
-from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, LoadGenerators
+from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
 from kvoffd_client.bench.step_bench import STEP_JOBS, bench_decode, bench_steps, load_echo, lookup_echo, step_echo
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
@@ -26,15 +38,10 @@ JOBS_FLOOR = (
 )
 ROUNDS = 5
 SAMPLES = 200
-PAGE_BYTES = 4096
 STORE_KEYS = 1000
 """Keys of one store that fills the pool."""
-LOADED_KEYS = 1000
-"""Keys of a lookup while engines store and load."""
 CLIENT_KEYS = 64
 """Keys of a lookup of one of several clients."""
-ENGINE_KEYS = 8
-"""Keys in each job of an engine that stores and loads."""
 MEMCPY_BYTES = 64 * MIB
 """More than any cache holds."""
 _BLOCK_IDS = np.zeros(1, dtype=np.int32)
@@ -175,7 +182,7 @@ def bench_jobs(
             cost = meter.cost(rounds * samples, "job")
             results += [replace(result, cpu=cost) for result in measured]
         progress(f"stores of 1 key, {in_flight} in flight")
-        count = max(in_flight, 5 * samples)
+        count = max(in_flight, IN_FLIGHT_JOBS * samples // SAMPLES)
         with meter.measure():
             rates = [
                 (_store_rate(engine, count, in_flight), _echo_rate(echo, step_echo(1), count, in_flight))
@@ -190,7 +197,8 @@ def bench_jobs(
 
 
 def _store_rate(engine: SyntheticEngine, count: int, in_flight: int) -> float:
-    """Return the jobs per second when a new store is sent for each that ended."""
+    """Return the jobs per second when a new store is sent for each that ended; what was stored before is dropped."""
+    engine.drop_blocks()
     keys = random_keys(count)
     sent = ended = 0
     begin = time.perf_counter()

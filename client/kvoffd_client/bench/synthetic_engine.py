@@ -21,11 +21,16 @@ from kvoffd_client.scheduler_session import LookupFuture
 from kvoffd_client.shared_memory import Memory, Registration, SharedMemory
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
-from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult, Store
+from kvoffd_proto.messages import BENCH_LABEL, GroupKeys, GroupTransfer, JobResult, Store
 
 KEY_BYTES = 32
 WAIT_S = 30.0
 """Longest wait for any answer; a daemon that takes longer does not work."""
+
+
+class BlocksGone(BenchFailed):
+    """Others' blocks took the place of the bench's."""
+
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -60,7 +65,7 @@ def host_memory(size_bytes: int) -> EngineMemory:
 class SyntheticEngine(Closing):
     """A worker with ``layers`` x ``blocks`` pages of ``page_bytes``, and a scheduler.
 
-    The namespace is named for the geometry and not for the run, so that repeated benches leave one behind and not many.
+    The namespace is this process's own. The daemon counts it apart, and forgets it when it is empty and closed.
 
     Args:
         memory: memory for these pages, which the engine closes; host memory when None.
@@ -83,8 +88,12 @@ class SyntheticEngine(Closing):
     ) -> None:
         self.block_bytes = layers * page_bytes
         """Bytes that one key names."""
-        namespace = NamespaceSpec.named(f"bench {label}", world_size, layers=layers, page_bytes=page_bytes)
-        self.fingerprint = namespace.fingerprint
+        # The ranks of one engine are processes of one parent.
+        process = os.getpid() if world_size == 1 else os.getppid()
+        namespace = NamespaceSpec.named(
+            f"{BENCH_LABEL}{label}", world_size, layers=layers, page_bytes=page_bytes, process=process
+        )
+        self.namespace = namespace
         self._memory = memory if memory is not None else host_memory(layers * blocks * page_bytes)
         layer_bytes = blocks * page_bytes
         tensors = tuple(
@@ -122,6 +131,18 @@ class SyntheticEngine(Closing):
         if not future.done or future.failed:
             raise BenchFailed(f"A lookup was not answered. {self.scheduler.problem or 'See the log of the daemon.'}")
         return future, seconds
+
+    def lease(self, keys: bytes) -> int:
+        """Look keys up that were stored, for a load; return the lease. Raises BlocksGone."""
+        future, _ = self.lookup(keys)
+        if future.pinned == len(keys) // KEY_BYTES:
+            return future.lease_id
+        if future.pinned:
+            self.scheduler.release(future.lease_id)
+        raise BlocksGone(
+            "Blocks of the bench were evicted, or could not be leased, before they were loaded: the pool is too small "
+            "for it beside the engines' traffic. Run it while they rest, or on a larger pool."
+        )
 
     def release_and_wait(self, future: LookupFuture) -> None:
         """Release a lookup's pins and wait until the daemon has done so: what is measured next finds it idle."""
@@ -169,9 +190,9 @@ class SyntheticEngine(Closing):
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""
-        future, _ = self.lookup(keys)
+        lease_id = self.lease(keys)
         begin = time.perf_counter()
-        self.begin_load(future.lease_id, keys, block_ids)
+        self.begin_load(lease_id, keys, block_ids)
         return self._finish_job("load", len(block_ids), begin)
 
     def _finish_job(self, job: str, blocks: int, begin: float) -> float:

@@ -32,7 +32,7 @@ from kvoffd_client.bench import (
     LOOKUP_KEY_COUNTS,
     MIB,
     NEW_PROMPT_TOKENS,
-    POOL_JOBS,
+    POOL_BYTES,
 )
 from kvoffd_client.cli.console import plain_table, print_line, print_list
 from kvoffd_client.cli.json_output import print_json
@@ -55,18 +55,19 @@ LOOKUP_HELP = f"""Measure lookups.
 
 Round trips of {LOOKUP_KEY_COUNTS[0]:,}, {LOOKUP_KEY_COUNTS[1]:,} and {LOOKUP_KEY_COUNTS[2]:,} keys, also while
 {LOOKUP_ENGINES} engines store and load, and of {LOOKUP_CLIENTS} clients at once, against a raw ZeroMQ echo of the same
-bytes. Fills the pool with blocks of its own, which evict others, and drops them at the end.
+bytes. Stores up to {_whole(POOL_BYTES["lookup"])} of blocks of its own, for which a full pool evicts others, and drops
+them at the end.
 """
 COPY_HELP = f"""Measure stores and loads.
 
 Jobs of {_whole(HOST_JOB_BYTES)} in pieces of {_whole(HOST_PIECES[0])} to {_whole(HOST_PIECES[-1])}: in streams of each
 direction and both at once, then one at a time, against memcpy of the same bytes. Stores
-{_whole(POOL_JOBS * HOST_JOB_BYTES)} of blocks of its own, for which a full pool evicts others, and drops them at the
-end.
+{_whole(POOL_BYTES["copy"])} of blocks of its own, or what the pool has room for. A full pool evicts others for them.
+They are dropped at the end.
 
 With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_BYTES)},
-{_whole(POOL_JOBS * GPU_JOB_BYTES)} are stored, and the floor is one large copy from or to pinned memory. The daemon's
-memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is measured where
+{_whole(POOL_BYTES["copy --memory cuda"])} are stored, and the floor is one large copy from or to pinned memory. The
+daemon's memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is measured where
 the daemon has no GPU in use yet.
 """
 
@@ -91,7 +92,7 @@ def lookup(context: typer.Context, directory: Directory = None, json: Json = Fal
     """Measure lookups; see LOOKUP_HELP."""
     from kvoffd_client.bench.message_bench import bench_lookup
 
-    return run_bench(bench_lookup, local_directory(context, directory), as_json=json)
+    return run_bench(bench_lookup, local_directory(context, directory), POOL_BYTES["lookup"], as_json=json)
 
 
 @bench_app.command(help=COPY_HELP)
@@ -122,7 +123,8 @@ def copy(
 ) -> int:
     """Measure stores and loads; see COPY_HELP."""
     bench = _copy_bench(memory, piece_size or [], threads, gpu, compute=compute)
-    return run_bench(bench, local_directory(context, directory), as_json=json, plot=plot)
+    most_bytes = POOL_BYTES["copy" if memory == "host" else "copy --memory cuda"]
+    return run_bench(bench, local_directory(context, directory), most_bytes, as_json=json, plot=plot)
 
 
 def _copy_bench(memory: str, piece_sizes: Sequence[str], threads: int, gpu: int, *, compute: bool) -> Bench:
@@ -162,7 +164,7 @@ def fairness(context: typer.Context, directory: Directory = None, json: Json = F
     """Measure an engine beside a flood; see FAIRNESS_HELP."""
     from kvoffd_client.bench.fairness import bench_fairness
 
-    return run_bench(bench_fairness, local_directory(context, directory), as_json=json)
+    return run_bench(bench_fairness, local_directory(context, directory), POOL_BYTES["fairness"], as_json=json)
 
 
 @bench_app.command(help=JOBS_HELP)
@@ -179,7 +181,7 @@ def jobs(
     from kvoffd_client.bench.message_bench import bench_jobs
 
     bench = partial(bench_jobs, sequences=sequences, ranks=ranks)
-    return run_bench(bench, local_directory(context, directory), as_json=json)
+    return run_bench(bench, local_directory(context, directory), POOL_BYTES["jobs"], as_json=json)
 
 
 @bench_app.command()
@@ -235,14 +237,24 @@ def pool(
     return run_bench(bench, local_directory(context, directory), as_json=json)
 
 
-def run_bench(bench: Bench, directory: Path, *, as_json: bool, plot: Path | None = None) -> int:
-    """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0."""
+def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bool, plot: Path | None = None) -> int:
+    """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0.
+
+    ``most_bytes`` is what it has in the pool at most; what that evicts is said on stderr before it begins.
+    """
     from kvoffd_client.bench.results import check_plot, draw_plot
 
     if plot is not None:
         check_plot(plot)
     with AdminClient(directory) as admin:
-        admin.health()  # says at once, and in a sentence, that there is no daemon
+        pool = admin.stats().pool
+        stored_bytes = min(most_bytes, pool.pool_bytes)
+        if (evicted_bytes := stored_bytes - pool.free_bytes) > 0:
+            print(
+                f"kvoffd-cli: The bench stores up to {format_size(stored_bytes)} of its own in the pool; up to "
+                f"{format_size(evicted_bytes)} of other blocks are evicted for it.",
+                file=sys.stderr,
+            )
     report = bench(directory, _print_progress)
     if plot is not None:
         draw_plot(report, plot)

@@ -12,7 +12,6 @@ from statistics import median
 import numpy as np
 from vllm.v1.request import Request
 
-from kvoffd_client import NamespaceSpec
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
 from tests.bench.overhead.scheduler_harness import BLOCK_TOKENS, RequestRun, SchedulerHarness
@@ -110,7 +109,7 @@ class StepsBench(Closing):
         }
         label = f"steps {blocks}"
         self._workers = SyntheticEngine(directory, label, 1, blocks, PAGE_BYTES)
-        namespace = NamespaceSpec.named(f"bench {label}", layers=1, page_bytes=PAGE_BYTES)
+        namespace = self._workers.namespace
         manager = self._harnesses[KVOFFD].connector.connector_scheduler.manager
         manager.namespace.current = namespace  # there are no workers to report it
         manager.client.join(namespace)
