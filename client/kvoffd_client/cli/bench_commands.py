@@ -67,8 +67,8 @@ They are dropped at the end.
 
 With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_BYTES)},
 {_whole(POOL_BYTES["copy --memory cuda"])} are stored, and the floor is one large copy from or to pinned memory. The
-daemon's memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is measured where
-the daemon has no GPU in use yet.
+daemon's memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is
+measured where the daemon has no GPU in use yet.
 """
 
 FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
