@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from kvoffd_client.client_options import ClientOptions, Identity
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, why_unreachable
 from kvoffd_client.pending_requests import NEVER, OnReply, PendingRequests, ReplyOrError
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
@@ -134,10 +134,7 @@ class Session:
         if self.phase is Phase.WAITING and now >= self._retry_at:
             self._connect(now)
         if now >= self._handshake_deadline:
-            seconds = self.options.handshake_timeout_s
-            self.disconnect(
-                f"The daemon in {self.identity.directory} did not finish the handshake in {seconds:g} s.", now
-            )
+            self.disconnect(self.problem or "The daemon did not finish the handshake.", now)
         silent = self.responsive and now >= self._pending.owed_since + self.options.unresponsive_after_s
         if now >= self._pending.next_expiry:
             self._pending.expire(now)
@@ -218,10 +215,13 @@ class Session:
         try:
             self._link.open()
         except OSError as error:
-            reason = error.strerror or str(error)
             self._absent_attempts += 1
-            self.disconnect(f"No kvoffd daemon answers in {self.identity.directory} ({reason}); start one there.", now)
+            self.disconnect(why_unreachable(error, self.identity.directory), now)
             return
+        self.problem = (
+            f"The kvoffd daemon in {self.identity.directory} accepts connections but does not answer; see its log, and "
+            "whether its process is stopped (ps, systemctl status)."
+        )
         self._absent_attempts = 0
         self.phase = Phase.GREETING
         self._handshake_deadline = now + self.options.handshake_timeout_s

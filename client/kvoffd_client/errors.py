@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from kvoffd_proto.errors import ErrorCode
 
 
@@ -35,3 +37,19 @@ class BlockDamaged(KvoffdClientError):
 
 class ForkedProcess(KvoffdClientError):
     """A client was used in a process that was forked after the client was made."""
+
+
+def why_unreachable(error: OSError, directory: str) -> str:
+    """A sentence for a connection that could not be made."""
+    if isinstance(error, FileNotFoundError):
+        return f"There is no kvoffd daemon in {directory}; start one there, or name its directory."
+    if isinstance(error, ConnectionRefusedError):
+        return f"The kvoffd daemon in {directory} has ended; start it again."
+    if isinstance(error, PermissionError):
+        return (
+            f"The sockets of the kvoffd daemon in {directory} are not for this user (uid {os.geteuid()}); use root, "
+            "the daemon's user, or one that its allowed_uids or allowed_gids name and that may enter the directory."
+        )
+    if isinstance(error, BlockingIOError):
+        return f"The kvoffd daemon in {directory} runs but accepts no connections; see its log."
+    return f"The kvoffd daemon in {directory} cannot be reached: {error.strerror or error}."

@@ -53,12 +53,12 @@ def attach_disk(context: Context, session: Session, message: m.AttachDisk) -> m.
     disks = _disks(context, session)
     context.sessions.check_not_stopping()
     if not os.path.isabs(message.directory) or "\0" in message.directory:
-        raise KvoffdError(f"{message.directory!r} is not an absolute path; give one.", ErrorCode.MALFORMED)
+        raise KvoffdError(f"{message.directory!r} is not an absolute path; give one.", ErrorCode.BAD_ARGUMENT)
     if message.size_bytes < MIN_DISK_BYTES:
         raise KvoffdError(
             f"{format_size(message.size_bytes)} are too little for a disk tier; give it {format_size(MIN_DISK_BYTES)} "
             "or more.",
-            ErrorCode.MALFORMED,
+            ErrorCode.BAD_ARGUMENT,
         )
     disks.attach(DiskSize(os.path.normpath(message.directory), message.size_bytes))
     return m.Done(message.request_id, context.epoch, 1)
@@ -137,7 +137,7 @@ def restore_namespace(
 @answers(b.ListBlocks)
 def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.BlocksListed:
     context.block_access.admit(session, write=False)
-    namespace = context.cache.namespace(message.namespace)
+    namespace = _namespace_with_group(context, message)
     pins = context.cache.blocks.operator_pinned
     blocks, following, total = context.block_access.page(
         session, namespace, message.group, message.prefix, message.pinned, message.position, message.limit
@@ -150,7 +150,7 @@ def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.
 def get_blocks(context: Context, session: Session, message: b.GetBlocks) -> b.BlocksGot:
     """Pin blocks and tell where they lie."""
     context.block_access.admit(session, write=False)
-    namespace = context.cache.namespace(message.namespace)
+    namespace = _namespace_with_group(context, message)
     context.check_block_count(namespace, message.keys)
     context.check_lease_count(session)
     found = context.cache.lease_blocks(namespace, message.lease_id, session.id, message.group, message.keys)
@@ -179,12 +179,22 @@ def put_blocks(context: Context, session: Session, message: b.PutBlocks) -> None
 @answers(b.PinBlocks)
 def pin_blocks(context: Context, session: Session, message: b.PinBlocks) -> m.Done:
     context.block_access.admit(session, write=True)
-    pins, namespace = context.cache.operator_pins, context.cache.namespace(message.namespace)
+    pins, namespace = context.cache.operator_pins, _namespace_with_group(context, message)
     context.check_block_count(namespace, message.keys)
     count = (pins.pin if message.pin else pins.unpin)(namespace, message.group, message.keys)
     verb = "pinned" if message.pin else "unpinned"
     logger.info("Session %d (uid %d) %s %d blocks.", session.id, session.peer.uid, verb, count)
     return m.Done(message.request_id, context.epoch, count)
+
+
+def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks | b.PinBlocks) -> Namespace:
+    namespace = context.cache.namespace(message.namespace)
+    if message.group >= (groups := len(namespace.groups)):
+        there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
+        raise KvoffdError(
+            f"The namespace {namespace.label!r} has no group {message.group}; it has {there}.", ErrorCode.BAD_ARGUMENT
+        )
+    return namespace
 
 
 def _shards_of(namespace: Namespace, block: Block) -> list[b.HeldShard]:

@@ -176,7 +176,8 @@ class Sessions:
         self._cache.memory.take(session.id, -sum(one.books_bytes for one in session.registrations.values()))
         session.close_memory()
         if session.role is not None and not session.internal:
-            logger.info("Session %d (%s %s) ended.", session.id, session.role, session.name)
+            level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
+            logger.log(level, "Session %d (%s %s) ended.", session.id, session.role, session.name)
 
     def end_those_with_lost_gpus(self) -> None:
         """End the sessions whose GPU failed, so that they may register again.

@@ -116,7 +116,9 @@ class Context:
         return m.Error(request_id, self.epoch, code, sentence)
 
     def count_error(self, code: ErrorCode) -> None:
-        self.errors[code.name.lower()] += 1
+        """Count what went wrong; an administrator who mistypes a name has the answer, and nothing is wrong."""
+        if code is not ErrorCode.BAD_ARGUMENT:
+            self.errors[code.name.lower()] += 1
 
     def flush_completions(self, session: Session) -> None:
         """Close the session's open batch of completions and put it out for publication."""

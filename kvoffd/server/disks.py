@@ -94,7 +94,7 @@ class Disks:
         if known is not None and known.state is not State.FAILED:
             raise KvoffdError(
                 f"{size.directory} is {known.state} already; detach it first to give it another size.",
-                ErrorCode.BAD_GEOMETRY,
+                ErrorCode.BAD_ARGUMENT,
             )
         if len(self._disks) >= MAX_DISKS and known is None:
             raise KvoffdError(f"{MAX_DISKS} directories are attached, the limit.", ErrorCode.TOO_MANY)
@@ -226,7 +226,7 @@ class Disks:
         disk = self._disks.get(directory)
         if disk is None:
             names = ", ".join(self._disks) or "none"
-            raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.UNSUPPORTED)
+            raise KvoffdError(f"{directory} is not attached; there are: {names}.", ErrorCode.BAD_ARGUMENT)
         return disk
 
     def _open(self, disk: Disk, tiering: TieringManager) -> None:

@@ -59,7 +59,8 @@ def hello(context: Context, session: Session, message: m.Hello) -> m.Welcome:
     name, software = printable(message.name), printable(message.software)
     if session.role is None and not session.internal:
         process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
-        logger.info("Session %d: %s %s (%s), %s.", session.id, message.role, name, software, process)
+        level = logging.DEBUG if message.role is m.Role.ADMIN else logging.INFO  # every command has one
+        logger.log(level, "Session %d: %s %s (%s), %s.", session.id, message.role, name, software, process)
     session.role, session.name, session.software = message.role, name, software
     return m.Welcome(
         message.request_id,

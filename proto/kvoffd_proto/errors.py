@@ -51,3 +51,4 @@ class ErrorCode(IntEnum):
     SESSION_ENDED = 27, "The session ended before the job did."
     UNSUPPORTED = 28, "The daemon was built without what this message asks for."
     CHECKSUM = 29, "A block's bytes in the pool do not match their checksum; the block is dropped, recompute it."
+    BAD_ARGUMENT = 30, "An administrator named something that is not there, or that cannot be done now."

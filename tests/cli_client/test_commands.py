@@ -46,7 +46,7 @@ def test_stats_show_what_the_engine_did(engine: FakeEngine, cli: Cli) -> None:
     for expected in ("8", "512 KiB", "75.0 %"):
         assert expected in line
     assert "512 KiB of 64.0 MiB" in out
-    assert "pinned blocks 6" in out
+    assert "pinned 6 blocks" in out
     assert "\x1b" not in out
     assert not any(line.endswith(" ") for line in out.splitlines())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ from support.daemon import DaemonProcess
 from support.fake_daemon import FakeDaemon
 
 from kvoffd_client import AdminClient, ClientOptions, DaemonUnavailable, RequestRefused, RequestTimeout
+from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
+from kvoffd_proto.sockets import SocketPaths
 
 
 def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:
@@ -42,8 +45,35 @@ def test_nobody_there_is_told_at_once(tmp_path: Path) -> None:
             with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
                 admin.stats()
             assert time.monotonic() - began < 2
-        with pytest.raises(DaemonUnavailable, match=r"events\.sock"):
+        with pytest.raises(DaemonUnavailable, match="There is no kvoffd daemon in"):
             next(admin.events())
+
+
+def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
+    def told(timeout_s: float = 30.0) -> str:
+        with AdminClient(tmp_path, ClientOptions(request_timeout_s=timeout_s)) as admin:
+            with pytest.raises(DaemonUnavailable) as refusal:
+                admin.stats()
+        return str(refusal.value)
+
+    assert told().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(SocketPaths(tmp_path).lifeline))
+        assert told() == f"The kvoffd daemon in {tmp_path} has ended; start it again."
+        listener.listen(0)
+        assert told(0.2).startswith(f"The kvoffd daemon in {tmp_path} accepts connections but does not answer; ")
+        with socket.socket(socket.AF_UNIX) as first:  # takes the one place of those that wait
+            first.connect(str(SocketPaths(tmp_path).lifeline))
+            assert "runs but accepts no connections" in told()
+    assert "not for this user (uid " in why_unreachable(PermissionError(13, "Permission denied"), "/run/kvoffd")
+
+
+def test_a_session_for_one_request_is_no_error_for_the_daemon(daemon: DaemonProcess) -> None:
+    for _ in range(30):
+        with AdminClient(daemon.directory) as admin:
+            admin.namespaces()
+    with AdminClient(daemon.directory) as admin:
+        assert admin.stats().errors == {}
 
 
 def test_a_hanging_daemon_is_a_timeout_or_unavailable_and_the_wait_is_bounded(fake: FakeDaemon) -> None:

@@ -253,7 +253,7 @@ def test_blocks_are_listed_by_pages_and_prefix(room: Room) -> None:
     )
     assert (
         room.desk.refused(b.ListBlocks(room.desk.next_id(), room.desk.token, NAMESPACE, 7)).code
-        == ErrorCode.BAD_GEOMETRY
+        == ErrorCode.BAD_ARGUMENT
     )
 
 

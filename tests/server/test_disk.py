@@ -243,6 +243,9 @@ def test_disks_come_and_go_while_the_daemon_serves(
             admin.attach_disk(str(other), 2**26)
         with pytest.raises(RequestRefused, match="is not attached"):
             admin.detach_disk("/nowhere")
+        assert main(["disk", "drain", "/nowhere", *where]) == 2
+        assert "/nowhere is not attached; there are: " in capsys.readouterr().err
+        assert admin.stats().errors == {}, "an operator's mistake is no error of the daemon"
 
 
 def test_a_disk_that_was_away_while_its_blocks_became_stale_does_not_bring_them_back(

@@ -22,6 +22,18 @@ FAILED = 1
 POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""
 
+DISK_ERRORS = {
+    "corrupt": "blocks read back were not as they were written; they were recomputed",
+    "torn": "blocks that were being written when the daemon or machine ended; they were recomputed",
+    "damaged": "regions whose records are damaged; the blocks in them are lost",
+    "started_anew": "the file could not be read and was emptied",
+    "truncated": "the file had been cut off; the blocks beyond are lost",
+    "not_direct": "the file system refuses O_DIRECT; reads and writes go through the page cache",
+    "too_large": "blocks that no region has room for; they are not written",
+}
+"""What the kinds of a disk's errors are; others are calls that failed."""
+OTHER_DISK_ERROR = "calls that failed; see dmesg and the drive's own report"
+
 Disk = Annotated[str, typer.Argument(metavar="DISK", help="Directory of the disk tier.")]
 
 disk_app = typer.Typer(help="Show and change the disk tier.", rich_markup_mode=None)
@@ -74,9 +86,11 @@ def _problems(disk: DiskStats) -> list[Text]:
     found = []
     if disk.problem:
         found.append(Text(printable(disk.problem), style="red"))
+    for kind, count in sorted(disk.errors.items()):
+        meaning = DISK_ERRORS.get(kind, OTHER_DISK_ERROR)
+        found.append(Text(f"    {printable(kind)} {format_count(count)}: {meaning}", style="red"))
     if disk.errors:
-        kinds = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(disk.errors.items()))
-        found.append(Text(f"{disk.directory}: {printable(kinds)}; the daemon's log has the sentences", style="red"))
+        found.append(Text("    the daemon's log has the first of each kind", style="dim"))
     if disk.state == "serving" and not disk.direct:
         found.append(Text(f"{disk.directory}: goes through the page cache, since it refuses O_DIRECT", style="dim"))
     return found
@@ -85,10 +99,11 @@ def _problems(disk: DiskStats) -> list[Text]:
 def _traffic_text(below: BelowStats) -> Text:
     budget = "no bound" if below.budget_left_bytes is None else f"{format_size(below.budget_left_bytes)} may be written"
     speed = f", lately {format_rate(below.read_bytes_per_second)}" if below.read_bytes_per_second else ""
-    missed = sum(below.failed_promotions.values())
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(below.failed_promotions.items()))
     return Text(
         f"promoted: {format_count(below.promoted_blocks)} blocks ({format_size(below.promoted_bytes)}){speed}, "
-        f"{format_count(below.pending_blocks)} pending, {format_count(missed)} failed\n"
+        f"{format_count(below.pending_blocks)} pending, failed: {printable(failed) or 'none'}\n"
+        "    a lookup promises what a disk has, and counts it as a hit of the disk; what failed was a miss after all\n"
         f"written: {format_count(below.written_blocks)} blocks ({format_size(below.written_bytes)}), write mode "
         f"{printable(below.write_mode)}, now {budget}"
     )

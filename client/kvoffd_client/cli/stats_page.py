@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from kvoffd_client.cli.console import (
     section,
     short_fingerprint,
 )
+from kvoffd_client.cli.disk_commands import DISK_ERRORS, OTHER_DISK_ERROR
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, RecentStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
@@ -319,12 +321,13 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
 
 
 def _failures(now: StatsReply) -> dict[str, int]:
-    """Refusals by code, the replies that clients did not read, what GPUs' drivers refused. Clients may leave early."""
-    unread = now.replies_dropped.get("unread", 0)
-    batches = now.store.refused_batches + now.load.refused_batches
-    return (
-        now.errors | ({"unread_replies": unread} if unread else {}) | ({"refused_batches": batches} if batches else {})
-    )
+    """Refusals by code, the replies that clients did not read, what GPUs' drivers refused, errors of disks."""
+    found = Counter(now.errors)
+    found["unread_replies"] += now.replies_dropped.get("unread", 0)
+    found["refused_batches"] += now.store.refused_batches + now.load.refused_batches
+    for disk in now.disks:
+        found.update({f"disk_{kind}": count for kind, count in disk.errors.items()})
+    return {name: count for name, count in found.items() if count}
 
 
 def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
@@ -341,7 +344,12 @@ def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
     for index, (negative, code) in enumerate(found):
-        meaning = meanings.get(code.lower(), "")
+        meaning = meanings.get(code.lower()) or _disk_meaning(code)
         explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
         grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
     return grid
+
+
+def _disk_meaning(name: str) -> str:
+    kind = name.removeprefix("disk_")
+    return "" if kind == name else f"Of disks: {DISK_ERRORS.get(kind, OTHER_DISK_ERROR)}."
