@@ -135,10 +135,10 @@ def test_watch_waits_for_a_daemon_that_restarts(daemon: DaemonProcess) -> None:
     with Terminal(daemon, "stats", "--watch", "--interval", "100ms") as terminal:
         terminal.read_until(lambda seen: "Ctrl-C ends" in seen)
         daemon.kill()
-        terminal.read_until(lambda seen: "Trying again" in seen)
+        terminal.read_until(lambda seen: "has ended" in seen)
         daemon.start()
         marker = len(terminal.seen)
-        terminal.read_until(lambda seen: "Ctrl-C ends" in seen[marker:] and "Trying again" not in last_page(seen))
+        terminal.read_until(lambda seen: "Ctrl-C ends" in seen[marker:] and "has ended" not in last_page(seen))
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.end() == 130
 
