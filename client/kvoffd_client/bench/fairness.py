@@ -12,8 +12,8 @@ from statistics import median
 import numpy as np
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.bench import FLOOD_CONNECTIONS, FLOOD_KEYS
-from kvoffd_client.bench.load_generators import COPIED_BLOCK_BYTES, COPY_LAYERS, COPY_PAGE_BYTES, LoadGenerators
+from kvoffd_client.bench import COPIED_BLOCK_BYTES, FLOOD_CONNECTIONS, FLOOD_KEYS
+from kvoffd_client.bench.load_generators import COPY_LAYERS, COPY_PAGE_BYTES, LoadGenerators
 from kvoffd_client.bench.results import Progress, Report, Result, median_percentile
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
 
