@@ -83,6 +83,10 @@ class StubCuda:
         """The n-th call from now fails; 0 for every one."""
         self._library.stub_fail(call.encode(), nth, status)
 
+    def ignore(self, call: str) -> None:
+        """Every such call succeeds from now on and does nothing: as if our code did not make it."""
+        self.fail(call, 0, -1)
+
     def hang(self, call: str, nth: int = 1) -> None:
         """The n-th call from now does not return before ``release``; 0 for every one."""
         self._library.stub_hang(call.encode(), nth)

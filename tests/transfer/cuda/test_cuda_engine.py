@@ -126,6 +126,26 @@ def test_pieces_of_every_size_arrive_whole(machine: Machine, direction: Directio
     assert (batches > 0) == (pinned and version >= 12080)
 
 
+@pytest.mark.parametrize("missing", ["cuEventSynchronize", "cuEventRecord"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: Direction, missing: str) -> None:
+    machine.pin()
+    machine.stub.ignore(missing)
+    job = Job(machine, SIZES, direction)
+    assert job.wait() is Outcome.DONE
+    assert not job.is_copied()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_pieces_arrive_whole_in_whatever_order_the_gpu_runs_copies(machine: Machine, seed: int) -> None:
+    machine.stub.set("seed", seed)
+    machine.pin()
+    for direction in Direction:
+        job = Job(machine, [4 * KIB] * 600 + SIZES, direction)
+        assert job.wait() is Outcome.DONE
+        assert job.is_copied()
+
+
 def test_batches_have_a_bounded_number_of_pieces_and_bytes(machine: Machine) -> None:
     machine.pin()
     job = Job(machine, [4 * KIB] * 2000 + [64 * KIB] * 350)
