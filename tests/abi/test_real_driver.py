@@ -126,8 +126,9 @@ def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(libr
     key = bytes(32)
     with Machine(library, None).daemon as daemon:
         with Exporter(daemon.directory, fresh_stub().path, "ordinary") as gpu_worker:
-            answer = gpu_worker.ask("ready", timeout_s=2)
+            answer = gpu_worker.ask("ready", timeout_s=3)
             assert not answer["ready"]
+            assert daemon.log.count("Engines on a GPU cannot register: cuInit failed: CUDA_ERROR_NO_DEVICE (100)") == 1
             assert re.search(r"CUDA_ERROR_NO_DEVICE \(100\).*sees no GPU.*NVIDIA_VISIBLE_DEVICES", answer["problem"])
         with FakeEngine(daemon.directory, blocks=4) as engine, AdminClient(daemon.directory) as admin:
             engine.fill([0, 1], seed=1)

@@ -597,7 +597,7 @@ CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle raw, unsigned fl
     memcpy(&handle, &raw, sizeof handle);
     NEED(flags == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS && !memcmp(handle.magic, "stubipc", 8))
     if (handle.pid == getpid() && !same_pid_allowed) return leave(CUDA_ERROR_INVALID_CONTEXT);
-    if (handle.user != geteuid()) return leave(CUDA_ERROR_MAP_FAILED); /* refused by the kernel module; as which error is not documented */
+    if (handle.user != geteuid()) return leave(CUDA_ERROR_MAP_FAILED); /* a rule of the kernel module, which libcuda may lift, or report otherwise */
     char path[64];
     snprintf(path, sizeof path, "/proc/%d/fd/%d", handle.pid, handle.fd);
     int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -191,6 +191,7 @@ class Gpus:
         self._devices: list[Device] = []
         self._index: ControlThread | None = None
         self._missing = ""
+        self._refusal = ""
         try:
             self._driver: CudaDriver | None = CudaDriver(library, batches=batches)
         except CudaMissing as error:
@@ -239,6 +240,9 @@ class Gpus:
             try:
                 self._find_gpu(driver, uuid).map(owner, exports, on_mapped)
             except KvoffdError as error:
+                if error.message != self._refusal:  # engines try again and again
+                    _log.warning("Engines on a GPU cannot register: %s", error.message)
+                self._refusal = error.message
                 on_mapped(error)
 
         self._index.submit(find)

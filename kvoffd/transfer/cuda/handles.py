@@ -169,10 +169,10 @@ def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:
             "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."
         )
     if uid is not None and uid != os.geteuid():
-        # NVIDIA's kernel module compares effective users (osValidateClientTokens).
+        # A rule of NVIDIA's kernel module (osValidateClientTokens); whether libcuda lifts it is not documented.
         users = (
-            "The driver shares ordinary memory between processes of one user, but the engine runs as user "
-            f"{uid} and the daemon as {os.geteuid()}: run both as one user."
+            f"The engine runs as user {uid} and the daemon as {os.geteuid()}, and the driver may share ordinary memory "
+            "between processes of one user only: run both as one user."
         )
     sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, cuda.missing_descriptors())
     return UnmappableHandle(" ".join(filter(None, sentences)))
