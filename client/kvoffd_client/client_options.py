@@ -36,6 +36,8 @@ class ClientOptions:
     """Longest pause after connections that a daemon took and that failed; also the pause after a refusal."""
     job_patience_s: float = 1.0
     """A job older than this makes the client ask whether its completion was lost, and again at this interval."""
+    daemon_end_grace_s: float = 5.0
+    """A daemon on a GPU that died counts as gone after this, where the kernel does not show when its process is."""
     unresponsive_after_s: float = 5.0
     """Without any reply for this long (while one is due) the client counts as not connected until one comes."""
     close_timeout_s: float = 0.8

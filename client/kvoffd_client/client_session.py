@@ -20,7 +20,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import session_topic
-from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, Refused
+from kvoffd_proto.lifeline import Attach, Attached, AttachRefused, FromDaemon, Greeting, MemoryReleased, Refused
 
 log = logging.getLogger("kvoffd_client")
 
@@ -47,7 +47,10 @@ class Link(Protocol):
         """Close everything: to the daemon this is the client's death."""
 
     def close_draining(self, generation: int) -> None:
-        """Close all but the reading half of the lifeline; at its EOF the owner calls ``on_drained(generation)``."""
+        """Close all but the reading half of the lifeline.
+
+        The owner calls ``on_drained(generation)`` once the daemon touches the session's memory no more.
+        """
 
 
 class Phase(Enum):
@@ -234,7 +237,7 @@ class Session:
             self._on_greeting(message, now)
         elif isinstance(message, Attached | AttachRefused) and self.phase is Phase.ATTACHING:
             self._on_attached(message, now)
-        else:
+        elif not isinstance(message, MemoryReleased):  # the EOF follows
             self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
 
     def _on_greeting(self, greeting: Greeting, now: float) -> None:
@@ -303,13 +306,14 @@ class Session:
 
     # --- the end of a connection -----------------------------------------------------------------
 
-    def on_lifeline_end(self, now: float) -> None:
-        """EOF: the daemon is dead, or has ended this session and let go of its memory."""
+    def on_lifeline_end(self, now: float, released: bool = True) -> None:
+        """EOF: the daemon is dead, or has ended this session. ``released``: it is known to touch no memory any more."""
         if self.phase is not Phase.WAITING:
-            self.disconnect(f"The kvoffd daemon in {self.identity.directory} went away.", now, dead=True)
+            dead = released or not self._copies_outlive_lifeline()
+            self.disconnect(f"The kvoffd daemon in {self.identity.directory} went away.", now, dead=dead)
 
     def on_drained(self, generation: int, now: float) -> None:
-        """EOF of a lifeline that ``close_draining`` left half open: the daemon has let go of that session's memory."""
+        """After ``close_draining``: the daemon, or its end, has let go of that session's memory."""
 
     def disconnect(
         self, sentence: str, now: float, refusal: RequestRefused | None = None, *, dead: bool = False
@@ -412,6 +416,9 @@ class Session:
     def _role_heartbeat(self, reply: m.HeartbeatReply, sent_at: float, now: float) -> None: ...
 
     def _must_drain(self) -> bool:
+        return False
+
+    def _copies_outlive_lifeline(self) -> bool:
         return False
 
     def _acknowledged(self) -> int:

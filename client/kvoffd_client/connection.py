@@ -195,7 +195,7 @@ class Connection(Generic[S]):
             self.session.tick(now)
             pause = 0.0
             if not self._link.readable():
-                pause = min(max(0.0, self.session.wake_at() - now), MAX_SLEEP_S)
+                pause = min(max(0.0, min(self.session.wake_at(), self._link.wake_at()) - now), MAX_SLEEP_S)
                 self._sleeping_until = now + pause
         lifelines = pause > 0.0 and self._link.sleep(pause)
         with self.lock:
@@ -203,8 +203,9 @@ class Connection(Generic[S]):
             if self._closing:
                 return
             self._receive()
-            if lifelines:
-                self._read_lifelines(time.monotonic())
+            now = time.monotonic()
+            if lifelines or self._link.wake_at() <= now:
+                self._read_lifelines(now)
 
     def _receive(self) -> None:
         # Completions before replies before the end: what arrived before the daemon died still counts.
@@ -227,13 +228,13 @@ class Connection(Generic[S]):
 
     def _read_lifelines(self, now: float) -> None:
         session = self.session
-        for ended in self._link.ended_lifelines():
-            session.on_drained(ended, now)
+        for generation in self._link.drained(now):
+            session.on_drained(generation, now)
         if self._frames_generation != session.generation:
             self._frames, self._frames_generation = FrameBuffer(), session.generation
         while (data := self._link.read_lifeline()) is not None:
             if not data:
-                session.on_lifeline_end(now)
+                session.on_lifeline_end(now, self._link.memory_released(now))
                 return
             try:
                 for body in self._frames.feed(data):

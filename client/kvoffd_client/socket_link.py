@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import socket
 import weakref
 from collections.abc import Sequence
 
@@ -12,12 +11,9 @@ import zmq
 
 from kvoffd_client.client_options import ClientOptions
 from kvoffd_client.jobs_socket import MAX_MESSAGE_BYTES, RECONNECT_S, JobsSocket
+from kvoffd_client.lifeline_stream import NEVER, LifelineStream
 from kvoffd_proto.lifeline import Attach, OpenPool, encode_frame
 from kvoffd_proto.sockets import READABLE, SocketPaths, events_of, receive_frames
-
-READ_BYTES = 65536
-MAX_DESCRIPTORS = 4
-"""Taken from one read of the lifeline."""
 
 
 class SocketLink:
@@ -39,13 +35,13 @@ class SocketLink:
         self._wake_leader_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._messages_epoll.register(self._wake_leader_fd, select.EPOLLIN)
         self._context = zmq.Context(io_threads=1)
-        self._lifeline: socket.socket | None = None
+        self._lifeline: LifelineStream | None = None
         self._jobs: JobsSocket | None = None
         self._events: zmq.Socket[bytes] | None = None
         self._used = False
         """Whether the events socket was used since it was seen empty."""
         self._received: list[int] = []
-        self._draining: dict[int, socket.socket] = {}
+        self._draining: dict[int, LifelineStream] = {}
         # Numbers stay here after closing: a stale one costs a read that finds nothing.
         self._stream_fds: set[int] = set()
         _links.add(self)
@@ -56,15 +52,13 @@ class SocketLink:
         self.close()
         if problem := self._paths.problem():
             raise OSError(problem)
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            stream.connect(str(self._paths.lifeline))
-            self._epoll.register(stream.fileno(), select.EPOLLIN)
-        except BaseException:
-            stream.close()
-            raise
-        self._stream_fds.add(stream.fileno())
-        self._lifeline = stream
+        lifeline = LifelineStream(str(self._paths.lifeline), self._options.daemon_end_grace_s)
+        self._watch(lifeline)
+        self._lifeline = lifeline
+
+    def _watch(self, lifeline: LifelineStream) -> None:
+        self._epoll.register(lifeline.fileno(), select.EPOLLIN)
+        self._stream_fds.add(lifeline.fileno())
 
     def open_sockets(self, topics: Sequence[bytes]) -> None:
         self._jobs = JobsSocket(self._paths.jobs, self._options.send_queue_frames, self._epoll, self._messages_epoll)
@@ -89,9 +83,7 @@ class SocketLink:
         """Send a message and descriptors to the daemon. Raises OSError."""
         if self._lifeline is None:
             raise OSError("the lifeline is closed")
-        frame = encode_frame(message)
-        if socket.send_fds(self._lifeline, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
-            raise OSError("the daemon does not read its lifeline")
+        self._lifeline.send(encode_frame(message), list(fds))
 
     def take_descriptor(self) -> int | None:
         """The descriptor that came over the lifeline first, if there is one; it is the caller's from here on."""
@@ -109,14 +101,18 @@ class SocketLink:
         self._close_sockets()
 
     def close_draining(self, generation: int) -> None:
-        stream, self._lifeline = self._lifeline, None
-        if stream is not None:
-            try:
-                stream.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass  # the daemon has closed it already; the EOF is there to be read
-            self._draining[generation] = stream
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            if lifeline.ended:
+                self._watch_process(lifeline)
+            else:
+                lifeline.stop_sending()
+            self._draining[generation] = lifeline
         self._close_sockets()
+
+    def _watch_process(self, lifeline: LifelineStream) -> None:
+        if lifeline.fileno() >= 0:
+            self._watch(lifeline)
 
     def _close_sockets(self) -> None:
         if self._jobs is not None:
@@ -159,21 +155,32 @@ class SocketLink:
         """Take bytes from the lifeline; None when there are none now, b"" at its end."""
         if self._lifeline is None:
             return None
-        try:
-            data, fds, _, _ = socket.recv_fds(self._lifeline, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
+        if (came := self._lifeline.read()) is None:
             return None
-        except OSError:
-            return b""
+        data, fds = came
         self._received += fds
         return data
 
-    def ended_lifelines(self) -> list[int]:
-        """Generations whose half-open lifelines (see ``close_draining``) have ended; each is returned once."""
-        ended = [generation for generation, stream in self._draining.items() if _read(stream) == b""]
-        for generation in ended:
+    def memory_released(self, now: float) -> bool:
+        """Whether the daemon is known to touch no memory of the session, the lifeline of which has ended."""
+        return self._lifeline is None or self._lifeline.released(now)
+
+    def drained(self, now: float) -> list[int]:
+        """Generations (see ``close_draining``) whose memory the daemon touches no more; each is returned once."""
+        for lifeline in self._draining.values():
+            while not lifeline.ended and (came := lifeline.read()) is not None:
+                for fd in came[1]:
+                    os.close(fd)
+                if lifeline.ended:
+                    self._watch_process(lifeline)
+        released = [generation for generation, lifeline in self._draining.items() if lifeline.released(now)]
+        for generation in released:
             self._draining.pop(generation).close()
-        return ended
+        return released
+
+    def wake_at(self) -> float:
+        """When to call ``drained`` again although nothing has ended the sleep."""
+        return min((lifeline.wake_at() for lifeline in self._draining.values()), default=NEVER)
 
     # --- sleeping --------------------------------------------------------------------------------
 
@@ -210,8 +217,8 @@ class SocketLink:
     def shut(self) -> None:
         """Close all descriptors for good. No other thread may be in any call."""
         self.close()
-        for stream in self._draining.values():
-            stream.close()
+        for lifeline in self._draining.values():
+            lifeline.close()
         self._draining.clear()
         self._context.term()
         self._epoll.close()
@@ -221,24 +228,15 @@ class SocketLink:
 
     def forget_in_child(self) -> None:
         """Close the lifelines in a forked child: their EOF must mean the parent's death."""
-        for stream in (self._lifeline, *self._draining.values()):
-            if stream is not None:
-                stream.close()
+        for lifeline in (self._lifeline, *self._draining.values()):
+            if lifeline is not None:
+                lifeline.close()
         if self._jobs is not None:
             self._jobs.forget_in_child()
 
 
 def _has_message(connected: zmq.Socket[bytes] | None) -> bool:
     return connected is not None and bool(events_of(connected) & READABLE)
-
-
-def _read(stream: socket.socket) -> bytes | None:
-    try:
-        return stream.recv(READ_BYTES)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
 
 
 _links: weakref.WeakSet[SocketLink] = weakref.WeakSet()

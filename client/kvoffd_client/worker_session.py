@@ -370,7 +370,7 @@ class WorkerSession(Session):
         for queue in self._queues:
             queue.clear()
         for job in list(self.jobs.values()):
-            # A copy of a load may still land until the daemon closes its end of the lifeline.
+            # A copy of a load may still land until the daemon has let go of the memory, or is gone.
             ended = dead and job.generation == self.generation
             if ended or not job.is_load or self.phase is Phase.CLOSED:
                 self._fail(job, ErrorCode.SESSION_ENDED, now)
@@ -381,6 +381,10 @@ class WorkerSession(Session):
         for job in list(self.jobs.values()):
             if job.generation == generation:
                 self._fail(job, ErrorCode.SESSION_ENDED, now)
+
+    def _copies_outlive_lifeline(self) -> bool:
+        # Copies in host memory are made by the daemon's threads, which end before the kernel closes its descriptors.
+        return self._registration.on_gpu
 
     def _must_drain(self) -> bool:
         # Stores fail here and now, but unregister() must know when the last of them has ended there too.

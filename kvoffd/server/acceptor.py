@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from kvoffd.server.session import Peer
 from kvoffd.system.mappings import filesystem_magic
+from kvoffd_proto.sockets import peer_pidfd
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,6 @@ RETRY_S = 0.25
 """After accept() failed, as it does without descriptors: it would fail again at once."""
 BACKLOG = 1024
 _UCRED = struct.Struct("iII")
-_SO_PEERPIDFD = 77  # asm-generic/socket.h
 _PIDFS_MAGIC = 0x50494446  # linux/magic.h
 
 
@@ -91,10 +91,9 @@ def failed_streams(fds: Iterable[int]) -> list[int]:
 
 def _process_of(stream: socket.socket) -> int:
     """A number that no other process has, in whatever pid namespace; 0 where the kernel gives none."""
-    try:
-        pidfd = stream.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    except OSError:
-        return 0  # before Linux 6.5, or the process is gone already
+    pidfd = peer_pidfd(stream)
+    if pidfd < 0:
+        return 0
     try:
         # Before Linux 6.9 all of them are one inode of another file system.
         return os.fstat(pidfd).st_ino if filesystem_magic(pidfd) == _PIDFS_MAGIC else 0

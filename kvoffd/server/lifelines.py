@@ -67,6 +67,14 @@ class _Connection(Lifeline):
             self._server.closer.close(fd)
         self._fds.clear()
 
+    def release(self) -> None:
+        """Tell the peer that no copy touches its memory any more, and close."""
+        try:
+            self.send(lifeline.MemoryReleased())
+        except OSError:
+            pass  # the peer is gone
+        self.close()
+
     def send(self, message: lifeline.FromDaemon) -> None:
         """Send one small frame. A peer that does not read its lifeline is taken for dead."""
         frame = lifeline.encode_frame(message)
@@ -244,7 +252,7 @@ class LifelineServer:
         self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
-        """End the session; close the stream when its last copy has ended, since the peer takes EOF for just that."""
+        """End the session; release the peer's memory and close the stream when its last copy has ended."""
         self.forget(connection)
-        self.context.sessions.end(connection.session, on_drained=connection.close)
+        self.context.sessions.end(connection.session, on_drained=connection.release)
         self._on_change()

@@ -77,7 +77,14 @@ class PoolRefused(Wire, frozen=True, tag="pool_refused"):
     message: Advice
 
 
-FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused
+class MemoryReleased(Wire, frozen=True, tag="memory_released"):
+    """Daemon to client, the last frame: the session has ended and no copy touches the client's memory any more.
+
+    A lifeline that ends without it is a daemon's that died: copies of a GPU may go on until its process is gone.
+    """
+
+
+FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused | MemoryReleased
 FromClient = Attach | OpenPool
 FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 # --- where the sockets are -----------------------------------------------------------------------
 
 SYSTEM_DIRECTORY = Path("/run/kvoffd")
+_SO_PEERPIDFD = 77  # asm-generic/socket.h
 MAX_SOCKET_PATH_BYTES = 107
 """sun_path holds 108 bytes with its terminating zero (unix(7))."""
 
@@ -58,6 +60,17 @@ def default_directory() -> Path:
     if os.geteuid() == 0 or SYSTEM_DIRECTORY.is_dir() or not runtime:
         return SYSTEM_DIRECTORY
     return Path(runtime) / "kvoffd"
+
+
+def peer_pidfd(stream: socket.socket) -> int:
+    """Return a new descriptor of the process that connected or listened, readable once it has ended.
+
+    -1 before Linux 6.5, and for a process that is gone already.
+    """
+    try:
+        return stream.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError:
+        return -1
 
 
 # --- keys of administration over TCP -------------------------------------------------------------

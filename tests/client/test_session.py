@@ -498,6 +498,26 @@ def test_a_load_outlives_its_connection_until_the_daemon_lets_go(worker: WorkerS
     assert worker.results[-1].error is ErrorCode.SESSION_ENDED
 
 
+def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
+    worker: WorkerSession, link: PaperLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(worker, link, 0.0)
+    worker.store(1, TRANSFER, 0.0)
+    worker.load(2, 2**32, TRANSFER, 0.0)
+    monkeypatch.setattr(type(worker._registration), "on_gpu", True)
+    first = worker.generation
+    worker.on_lifeline_end(0.1, released=False)
+    assert [result.job_id for result in worker.results] == [1], "a store only reads"
+    assert link.drains == [first]
+    connect(worker, link, 3.0)
+    assert list(worker.jobs) == [2]
+    worker.on_drained(first, 4.0)
+    assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
+    worker.load(3, 2**32, TRANSFER, 4.0)
+    worker.on_lifeline_end(4.1, released=True)
+    assert not worker.jobs
+
+
 def test_unregister_does_not_confirm_while_an_abandoned_store_may_still_run(
     worker: WorkerSession, link: PaperLink
 ) -> None:

@@ -103,6 +103,7 @@ def _frames() -> list[bytes]:
         lifeline.PoolRefused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attached(1),
         lifeline.AttachRefused(1, ErrorCode.TOO_MANY, "a sentence"),
+        lifeline.MemoryReleased(),
     ]
     encoded = [lifeline.encode_frame(frame) for frame in frames]
     return [*encoded, b"".join(encoded)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.daemon import DaemonProcess
 from support.gpu_machine import Machine, real_gpus
 from support.stub_cuda import fresh_stub
 
@@ -15,11 +16,11 @@ def stub_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
     """Makes a machine with a stub driver, given the stub's variables; its daemon runs."""
     machines: list[Machine] = []
 
-    def make(stub: dict[str, str], **flags: str) -> Machine:
+    def make(stub: dict[str, str], daemon: type[DaemonProcess] = DaemonProcess, **flags: str) -> Machine:
         log = tmp_path / "driver.log"
         for name, value in {"STUB_LOG": str(log), **stub}.items():
             monkeypatch.setenv(name, value)
-        machine = Machine(fresh_stub().path, log, **flags)
+        machine = Machine(fresh_stub().path, log, daemon, **flags)
         machines.append(machine)
         machine.daemon.start()
         return machine

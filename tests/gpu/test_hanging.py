@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 
 import pytest
-from support.exporter import Exporter
 from support.gpu_machine import Machine
 from support.waiting import wait_until
 
@@ -17,18 +15,6 @@ from kvoffd_proto.messages import GroupKeys
 
 KEY = bytes(32)
 MakeMachine = Callable[..., Machine]
-
-
-def send(worker: Exporter, command: str, **arguments: object) -> None:
-    """Ask and do not wait."""
-    assert worker.process.stdin is not None
-    worker.process.stdin.write(json.dumps([command, arguments]) + "\n")
-    worker.process.stdin.flush()
-
-
-def answer(worker: Exporter) -> dict[str, object]:
-    assert worker.process.stdout is not None
-    return dict(json.loads(worker.process.stdout.readline()))
 
 
 def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_machine: MakeMachine) -> None:
@@ -64,13 +50,13 @@ def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_mach
         assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
         future = scheduler.lookup([GroupKeys(0, KEY)])
         assert future.wait(10)
-        send(worker, "load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[1])
+        worker.send("load", job_id=2, lease_id=future.lease_id, keys=KEY.hex(), blocks=[1])
         with AdminClient(machine.daemon.directory) as admin:
             wait_until(lambda: any("does not answer" in problem for problem in admin.health().problems))
         assert worker.process.poll() is None
         killed_at = time.monotonic()
         machine.daemon.kill()
-        loaded = answer(worker)
+        loaded = worker.answer()
         assert (loaded["ok"], loaded["error"]) == (False, "SESSION_ENDED")
         assert time.monotonic() - killed_at < 10
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import os
+import select
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +161,22 @@ def main() -> None:
         worker.load(job_id, lease_id, transfer(keys, blocks))
         return result(job_id)
 
+    def load_and_watch(pid: int, for_s: float, job_id: int, **job: Any) -> dict[str, Any]:
+        """Load; use the blocks at once when that fails, and see whether what is in them stays for a while.
+
+        Tells whether the daemon's process, of number ``pid``, was gone when the load had its result.
+        """
+        daemon = os.pidfd_open(pid)
+        loaded = load(job_id, **job)
+        gone = bool(select.select([daemon], [], [], 0)[0])
+        os.close(daemon)
+        written = fill(seed=job_id)["pages"]
+        until = time.monotonic() + for_s
+        stays = True
+        while stays and time.monotonic() < until:
+            stays = gpu.pages() == written
+        return {**loaded, "gone": gone, "stays": stays}
+
     def ready(timeout_s: float) -> dict[str, Any]:
         return {"ready": worker.wait_ready(timeout_s), "problem": worker.problem, "epoch": worker.epoch}
 
@@ -182,6 +201,7 @@ def main() -> None:
         "store": store,
         "race": race,
         "load": load,
+        "load_and_watch": load_and_watch,
         "unregister": lambda: {"ok": worker.unregister(10)},
     }
     for line in sys.stdin:

@@ -227,11 +227,19 @@ class FakeDaemon:
             os.close(fd)
         if not data:
             if self.close_on_eof:
-                self._end(peer)
+                self.release(peer)
             return
         for body in peer.frames.feed(data):
             attach = lifeline.decode_from_client(body)
             self._send_over_lifeline(peer, lifeline.Attached(attach.segment_id))
+
+    def release(self, peer: Peer) -> None:
+        """Let go of the client's memory, as at the end of a session."""
+        try:
+            peer.stream.send(lifeline.encode_frame(lifeline.MemoryReleased()), socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the client is gone
+        self._end(peer)
 
     def _end(self, peer: Peer) -> None:
         peer.stream.close()

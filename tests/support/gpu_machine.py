@@ -25,11 +25,13 @@ def real_gpus() -> int:
 class Machine:
     """A driver, a daemon over it, and a scheduler; exporters come and go."""
 
-    def __init__(self, library: str, log: Path | None, **flags: str) -> None:
+    def __init__(
+        self, library: str, log: Path | None, daemon: type[DaemonProcess] = DaemonProcess, **flags: str
+    ) -> None:
         self.library = library
         self.is_stub = log is not None
         self._log = log
-        self.daemon = DaemonProcess(cuda_library=library, **flags)
+        self.daemon = daemon(cuda_library=library, **flags)
 
     def exporter(self, kind: str, **shape: int) -> Exporter:
         """A worker of this daemon."""

@@ -25,6 +25,7 @@ JOB_DEADLINE_S = 30.0
 R = TypeVar("R", bound=m.Reply)
 
 ZERO_TOKEN = bytes(m.TOKEN_BYTES)
+RELEASED = lifeline.encode_frame(lifeline.MemoryReleased())
 NAMESPACE = bytes(range(32))
 
 
@@ -99,7 +100,8 @@ class WireClient(Closing):
     def lifeline_ended(self) -> bool:
         """Whether the daemon has closed the lifeline, waiting for it for the usual time."""
         try:
-            return self.stream.recv(4096) == b""
+            data = self.stream.recv(4096)
+            return not data or (data == RELEASED and not self.stream.recv(4096))
         except ConnectionResetError:
             return True
         except TimeoutError:
