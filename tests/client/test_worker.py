@@ -160,7 +160,7 @@ def test_a_fence_over_a_load_and_a_store_ends_the_store_and_waits_until_the_daem
     wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
     assert thread.is_alive()
     assert worker.unfinished == 1
-    fake.do(lambda: fake._end(old))
+    fake.do(lambda: fake.release(old))
     thread.join(5)
     assert not thread.is_alive()
     assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
