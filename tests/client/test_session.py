@@ -502,8 +502,8 @@ def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
     worker: WorkerSession, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connect(worker, link, 0.0)
-    worker.store(1, TRANSFER, 0.0)
-    worker.load(2, 2**32, TRANSFER, 0.0)
+    worker.submit([m.Store(1, TRANSFER)], [], 0.0)
+    worker.submit([], [m.Load(2, 2**32, TRANSFER)], 0.0)
     monkeypatch.setattr(type(worker._registration), "on_gpu", True)
     first = worker.generation
     worker.on_lifeline_end(0.1, released=False)
@@ -513,7 +513,7 @@ def test_loads_into_gpu_memory_outlive_the_lifeline_until_the_daemon_is_gone(
     assert list(worker.jobs) == [2]
     worker.on_drained(first, 4.0)
     assert [result.error for result in worker.results] == [ErrorCode.SESSION_ENDED] * 2
-    worker.load(3, 2**32, TRANSFER, 4.0)
+    worker.submit([], [m.Load(3, 2**32, TRANSFER)], 4.0)
     worker.on_lifeline_end(4.1, released=True)
     assert not worker.jobs
 
