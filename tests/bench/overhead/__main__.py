@@ -9,6 +9,9 @@
   played, so neither side copies bytes. Target: a ratio of at most 1.2, for misses and for hits. "Whole steps" is the
   same from the medians of steps, each less the median with a connector that does nothing.
 
+* ``workers``: what stores of one block cost in the calls of kvoffd's worker, against vLLM's own CPU offloading worker,
+  whose GPU is played by stand-ins that take no time. Target: a ratio of at most 1.0.
+
 It starts a daemon of its own, and tells what the machine's other processes used meanwhile: above a few percent, the
 figures of ``engine`` say little.
 """
@@ -28,14 +31,15 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from kvoffd_client.bench.results import machine
 from tests.bench.cpu_time import OthersShare
 from tests.bench.overhead.steps import Steps, StepsBench
-from tests.bench.overhead.tables import steps_table, throughput_table
+from tests.bench.overhead.tables import steps_table, throughput_table, workers_table
 from tests.bench.overhead.throughput import Load, Throughput, measure_throughput
+from tests.bench.overhead.worker_steps import measure_workers
 from tests.bench.report_file import add_report_options, publish_report, run_facts
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_demo_llama, make_tiny_llama
 
 MODELS = {"tiny": make_tiny_llama, "demo": make_demo_llama}
-PARTS = ("steps", "engine")
+PARTS = ("steps", "workers", "engine")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,12 +52,17 @@ def main(arguments: list[str] | None = None) -> int:
     tables: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvoffd-overhead-") as models:
         model = MODELS[options.model](Path(models) / options.model)
-        if options.part != "engine":
+        if options.part in (None, "steps"):
             with OthersShare() as others:
                 steps = _steps(options, model)
             found["steps"] = steps.to_object() | {"others_share": others.share}
             tables.append(steps_table(steps, others.share))
-        if options.part != "steps":
+        if options.part in (None, "workers"):
+            with OthersShare() as others, DaemonProcess("1GiB") as daemon:
+                workers = measure_workers(daemon.directory, options.worker_rounds, _say)
+            found["workers"] = workers.to_object() | {"others_share": others.share}
+            tables.append(workers_table(workers, others.share))
+        if options.part in (None, "engine"):
             throughput = _engine(options, model)
             found["engine"] = throughput.to_object()
             tables.append(throughput_table(throughput, options.model))
@@ -67,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", choices=PARTS, help="measure this only")
     parser.add_argument("--blocks", type=int, default=1000, help="of a prompt of steps, 32 tokens each")
     parser.add_argument("--step-rounds", type=int, default=60, help="counted rounds of steps")
+    parser.add_argument("--worker-rounds", type=int, default=200, help="counted rounds of workers")
     parser.add_argument("--model", choices=list(MODELS), default="tiny", help="that the engines run")
     parser.add_argument("--starts", type=int, default=3, help="of both engines")
     parser.add_argument("--rounds", type=int, default=12, help="counted rounds of engines, for each start")

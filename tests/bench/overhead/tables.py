@@ -7,10 +7,13 @@ from statistics import median
 
 from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps
 from tests.bench.overhead.throughput import Throughput, Turn
+from tests.bench.overhead.worker_steps import CASES as WORKER_CASES
+from tests.bench.overhead.worker_steps import WorkerSteps
 from tests.bench.report_file import markdown_table, number
 
 NAMES = {IDLE: "does nothing", NATIVE: "vLLM's OffloadingConnector", KVOFFD: "KvoffdConnector"}
 STEPS_TARGET = 1.2
+WORKERS_TARGET = 1.0
 THROUGHPUT_TARGET = 0.98
 
 
@@ -41,6 +44,29 @@ def _calls(steps: Steps, case: str) -> str:
     rows = [[f"{case}: call, µs of a request", NAMES[KVOFFD], NAMES[NATIVE]]]
     rows += [[f"`{call}`", f"{own[call]:,.0f}", f"{other[call]:,.0f}"] for call in own]
     return markdown_table(rows)
+
+
+def workers_table(found: WorkerSteps, others: float) -> str:
+    """Of the workers' part."""
+    rows = [["stores of a step", "layers", "worker", "in its calls, µs", "CPU of the process, µs"]]
+    ratios = []
+    for case in WORKER_CASES:
+        stores, layers = case
+        for name, label in ((NATIVE, "vLLM's CPUOffloadingWorker"), (KVOFFD, "KvoffdWorker")):
+            spent = [[seconds * 1e6 for seconds in part[case][name]] for part in (found.calls, found.cpu)]
+            rows.append([str(stores), str(layers), label, *map(_spread, spent)])
+        ratio = found.ratio(case)
+        ratios.append(
+            f"* {stores} stores, {layers} layers: {number(ratio)}; {_met(ratio <= WORKERS_TARGET)} "
+            f"(target at most {WORKERS_TARGET})."
+        )
+    rounds = len(found.calls[WORKER_CASES[0]][KVOFFD])
+    title = f"## Worker, stores of one block each in a step, {rounds} rounds, median (quartiles)"
+    foot = (
+        "vLLM's worker has no GPU here: its streams, events and copies take no time. "
+        f"Other processes used {others:.0%} of the cores meanwhile."
+    )
+    return "\n\n".join([title, markdown_table(rows), "\n".join(ratios), foot])
 
 
 def throughput_table(found: Throughput, model: str) -> str:

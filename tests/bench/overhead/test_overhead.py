@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.bench.overhead.steps import CASES, IDLE, KVOFFD, NATIVE, Steps, StepsBench
-from tests.bench.overhead.tables import steps_table, throughput_table
+from tests.bench.overhead.tables import steps_table, throughput_table, workers_table
 from tests.bench.overhead.throughput import Load, Throughput, Turn
+from tests.bench.overhead.worker_steps import CASES as WORKER_CASES
+from tests.bench.overhead.worker_steps import measure_workers
 from tests.support.daemon import DaemonProcess
 from tests.support.models import make_tiny_llama
 
@@ -49,6 +51,17 @@ def test_the_table_has_both_ratios_and_whether_the_target_was_met(steps: Steps) 
     assert text.count(" met (target") + text.count(" MISSED (target") == len(CASES)
     assert "25%" in text
     assert set(steps.to_object()) == set(CASES)
+
+
+def test_both_workers_store_in_every_case_and_the_table_says_which_takes_longer() -> None:
+    with DaemonProcess() as daemon:
+        found = measure_workers(daemon.directory, 2, lambda _: None)
+    for case in WORKER_CASES:
+        for name in (NATIVE, KVOFFD):
+            assert len(found.calls[case][name]) == len(found.cpu[case][name]) == ROUNDS
+            assert min(found.calls[case][name]) > 0
+        found.calls[case][KVOFFD] = [1.5 * seconds for seconds in found.calls[case][NATIVE]]
+    assert workers_table(found, 0.0).count("MISSED") == len(WORKER_CASES)
 
 
 def test_a_connector_that_costs_a_twentieth_misses_the_target_of_throughput() -> None:
