@@ -96,6 +96,8 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
             registrations=len(one.registrations),
             registered_bytes=sum(registration.mapped_bytes for registration in one.registrations.values()),
             unacknowledged=len(one.completions),
+            namespaces=sorted(one.namespaces),
+            pinned_bytes=leases.held(one.id).nbytes,
         )
         for one in _shown_sessions(context)
     ]

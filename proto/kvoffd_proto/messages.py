@@ -344,6 +344,10 @@ class SessionInfo(Wire, frozen=True):
     registrations: Annotated[Count, doc("Registrations.")]
     registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for the session.")]
     unacknowledged: Annotated[Count, doc("Completions that the session has not acknowledged.")]
+    namespaces: Annotated[list[Fingerprint], doc("Namespaces that the session has opened.")] = field(
+        default_factory=list
+    )
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under the session's leases.")] = 0
 
 
 class SessionsReply(Reply, frozen=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -202,6 +204,37 @@ def test_the_directory_may_come_from_the_environment(
 ) -> None:
     monkeypatch.setenv("KVOFFD_DIRECTORY", str(daemon.directory))
     assert main(["health"]) == 0
+
+
+def test_what_names_the_daemon_may_stand_before_the_command_or_behind_it(
+    shared_daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(shared_daemon.directory)
+    for arguments in (["--directory", where, "namespaces"], ["namespaces", "--directory", where]):
+        assert main(arguments) == 0
+    key_file = tmp_path / "key"
+    assert main(["keygen", str(key_file)]) == 0
+    remote = ["--address", "127.0.0.1:1", "--key", str(tmp_path / "none"), "--server-key", "k" * 40]
+    capsys.readouterr()
+    said = set()
+    for arguments in ([*remote, "namespaces"], ["namespaces", *remote], [*remote[:2], "namespaces", *remote[2:]]):
+        assert main(arguments) == 2
+        said.add(capsys.readouterr().err)
+    assert len(said) == 1
+    assert str(tmp_path / "none") in said.pop()
+    assert main(["--directory", where, "namespaces", "--address", "h:1", "--server-key=k", "--key=f"]) == 2
+    assert "two daemons" in capsys.readouterr().err
+
+
+def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["stats"], ["disk"], ["block", "ls"]):
+        assert main([*command, "-h"]) == 0
+        assert capsys.readouterr().out.startswith("Usage: ")
+    asked = {"_KVOFFD_CLI_COMPLETE": "complete_bash", "COMP_WORDS": "kvoffd-cli na", "COMP_CWORD": "1"}
+    command = [sys.executable, "-c", "from kvoffd_client.cli import main; main([])"]
+    assert subprocess.run(command, env=os.environ | asked, capture_output=True, text=True).stdout.split() == [
+        "namespaces"
+    ]
 
 
 def test_help_documents_every_key_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:

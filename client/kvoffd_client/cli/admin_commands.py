@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import zmq
-from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.cli.console import (
-    add_numbers,
+    Column,
+    Listing,
     count_blocks,
-    fitting,
     namespace_name,
     percent,
-    plain_table,
     print_line,
     printable,
-    section,
     short_fingerprint,
 )
 from kvoffd_client.cli.json_output import print_json, print_listing
@@ -44,36 +41,41 @@ def sessions(context: typer.Context, directory: Directory = None, json: Json = F
     """List the connected clients, oldest first."""
     with open_admin(context, directory) as admin:
         found = admin.sessions().sessions
-    print_listing({"sessions": found}, _sessions_table(found), as_json=json)
+        labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
+    print_listing({"sessions": found}, _sessions_page(found, labels), as_json=json)
     return 0
 
 
-def _sessions_table(found: Sequence[SessionInfo]) -> Table | Text:
+def _sessions_page(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> Listing | Text:
     if not found:
         return Text("No session is open.")
-    table = plain_table()
-    table.add_column("id", justify="right", no_wrap=True)
-    table.add_column("role", no_wrap=True)
-    table.add_column("name")
-    table.add_column("software")
-    for title in ("pid", "uid", "age", "idle", "leases", "jobs", "memory", "unacked"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for session in found:
-        table.add_row(
-            str(session.session_id),
-            printable(session.role),
-            fitting(session.name or "-"),
-            fitting(session.software or "-", "dim"),
-            str(session.pid) if session.pid else "-",
-            str(session.uid),
-            _format_age(session.age_seconds),
-            _format_age(session.idle_seconds),
-            format_count(session.leases),
-            format_count(session.jobs),
-            format_size(session.registered_bytes) if session.registrations else "-",
-            format_count(session.unacknowledged),
-        )
-    return table
+
+    def column(
+        title: str, cell: Callable[[SessionInfo], str], rank: int = 0, least: int = 0, *, right: bool = True
+    ) -> Column:
+        return Column(title, [cell(one) for one in found], rank, least, right)
+
+    def names(session: SessionInfo) -> str:
+        return ", ".join(namespace_name(labels.get(one, ""), one) for one in session.namespaces) or "-"
+
+    return Listing(
+        [
+            column("id", lambda one: str(one.session_id)),
+            column("role", lambda one: printable(one.role), right=False),
+            column("name", lambda one: printable(one.name) or "-", 0, 12, right=False),
+            column("namespace", names, 0, 16, right=False),
+            column("software", lambda one: printable(one.software) or "-", 5, 12, right=False),
+            column("pid", lambda one: str(one.pid) if one.pid else "-", 1),
+            column("uid", lambda one: str(one.uid), 6),
+            column("age", lambda one: _format_age(one.age_seconds), 4),
+            column("idle", lambda one: _format_age(one.idle_seconds), 3),
+            column("leases", lambda one: format_count(one.leases), 7),
+            column("pinned", lambda one: format_size(one.pinned_bytes)),
+            column("jobs", lambda one: format_count(one.jobs)),
+            column("memory", lambda one: format_size(one.registered_bytes) if one.registrations else "-", 2),
+            column("unacked", lambda one: format_count(one.unacknowledged), 8),
+        ]
+    )
 
 
 def _format_age(seconds: float) -> str:
@@ -85,30 +87,39 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     """List what is cached, by namespace."""
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
-    print_listing({"namespaces": found}, _namespaces_table(found), as_json=json)
+    print_listing({"namespaces": found}, _namespaces_page(found), as_json=json)
     return 0
 
 
-def _namespaces_table(found: Sequence[NamespaceInfo]) -> Table | Text:
+def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
     if not found:
         return Text("No namespace is open; an engine opens its own when it connects.")
-    table = section("label")
-    table.add_column("fingerprint", no_wrap=True)
-    add_numbers(table, ("ranks", "groups", "tokens/block", "block size", "blocks", "writing", "size", "sessions"))
-    for namespace in found:
-        table.add_row(
-            fitting(namespace.label or "(no label)"),
-            short_fingerprint(namespace.namespace),
-            format_count(namespace.world_size),
-            format_count(len(namespace.groups)),
-            _format_range([group.tokens_per_block for group in namespace.groups], format_count),
-            _format_range([sum(by_rank) for by_rank in namespace.shard_bytes], format_size),
-            format_count(namespace.ready_blocks),
-            format_count(namespace.writing_blocks),
-            format_size(namespace.ready_bytes),
-            format_count(namespace.sessions),
-        )
-    return table
+
+    def column(
+        title: str, cell: Callable[[NamespaceInfo], str], rank: int = 0, least: int = 0, *, right: bool = True
+    ) -> Column:
+        return Column(title, [cell(one) for one in found], rank, least, right)
+
+    def tokens(one: NamespaceInfo) -> str:
+        return _format_range([group.tokens_per_block for group in one.groups], format_count)
+
+    def block_size(one: NamespaceInfo) -> str:
+        return _format_range([sum(by_rank) for by_rank in one.shard_bytes], format_size)
+
+    return Listing(
+        [
+            column("label", lambda one: printable(one.label) or "(no label)", 0, 16, right=False),
+            column("fingerprint", lambda one: short_fingerprint(one.namespace), right=False),
+            column("ranks", lambda one: format_count(one.world_size), 2),
+            column("groups", lambda one: format_count(len(one.groups)), 3),
+            column("tokens/block", tokens, 4),
+            column("block size", block_size, 1),
+            column("blocks", lambda one: format_count(one.ready_blocks)),
+            column("writing", lambda one: format_count(one.writing_blocks), 5),
+            column("size", lambda one: format_size(one.ready_bytes)),
+            column("sessions", lambda one: format_count(one.sessions)),
+        ]
+    )
 
 
 def _format_range(values: Sequence[int], format_value: Callable[[int], str]) -> str:

@@ -16,17 +16,21 @@ from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
 from kvoffd_client.cli.json_output import describe
-from kvoffd_client.cli.target import CliError, remote_daemon
+from kvoffd_client.cli.target import CliError, Directory, remote_daemon
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 
 EXIT_REFUSED = 2
+COMPLETION = "_KVOFFD_CLI_COMPLETE"
+"""The variable by which a shell asks for completions."""
+ROOT_OPTIONS = ("--address", "--server-key")
+"""Options that name a daemon elsewhere; they are taken behind the command too, as --directory is before it."""
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvoffd-cli",
     help="Shows and administers the kvoffd daemon of this node.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -57,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
         command = typer.main.get_command(app)
-        with command.make_context("kvoffd-cli", given) as context:
+        if COMPLETION in os.environ:
+            command.main(given, "kvoffd-cli")
+        with command.make_context("kvoffd-cli", _root_options_first(given)) as context:
             status: int | None = command.invoke(context)
         sys.stdout.flush()
         return status or 0
@@ -78,6 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
 
 
+def _root_options_first(given: Sequence[str]) -> list[str]:
+    """The arguments with those that name a daemon elsewhere in front."""
+    first: list[str] = []
+    rest = list(given)
+    end = rest.index("--") if "--" in rest else len(rest)
+    # --key is an option of a command too, and belongs to it unless an address is named.
+    wanted = ROOT_OPTIONS + (("--key",) if any(one.split("=")[0] == "--address" for one in rest[:end]) else ())
+    at = 0
+    while at < end:
+        option, equals, _ = rest[at].partition("=")
+        if option in wanted and (equals or at + 1 < end):
+            count = 1 if equals else 2
+            first += rest[at : at + count]
+            del rest[at : at + count]
+            end -= count
+        else:
+            at += 1
+    return [*first, *rest]
+
+
 def _refuse(sentence: str) -> int:
     print(f"kvoffd-cli: {sentence}", file=sys.stderr)
     return EXIT_REFUSED
@@ -95,6 +121,7 @@ def read_root_options(
     _version: Annotated[
         bool, typer.Option("--version", help="Print the release.", callback=_print_version, is_eager=True)
     ] = False,
+    directory: Directory = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -111,6 +138,8 @@ def read_root_options(
     """Show and administer the kvoffd daemon of this node, or one elsewhere over TCP."""
     if address is None and (server_key or key):
         raise CliError("--server-key and --key are for a daemon elsewhere; name it with --address.")
-    context.obj = None if address is None else remote_daemon(address, server_key, key)
+    if address is not None and directory is not None:
+        raise CliError("--address and --directory name two daemons; give one of them.")
+    context.obj = directory if address is None else remote_daemon(address, server_key, key)
     if context.invoked_subcommand is None:
         print(context.get_help())

@@ -189,7 +189,8 @@ def describe_gap(sequence: int, last: int | None) -> str:
 def event_lines(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> Iterator[str]:
     """Yield one line for each event: time, sequence number, namespace, what happened."""
     fingerprint = topic_fingerprint(topic)
-    name = f"{short_fingerprint(fingerprint)} {printable(labels.get(fingerprint, ''))}".strip()
+    label = printable(labels.get(fingerprint, ""))
+    name = f"{short_fingerprint(fingerprint)} {label:<{max(map(len, labels.values()), default=0)}}".rstrip()
     clock = time.strftime("%H:%M:%S", time.localtime(batch.ts))
     milliseconds = int(batch.ts % 1 * 1000)
     for event in batch.events:

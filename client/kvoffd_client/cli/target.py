@@ -66,8 +66,8 @@ def remote_daemon(address: str, server_key: str | None, key_file: Path | None) -
 
 def local_directory(context: typer.Context, directory: Path | None) -> Path:
     """Return the directory of the daemon's sockets, for commands that need them. Raises CliError."""
-    if context.obj is None:
-        return default_directory() if directory is None else directory
+    if not isinstance(context.obj, RemoteDaemon):
+        return directory or context.obj or default_directory()
     if directory is not None:
         raise CliError("--address and --directory name two daemons; give one of them.")
     raise CliError(f"{context.command_path} needs the daemon's sockets; run it on the daemon's own machine.")
@@ -75,8 +75,8 @@ def local_directory(context: typer.Context, directory: Path | None) -> Path:
 
 def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
     """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError."""
-    remote: RemoteDaemon | None = context.obj
-    if remote is None or directory is not None:
+    remote: RemoteDaemon | Path | None = context.obj
+    if not isinstance(remote, RemoteDaemon) or directory is not None:
         return AdminClient(local_directory(context, directory))
     try:
         return RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)

@@ -1,8 +1,26 @@
-"""Pieces of text that need no terminal, for what must start fast."""
+"""What leaves the command line as text: names that cannot move the cursor, on terminals of any encoding."""
 
 from __future__ import annotations
 
+import codecs
+import sys
+from io import TextIOWrapper
 
-def printable(text: str) -> str:
-    """Replace characters that could move the cursor or change colours: names come from clients."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+from kvoffd_proto.units import printable as printable
+
+PLAIN = {"µ": "u", "…": ".", "█": "#", "▒": "+", "░": ".", "━": "-", "╸": "-", "╺": "-"}
+"""What stands for a character where the locale has no such."""
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(character, "?") for character in text), error.end
+
+
+def write_any_locale() -> None:
+    """Let stdout and stderr write a plain character for each that the locale does not have."""
+    codecs.register_error("kvoffd", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="kvoffd")
