@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test abi shapes dist image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test abi shapes dist deb image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -33,10 +33,18 @@ dist: $(VENV)/.dist ## build the sdist and a wheel for all Pythons of x86_64 and
 	@rm -rf dist
 	@$(BIN)/python deploy/build_dist.py dist
 
+deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for this release of Debian or Ubuntu
+	@rm -rf .delivery/deb
+	@$(BIN)/python -m hatchling build --target wheel --directory .delivery/deb
+	@$(BIN)/python -m pip download --quiet --only-binary=:all: --find-links .delivery/deb --dest .delivery/deb \
+		--python-version $$(/usr/bin/python3 -c 'import platform; print(platform.python_version())') .delivery/deb/kvoffd-*.whl
+	@mkdir -p dist
+	@deploy/debian/build_deb.sh .delivery/deb dist
+
 image: ## build the container image with podman, buildah or docker; IMAGE_ARGS="--build-arg BASE=ubuntu:24.04"
 	@deploy/docker/build_image.sh $(IMAGE_ARGS)
 
-delivery: $(VENV)/.dist ## install the wheels, boot the unit, run the image (as root, with mmdebstrap, systemd-nspawn and podman; minutes)
+delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the image (as root, with mmdebstrap, systemd-nspawn and podman; minutes)
 	$(BIN)/pytest -m delivery $(PYTEST_ARGS)
 
 next-vllm: $(VENV)/.engine ## try the connector with the newest vLLM on the index, over the CPU build's binaries

@@ -92,6 +92,10 @@ def test_the_unit_is_what_the_daemon_needs() -> None:
     assert settings["NotifyAccess"] == "main"
     assert settings["RuntimeDirectory"] == "kvoffd"
     assert settings["LimitMEMLOCK"] == "infinity"
+    # systemd lets the pool go when it gives up on a service; make delivery shows that it does not.
+    assert settings["StartLimitIntervalSec"] == "0"
+    assert settings["Restart"] == "on-failure"
+    assert settings["ExecReload"] == settings["ExecStart"].replace("kvoffd serve", "kvoffd config")
     # With these the daemon would refuse every client, or not see how much memory there is.
     assert "PrivateUsers" not in settings
     assert "ProcSubset" not in settings

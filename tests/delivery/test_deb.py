@@ -1,0 +1,128 @@
+"""The Debian package, built, installed, used, upgraded and purged in a chroot."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.delivery import ROOT, debian, need, run, unpack, wheelhouse
+from support.waiting import wait_until
+
+pytestmark = [pytest.mark.delivery, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def chroot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Debian with this tree's deploy/ and wheels, and the package that was built there."""
+    need("chroot", root=True)
+    root = tmp_path_factory.mktemp("debian") / "root"
+    unpack(debian(["systemd", "systemd-sysv", "dbus", "python3", "python3-venv", "procps"]), root)
+    shutil.copytree(wheelhouse(), root / "source" / "wheels")
+    shutil.copytree(ROOT / "deploy", root / "source" / "deploy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "LICENSE", root / "source")
+    shutil.copy(HERE / "traffic.py", root)
+    run("chroot", root, "/source/deploy/debian/build_deb.sh", "/source/wheels", "/")
+    shutil.rmtree(root / "source")
+    yield root
+    shutil.rmtree(root)
+
+
+def files(root: Path) -> set[str]:
+    """All that is there but for dpkg's own notes, the log and caches."""
+    found = run("chroot", root, "find", "/etc", "/usr", "/opt", "/run", "/var/lib", "-xdev").splitlines()
+    ours = re.compile(
+        "/var/lib/(dpkg|systemd)|/run/systemd|/etc/(passwd|group|g?shadow)-?$|/etc/.pwd.lock$|.*__pycache__"
+    )
+    return {name for name in found if not ours.match(name)}
+
+
+def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
+    (package,) = chroot.glob("kvoffd_*.deb")
+    before = files(chroot)
+    run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
+    assert re.search(r"^kvoffd:x:\d+:\d+:kvoffd daemon:", (chroot / "etc/passwd").read_text(), re.MULTILINE)
+    added = files(chroot) - before
+    for name in (
+        "/etc/kvoffd/kvoffd.toml",
+        "/usr/bin/kvoffd",
+        "/usr/bin/kvoffd-cli",
+        "/usr/lib/sysusers.d/kvoffd.conf",
+        "/usr/lib/systemd/system/kvoffd.service",
+        "/usr/share/bash-completion/completions/kvoffd-cli",
+        "/usr/share/man/man1/kvoffd.1.gz",
+    ):
+        assert name in added
+    run("chroot", chroot, "systemd-analyze", "verify", "--man=no", "/usr/lib/systemd/system/kvoffd.service")
+    assert "pool_size" in run("chroot", chroot, "kvoffd", "config", "--config", "/etc/kvoffd/kvoffd.toml")
+
+    serve = ["kvoffd", "serve", "--directory", "/run/kvoffd", "--pool-size", "64MiB", "--http-address", ""]
+    user = ["setpriv", "--reuid=kvoffd", "--regid=kvoffd", "--clear-groups"]
+    run("chroot", chroot, "install", "-d", "-o", "kvoffd", "-g", "kvoffd", "-m", "0750", "/run/kvoffd")
+    (chroot / "proc").mkdir(exist_ok=True)
+    run("mount", "--bind", "/proc", chroot / "proc")
+    try:
+        with subprocess.Popen(["chroot", str(chroot), *user, *serve], stderr=subprocess.PIPE, text=True) as daemon:
+            try:
+                wait_until((chroot / "run" / "kvoffd" / "lifeline.sock").exists, 30)
+                environ = {"PYTHONPATH": "/usr/lib/kvoffd", "PYTHONDONTWRITEBYTECODE": "1"}
+                traffic = ["chroot", chroot, "/usr/bin/python3", "/traffic.py"]
+                assert run(*traffic, "store", "/run/kvoffd", environ=environ) == "16\n"
+                started = time.monotonic()
+                assert "ok" in run("chroot", chroot, "kvoffd-cli", "health")
+                assert time.monotonic() - started < 5
+                # An upgrade while it runs changes nothing under it.
+                run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
+                assert run(*traffic, "find", "/run/kvoffd", environ=environ) == "16\n"
+            finally:
+                daemon.terminate()
+                _, said = daemon.communicate(timeout=30)
+        assert daemon.returncode == 0, said
+    finally:
+        run("umount", chroot / "proc")
+
+    config = chroot / "etc" / "kvoffd" / "kvoffd.toml"
+    config.write_text(config.read_text() + "# mine\n")
+    run("chroot", chroot, "dpkg", "--remove", "kvoffd")
+    assert files(chroot) - before <= {
+        "/etc/kvoffd",
+        "/etc/kvoffd/kvoffd.toml",
+        "/run/kvoffd",
+        "/run/kvoffd/kvoffd.lock",
+    }
+    assert config.read_text().endswith("# mine\n")
+    run("chroot", chroot, "dpkg", "--purge", "kvoffd")
+    assert files(chroot) == before
+    assert not list((chroot / "usr" / "lib").glob("kvoffd*"))
+
+
+def test_pages_and_completions_are_readable(tmp_path: Path) -> None:
+    need("man", "bash")
+    run(sys.executable, ROOT / "deploy" / "debian" / "pages.py", tmp_path / "pages")
+    for page in (tmp_path / "pages" / "man").iterdir():
+        shown = subprocess.run(
+            ["man", "--warnings", "--local-file", str(page)],
+            env={"PATH": "/usr/bin:/bin", "MANWIDTH": "100", "LC_ALL": "C.UTF-8"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert "--directory" in shown.stdout
+    for program, words, offered in (
+        ("kvoffd-cli", "kvoffd-cli disk att", "attach"),
+        ("kvoffd-cli", "kvoffd-cli stats --js", "--json"),
+        ("kvoffd-cli", "kvoffd-cli --addr", "--address"),
+        ("kvoffd", "kvoffd serve --pool-s", "--pool-size"),
+    ):
+        function = "_" + program.replace("-", "_")
+        script = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; {function}; echo ${{COMPREPLY[@]}}"
+        file = tmp_path / "pages" / "completions" / program
+        assert run("bash", "-c", f"source {file}; {script}") == f"{offered}\n"
