@@ -17,6 +17,9 @@ active() {
 systemctl start kvoffd
 say started active
 say stored traffic store
+# What the unit hides of /proc is not what the page needs.
+page='import urllib.request as r; print(b"process_start_time_seconds " in r.urlopen("http://127.0.0.1:9464/metrics").read())'
+say "tells its start" /opt/kvoffd/bin/python -c "$page"
 before=$(pid)
 
 sed -i 's/^pool_size/pool_sise/' $config

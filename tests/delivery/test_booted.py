@@ -80,6 +80,7 @@ def test_a_typo_and_kills_lose_no_block(machine: Path) -> None:
     assert said == {
         "started": "active",
         "stored": "16",
+        "tells its start": "True",
         "reload of a typo": "1",
         "same process": "0",
         "found after the reload": "16",
