@@ -98,6 +98,8 @@ class WorkerClient(SessionClient[WorkerSession]):
     def take_results(self) -> list[JobResult]:
         """Results since the last call, those included that have arrived and were not read yet."""
         session = self._session
+        if not session.jobs and not session.results:  # vLLM asks in every step
+            return []
         self._connection.poll()
         with self._connection.lock:
             taken, session.results = session.results, []

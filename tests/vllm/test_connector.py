@@ -377,3 +377,13 @@ def test_vllms_warning_about_stores_put_off_is_dropped_and_others_are_not(schedu
     assert kept.filter(other)
     target = logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler")
     assert sum(isinstance(item, StoreRefusalFilter) for item in target.filters) == 1
+
+
+def test_the_first_step_that_computes_nothing_makes_way_for_the_last_tokens(
+    scheduler: KvoffdConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(connector_module.time, "sleep", pauses.append)
+    for tokens in (0, 64, 1, 0, 0, 1, 0):
+        scheduler.build_connector_meta(empty_step(tokens))
+    assert pauses == [connector_module.OUTPUT_PAUSE_S] * 2

@@ -127,6 +127,15 @@ def test_a_request_that_was_looked_up_early_is_not_looked_up_again() -> None:
     assert (counts[LOOKUPS], counts[EARLY_LOOKUPS]) == (1, 1)
 
 
+def test_what_is_on_its_way_is_known() -> None:
+    harness = Waiting()
+    harness.manager.begin_early_lookup("early", [KEYS])
+    for name in ("early", "late"):
+        harness.manager.on_new_request(ReqContext(name))
+    assert harness.manager.is_looked_up("early")
+    assert not harness.manager.is_looked_up("late")
+
+
 def test_what_was_asked_early_of_weights_that_may_have_changed_is_asked_again() -> None:
     harness = Waiting()
     harness.manager.begin_early_lookup("r", [KEYS])

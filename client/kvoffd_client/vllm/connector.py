@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -48,6 +49,9 @@ from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 
 SPEC_NAME = "KvoffdSpec"
+OUTPUT_PAUSE_S = 0.00005
+"""Pause in the first step that computes nothing: the thread that sends the last tokens waits for the GIL, and with it
+the user; nobody waits for such a step."""
 STORE_LOGGER = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
 
 
@@ -187,6 +191,7 @@ class KvoffdConnector(OffloadingConnector):
             if not tell_of_received_requests(EngineCore, self.on_request_received.__name__):
                 logger.info("kvoffd: this vLLM tells of requests late; prompts wait a moment longer for the daemon.")
         self._adapters = LoraAdapters()
+        self._computed = False  # in the last step
 
     # --- worker ---
 
@@ -231,7 +236,8 @@ class KvoffdConnector(OffloadingConnector):
         super().on_new_request(request)
         if request.lora_request is not None:
             self._manager.begin_adapter(request.request_id, self._adapters.content_of(request.lora_request))
-        self._begin_lookup(request)
+        if not self._manager.is_looked_up(request.request_id):
+            self._begin_lookup(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
@@ -249,8 +255,12 @@ class KvoffdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's, with what the workers must be told about the namespace."""
         namespace = self._manager.namespace
-        if scheduler_output.total_num_scheduled_tokens > 0:
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        if computes:
             namespace.ask()  # the weights that compute these tokens must be named
+        elif self._computed:
+            time.sleep(OUTPUT_PAUSE_S)
+        self._computed = computes
         meta = super().build_connector_meta(scheduler_output)
         generation, joined = namespace.news()
         if generation is None:

@@ -204,6 +204,11 @@ class KvoffdManager(OffloadingManager):
         if self._loads and self._may_use_daemon:
             self._early_lookups.ask(request_id, groups, generation)
 
+    def is_looked_up(self, request_id: str) -> bool:
+        """Whether a lookup of the request is on its way, or its answer has come and nobody has looked at it."""
+        lookups = self._lookups.get(request_id)
+        return lookups is not None and lookups.pending is not None
+
     def await_answer(self, request_id: str, others: Iterable[str]) -> None:
         """Wait a moment for a request's answer where none of ``others`` can run; see ``LookupWait``."""
         lookups = self._lookups.get(request_id)
