@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.session_memory import LISTED_KEY_BYTES
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.jobs import JobRunner
@@ -97,7 +98,7 @@ class Sessions:
         self.check_not_stopping()
         reserved = False if internal else self._takes_reserve(peer)
         self._last_id += 1
-        token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id)
+        token, log = self._random_bytes(TOKEN_BYTES), CompletionLog(self.epoch, self._last_id, self._cache.memory)
         session = Session(self._last_id, token, peer, lifeline, self._runner.clock(), log)
         session.internal, session.reserved = internal, reserved
         self.by_token[token] = session
@@ -172,8 +173,10 @@ class Sessions:
         self._count(session, -1)
         self._cache.end_owner(session.id)
         session.end(on_drained)
+        session.completions.end()
         self._runner.abandon(list(session.jobs.values()))
-        self._cache.memory.take(session.id, -sum(one.books_bytes for one in session.registrations.values()))
+        books_bytes = sum(one.books_bytes for one in session.registrations.values())
+        self._cache.memory.take(session.id, -books_bytes - LISTED_KEY_BYTES * len(session.listing))
         session.close_memory()
         if session.role is not None and not session.internal:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, LISTED_KEY_BYTES, PIECE_BYTES
 from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, OutOfBounds
 from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
@@ -22,7 +23,7 @@ from kvoffd.transfer.plan import Plan
 from kvoffd_proto.blocks import PUT_NO_ROOM, PUT_PRESENT, PUT_STORED, PutBlocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle
-from kvoffd_proto.messages import Role
+from kvoffd_proto.messages import PIECES_PER_KEY, Role
 
 MAX_WRITES = 4
 """Requests of one session at a time: enough to fill one segment while another is copied."""
@@ -81,12 +82,19 @@ class BlockAccess:
                 found = [key for key in found if key.startswith(whole)]
             if odd is not None:
                 found = [key for key in found if len(key) > len(whole) and key[len(whole)] >> 4 == odd]
-            session.listing = found
+            self._keep_listing(session, found)
         listing, end = session.listing, start + limit
         present = [block for key in listing[start:end] if (block := index.get(key)) is not None]
         if end >= len(listing):
-            session.listing, end = [], 0
+            self._keep_listing(session, [])
+            end = 0
         return present, end, len(listing)
+
+    def _keep_listing(self, session: Session, keys: list[bytes]) -> None:
+        memory, more_bytes = self._cache.memory, LISTED_KEY_BYTES * (len(keys) - len(session.listing))
+        memory.check(session.id, more_bytes)
+        memory.take(session.id, more_bytes)
+        session.listing = keys
 
 
 def _prefix(digits: str) -> tuple[bytes, int | None]:
@@ -127,10 +135,13 @@ class BlockWriter:
                 f"{MAX_WRITES} puts of the session are running; wait for their replies.", ErrorCode.TOO_MANY
             )
         keys = namespace.split(message.group, message.keys, distinct=True)
+        pieces = len(keys) * namespace.world_size * PIECES_PER_KEY
+        self.cache.memory.check(session.id, COPY_BYTES + JOB_BYTES + pieces * PIECE_BYTES)
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
         job = BlockWrite((next(self._ids),), session, staging, self, keys, answer)
         job.accepted_at = self.runner.clock()
+        job.pieces = pieces
         try:
             plan = self._plan(job, namespace, message, lengths)
         except BaseException:

@@ -9,6 +9,7 @@ from itertools import islice
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
+from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, PIECE_BYTES
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.session import Job, Session
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -61,6 +62,8 @@ class JobRunner:
         job.client_memory.job_started()
         job.session.jobs.update(dict.fromkeys(job.ids, job))
         job.session.pieces += job.pieces
+        job.books_bytes = COPY_BYTES + len(job.ids) * JOB_BYTES + job.pieces * PIECE_BYTES
+        self._cache.memory.take(job.session.id, job.books_bytes)
         self._running[job] = None
         if not plan.pieces:
             outcome = job.checksums.run(lambda: None) if job.checksums is not None else None
@@ -124,6 +127,7 @@ class JobRunner:
                 outcome = Outcome.CANCELLED
             job.end(outcome)
         self._running.pop(job, None)
+        self._cache.memory.take(job.session.id, -job.books_bytes)
         self._ended_at = self.clock()
         job.client_memory.job_ended()
         job.session.job_ended(job)

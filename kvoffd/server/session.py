@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
+from kvoffd.cache.session_memory import RESULT_BYTES, SessionMemory
 from kvoffd.errors import KvoffdError, UnknownNamespace
 from kvoffd.server.engine_memory import EngineMemory
 from kvoffd.transfer.checksums import SlotChecksums
@@ -51,21 +52,21 @@ class Lifeline:
 class CompletionLog:
     """A session's completions: numbered, and kept until the client acknowledges them."""
 
-    def __init__(self, epoch: int, session_id: int) -> None:
+    def __init__(self, epoch: int, session_id: int, memory: SessionMemory | None = None) -> None:
         self._epoch = epoch
         self._session_id = session_id
+        self._memory = memory
+        self._held_bytes = 0
         self._topic = events.session_topic(epoch, session_id)
         self._pending: list[JobResult] = []
         self._kept: deque[Completions] = deque()
         self._kept_results = 0
-        self.kept_bytes = 0
-        """Bytes of the keys in unacknowledged results, which a client that never reads could make large."""
         self.sequence = 0
 
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
-        self.kept_bytes += _key_bytes(results)
+        self._hold(_bytes_of(results))
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -83,7 +84,18 @@ class CompletionLog:
         while self._kept and self._kept[0].sequence <= sequence:
             results = self._kept.popleft().results
             self._kept_results -= len(results)
-            self.kept_bytes -= _key_bytes(results)
+            self._hold(-_bytes_of(results))
+
+    def _hold(self, more_bytes: int) -> None:
+        """Charge the session for its results. Each takes less than its job did, so that this is never refused."""
+        if self._memory is not None:
+            self._held_bytes += more_bytes
+            self._memory.take(self._session_id, more_bytes)
+
+    def end(self) -> None:
+        """The session is over, and what it still gets is not kept for long."""
+        self._hold(-self._held_bytes)
+        self._memory = None
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -94,8 +106,9 @@ class CompletionLog:
         return self._kept_results + len(self._pending)
 
 
-def _key_bytes(results: Sequence[JobResult]) -> int:
-    return sum([len(part.keys) for result in results if result.failed for part in result.failed])
+def _bytes_of(results: Sequence[JobResult]) -> int:
+    keys_bytes = sum([len(part.keys) for result in results if result.failed for part in result.failed])
+    return len(results) * RESULT_BYTES + keys_bytes
 
 
 @dataclass(eq=False)
@@ -163,6 +176,8 @@ class Job(ABC):
     nbytes: int = field(default=0, init=False)
     pieces: int = field(default=0, init=False)
     """What it counts as in ``max_pieces_in_flight``."""
+    books_bytes: int = field(default=0, init=False)
+    """What it takes of the session's memory in the daemon."""
     store_tickets: list[StoreTicket] = field(default_factory=list, init=False)
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, PIECE_BYTES
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJobs
 from kvoffd.server.session import Registration, Session
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 PART_PIECES = 4096
 """Jobs are planned together until they have so many pieces; then it is others' turn."""
 MAX_UNACKNOWLEDGED_RESULTS = 65536
-MAX_UNACKNOWLEDGED_BYTES = 16 * 1024**2
 
 
 @dataclass(eq=False)
@@ -99,8 +99,7 @@ class Submission:
             raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
         if (unfinished := session.unfinished + len(self._part)) >= config.max_jobs_in_flight:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
-        log = session.completions
-        if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.kept_bytes >= MAX_UNACKNOWLEDGED_BYTES:
+        if len(session.completions) >= MAX_UNACKNOWLEDGED_RESULTS:
             raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
         if storing and session.store_bytes > self.max_store_bytes:
             raise KvoffdError(
@@ -133,6 +132,8 @@ class Submission:
                 f"more than the {config.max_pieces_in_flight} allowed. Wait for completions.",
                 ErrorCode.TOO_MANY,
             )
+        books_bytes = COPY_BYTES + (len(self._part) + 1) * JOB_BYTES + (self._part_pieces + pieces) * PIECE_BYTES
+        self.jobs.cache.memory.check(session.id, books_bytes)
         return pieces
 
     # --- loads -----------------------------------------------------------------------------------

@@ -299,6 +299,7 @@ class ServiceHarness:
         usage = cache.pool_usage()
         assert usage.pinned_bytes == usage.leaving_bytes == usage.writing_bytes == 0, usage
         assert not len(cache.leases)
+        assert not cache.memory.held_bytes
         assert not self.service.context.runner.unfinished
         assert usage.free_bytes == POOL_BYTES, usage
 

@@ -25,6 +25,7 @@ from support.daemon import DaemonProcess
 from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, refusal_of, stats
 
+from kvoffd.config import Config
 from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
@@ -371,7 +372,7 @@ def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient
         assert scheduler.ask(lookup, m.LookupReply).pinned == 1
         part = m.GroupTransfer(0, keys(*range(5000, 9096)), ids(*range(4096)))
         accepted, request_id = 0, 100
-        while accepted < 400:
+        while accepted < 1000:
             load = m.Submit(request_id, hostile.token, name, [], [m.Load(request_id, scheduler.lease(1), [part])])
             hostile.send(load)
             health = m.Health(request_id + 1, hostile.token)
@@ -381,7 +382,7 @@ def test_completions_that_are_never_acknowledged_are_bounded(hostile: WireClient
                 assert refusal_of(reply).code is ErrorCode.TOO_MANY
                 break
             accepted, request_id = accepted + 1, request_id + 2
-        assert 64 <= accepted <= 200
+        assert 64 <= accepted <= Config().sessions_bytes // 3 // (4096 * 32)
         hostile.reply()
 
 
