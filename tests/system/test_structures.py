@@ -1,0 +1,79 @@
+"""A structure that our C and our Python share is laid out alike in both; a mistake in it is seen."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.cuda_abi import compiler
+
+import kvoffd
+from kvoffd.cache.key_states import _Table
+from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
+from kvoffd.transfer.host_engine import _Copying
+from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
+
+ROOT = Path(kvoffd.__file__).parent
+STRUCTURES = {
+    "table": ("cache/key_states.c", _Table),
+    "copying": ("transfer/host_copy.c", _Copying),
+    "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
+    "pace": ("transfer/pace.h", Pace),
+}
+CONSTANTS = {
+    "transfer/pace.h": {"OTHERS_WAIT": OTHERS_WAIT, "STOP": STOP},
+    "transfer/cuda/gpu_copy.c": {"IN_FLIGHT": STEPS_IN_FLIGHT},
+}
+
+
+def fields(structure: type[ctypes.Structure], begin: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Name, offset and size of each field; those of a structure in it are the C structure's own."""
+    for name, kind, *_ in structure._fields_:
+        field = getattr(structure, name)
+        if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
+            yield from fields(kind, begin + field.offset)
+        else:
+            yield name, begin + field.offset, field.size
+
+
+def refusals(name: str, text: str) -> str:
+    """What the compiler says of a source and of its structure beside Python's."""
+    path, structure = STRUCTURES[name]
+    lines = ["#include <stddef.h>", text, f'_Static_assert(sizeof(struct {name}) == {ctypes.sizeof(structure)}, "");']
+    for field, offset, size in fields(structure):
+        same = f"offsetof(struct {name}, {field}) == {offset} && sizeof(((struct {name} *)0)->{field}) == {size}"
+        lines.append(f'_Static_assert({same}, "{field}");')
+    lines += [f'_Static_assert({one} == {value}, "{one}");' for one, value in CONSTANTS.get(path, {}).items()]
+    command = [compiler(), "-x", "c", "-std=gnu11", "-Wno-psabi", "-fsyntax-only", f"-I{(ROOT / path).parent}", "-"]
+    return subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_structure_is_the_same_in_c_and_in_python(name: str) -> None:
+    assert refusals(name, (ROOT / STRUCTURES[name][0]).read_text()) == ""
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_a_field_too_many_and_one_of_another_size_are_seen(name: str) -> None:
+    text = (ROOT / STRUCTURES[name][0]).read_text()
+    begin = text.index(f"struct {name} {{")
+    end = text.index("\n};", begin)
+    more = text[:end] + "\n    uint64_t more[2];" + text[end:]
+    shorter = text[:begin] + re.sub(r"uint64_t (?=[^;*]*;)", "uint16_t ", text[begin:end], count=1) + text[end:]
+    for wrong in (more, shorter):
+        assert wrong != text
+        assert "static assertion failed" in refusals(name, wrong)
+
+
+def test_no_structure_is_left_out() -> None:
+    places = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "(ctypes.Structure)" in path.read_text()
+    }
+    assert places == {
+        *("cache/key_states.py", "transfer/host_engine.py", "transfer/cuda/gpu_copy.py", "transfer/pace.py"),
+        "transfer/cuda/driver.py",  # the first fields of gpu_copy.py's
+    }
