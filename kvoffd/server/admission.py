@@ -28,9 +28,6 @@ RESERVED_SESSIONS = 8
 """Sessions beyond max_sessions, for administrators that are root or the daemon's own user or in admin_uids."""
 ALWAYS_ATTACHABLE = 64
 """Descriptors that a session may attach however many the others have, as long as there are any."""
-LOST_GPU_PATIENCE_S = 5.0
-"""How long a session whose GPU failed goes on, so that its client acknowledges what failed. Clients do so at each
-heartbeat."""
 
 
 def _allowed_ids(config: Config) -> tuple[frozenset[int], frozenset[int]]:
@@ -181,21 +178,3 @@ class Sessions:
         if session.role is not None and not session.internal:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended.", session.id, session.role, session.name)
-
-    def end_those_with_lost_gpus(self) -> None:
-        """End the sessions whose GPU failed, so that they may register again.
-
-        A client that sees the end of its lifeline knows no more of a job than that. So it first gets the completions of
-        what failed there, with their reasons, unless it does not acknowledge them within ``LOST_GPU_PATIENCE_S``.
-        """
-        now = self._runner.clock()
-        for session in list(self):
-            if not any(registration.memory.engine.lost for registration in session.registrations.values()):
-                continue
-            if session.gpu_lost_at is None:
-                session.gpu_lost_at = now
-            waited_s = now - session.gpu_lost_at
-            if (session.jobs or len(session.completions)) and waited_s < LOST_GPU_PATIENCE_S:
-                continue
-            logger.warning("Session %d is ended: the GPU of its engine failed. It may register again.", session.id)
-            self.end(session, session.lifeline.close)

@@ -61,6 +61,7 @@ OTHER_DESCRIPTORS = 64
 MORE_CONNECTIONS = 32
 """Clients of the ZeroMQ sockets that have no session."""
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
+EXIT_GPU_LOST = 75  # EX_TEMPFAIL: CUDA must be started anew, by a new process
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
 # default of 5 ms a lookup could wait that long behind a copy loop.
 SWITCH_INTERVAL_S = 0.0001
@@ -85,7 +86,11 @@ def run(config: Config) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    uvloop.run(Daemon(config).serve())
+    daemon = Daemon(config)
+    uvloop.run(daemon.serve())
+    if daemon.gpu_lost:
+        logging.shutdown()
+        os._exit(EXIT_GPU_LOST)  # past the driver's own end, which may hang where its context is lost
     return 0
 
 
@@ -133,6 +138,7 @@ class Daemon:
         self._directory = DaemonDirectory(config.directory)
         self._stop = asyncio.Event()
         self._copy_stuck = False
+        self.gpu_lost = False
         self._tick_failed_at = -TICK_FAILURES_LOGGED_S
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
@@ -307,6 +313,8 @@ class Daemon:
                 self._tick()
                 if context.memory.stuck:
                     _give_up()
+                if (lost := context.memory.lost) is not None:
+                    self._lose_gpu(lost)
                 if context.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):
                     self._scrubbing = asyncio.create_task(self._scrub())
                 self._transport.wake()
@@ -333,6 +341,17 @@ class Daemon:
                     logger.exception(
                         "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
                     )
+
+    def _lose_gpu(self, why: str) -> None:
+        """Stop as at SIGTERM, but end with EXIT_GPU_LOST."""
+        logger.critical(
+            "The daemon's context on a GPU is lost, and only a new process can use CUDA again: %s Running jobs may "
+            "finish, then the daemon ends; when it is started again the engines connect by themselves. The driver's "
+            "log (dmesg, Xid) may say what happened.",
+            why,
+        )
+        self.gpu_lost = True
+        self._stop.set()
 
     async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""

@@ -63,6 +63,11 @@ class MemoryMapper:
         return any(self._host.hangs_s(direction) >= STUCK_AFTER_S for direction in Direction)
 
     @property
+    def lost(self) -> str | None:
+        """Why GPUs can be used again only when this process has ended; else None."""
+        return None if self._gpus is None else self._gpus.lost
+
+    @property
     def problems(self) -> list[str]:
         return [] if self._gpus is None else self._gpus.problems
 

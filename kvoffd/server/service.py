@@ -156,7 +156,6 @@ class Service:
         forget_idle(context, FORGET_AFTER_S)
         if context.disks is not None:
             context.disks.tick()
-        self.sessions.end_those_with_lost_gpus()
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""

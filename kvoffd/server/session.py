@@ -226,8 +226,6 @@ class Session:
     """Unanswered jobs by id; several ids may be one copy."""
     hanging: set[Job] = field(default_factory=set)
     """Jobs that have their answer but whose copy may still touch the client's memory."""
-    gpu_lost_at: float | None = None
-    """When the GPU of one of its registrations was first found to have failed."""
     store_bytes: int = 0
     """Bytes of unfinished stores, held against the session's credit."""
     pieces: int = 0

@@ -69,11 +69,6 @@ class DirectionLoad(NamedTuple):
 class TransferEngine(ABC):
     """Executes transfers. Its methods may be called from any thread and never wait for a copy, but for ``close``."""
 
-    @property
-    def lost(self) -> bool:
-        """Every transfer fails from now on, until all memory of the engine's device was let go and mapped anew."""
-        return False
-
     def hangs_s(self, direction: Direction) -> float:
         """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
         return 0.0

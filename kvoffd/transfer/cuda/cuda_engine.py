@@ -59,10 +59,9 @@ class CudaEngine(LaneEngine):
         step_pieces: int = STEP_PIECES,
     ) -> None:
         self._batches = Batches(driver, name, clock)
-        self._lost = False
 
         def lane(direction: Direction, checksum_threads: ChecksumThreads | None) -> Lane:
-            copier = _GpuCopier(self, driver, context, direction, pinned, self._batches, locality, step_pieces)
+            copier = _GpuCopier(driver, context, direction, pinned, self._batches, locality, step_pieces)
             one_slice = Slice(STEPS_IN_FLIGHT * STEP_BYTES, STEPS_IN_FLIGHT * step_pieces)
             return Lane(f"kvoffd-gpu-{direction.value}", clock, [copier], one_slice, checksum_threads)
 
@@ -78,14 +77,6 @@ class CudaEngine(LaneEngine):
     def hangs(self) -> bool:
         """Whether a transfer is far beyond its deadline and its thread has not come back from the driver."""
         return any(lane.hangs for lane in self._lanes.values())
-
-    @property
-    def lost(self) -> bool:
-        return self._lost
-
-    def lose(self) -> None:
-        """Take note that the context is lost: whatever is called in it fails."""
-        self._lost = True
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         return super().load_of(direction)._replace(refused_batches=self._batches.refused[direction])
@@ -130,7 +121,6 @@ class Batches:
 class _GpuCopier:
     """One copy thread: its stream, and an event for each step that may be in it."""
 
-    _engine: CudaEngine
     _driver: CudaDriver
     _context: int
     _direction: Direction
@@ -197,6 +187,5 @@ class _GpuCopier:
         try:
             copy.drain()
         except CudaError as error:
-            # The context's work is lost with it: the driver has taken it off the GPU.
-            _log.error("The daemon's context on a GPU is lost, all its engines there must register again: %s", error)
-            self._engine.lose()
+            # The context is lost, and its work with it: the driver has taken it off the GPU.
+            self._driver.lose(error)

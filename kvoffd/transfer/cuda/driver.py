@@ -27,6 +27,9 @@ class CudaDriver(cuda.CudaLibrary):
 
     Args:
         batches: whether ``batch_copy`` looks for the call at all.
+
+    Attributes:
+        lost: why this process must end, as a call has found first; else None. See ``cuda_driver.RELAUNCH_ERRORS``.
     """
 
     call_failed = CudaError
@@ -35,8 +38,21 @@ class CudaDriver(cuda.CudaLibrary):
 
     def __init__(self, library: str = "", *, batches: bool = True) -> None:
         super().__init__(library or cuda.DEFAULT_LIBRARY)
+        self.lost: CudaError | None = None
         self._batches = batches
         self._copy = self._library.cuMemcpyAsync
+
+    def error(self, call: str, status: int, advice: str = "") -> CudaError:
+        error = super().error(call, status, advice)
+        assert isinstance(error, CudaError)
+        if status in cuda.RELAUNCH_ERRORS:
+            self.lose(error)
+        return error
+
+    def lose(self, error: CudaError) -> None:
+        """Take note that a context is lost, and this process's use of the GPUs with it. From any thread."""
+        if self.lost is None:
+            self.lost = error
 
     def whole_uuid(self, device: int) -> bytes:
         """Return 16 bytes: the UUID of the whole GPU, also where the device is a MIG instance of it.

@@ -129,7 +129,7 @@ class Gpu:
             try:
                 segment.close()
             except CudaError as error:
-                # The context is lost with everything in it; a new one is made after the last registration.
+                # As where the context is lost, with everything in it.
                 _log.warning("%s: memory of an engine could not be unmapped: %s", self.device, error.message)
         self._registrations -= 1
         if not self._registrations:
@@ -213,6 +213,12 @@ class Gpus:
         if self._driver is not None:
             found.append(self._pool.problem)
         return [problem for problem in found if problem is not None]
+
+    @property
+    def lost(self) -> str | None:
+        """Why this process must end to use the GPUs again, as a sentence; else None."""
+        error = self._driver.lost if self._driver is not None else None
+        return error.message if error is not None else None
 
     @property
     def pinning(self) -> PinProgress:

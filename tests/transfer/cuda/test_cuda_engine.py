@@ -226,16 +226,16 @@ def test_an_error_of_the_last_wait_ends_the_transfer_after_its_copies_too(machin
     assert machine.engine.load_of(Direction.STORE).bytes == 2 * 32 * KIB
     machine.stub.fail("cuEventSynchronize", 0, 700)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
-    assert machine.engine.lost
+    assert machine.driver.lost is not None
 
 
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
     machine.stub.fail("cuMemcpyAsync", 1, 1)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
-    assert not machine.engine.lost
+    assert machine.driver.lost is None
     machine.stub.fail("cuMemcpyAsync", 1, 700)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
-    assert machine.engine.lost
+    assert machine.driver.lost is not None
 
 
 def test_few_steps_are_with_the_gpu_at_a_time(machine: Machine) -> None:
