@@ -190,6 +190,14 @@ class Config:
         ("auto", "off"),
         "Whether small pieces are copied in batches where the CUDA driver knows them, or always one by one.",
     )
+    pin_pool: str = choice_setting(
+        "start",
+        ("start", "use"),
+        "When the pool is pinned for GPUs: at the start where one is visible, or with the first engine on one.",
+    )
+    pin_linger_s: float = duration_setting(
+        600.0, 0.0, "How long the pool stays pinned after the last engine on a GPU has left."
+    )
 
     @property
     def max_slots(self) -> int:

@@ -27,6 +27,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd.server.disks import opener
+from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
@@ -38,7 +39,6 @@ from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
-from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_proto.messages import HealthReply
 from kvoffd_proto.units import format_size
@@ -249,10 +249,7 @@ class Daemon:
         adopt_blocks(cache, pool)
         self._inbox = Inbox(asyncio.get_running_loop())
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
-        batches = config.cuda_batches == "auto"
-        self._gpus = Gpus(pool.address, pool.pool_bytes, library=config.cuda_library, batches=batches)
-        if self._gpus.available:
-            logger.info("A CUDA driver is here; GPUs are used when their engines register.")
+        self._gpus = open_gpus(config, pool)
         self._page_faulter = PageFaulter()
         self._service = Service(
             config,

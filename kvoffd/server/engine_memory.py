@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, KvoffdError
+from kvoffd.pool.pool import Pool
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, VmmExport
-from kvoffd.transfer.cuda.pinning import PinProgress
+from kvoffd.transfer.cuda.pinning import UNPINNED, PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, CudaVmmHandle, Handle, MemfdHandle
+
+logger = logging.getLogger(__name__)
 
 STUCK_AFTER_S = 3.0
 
@@ -103,7 +108,7 @@ class MemoryMapper:
 
     @property
     def pinning(self) -> PinProgress:
-        return PinProgress(0, 0, 0) if self._gpus is None else self._gpus.pinning
+        return UNPINNED if self._gpus is None else self._gpus.pinning
 
     def _map_host(self, handles: Sequence[Handle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[MappedSegment] = []
@@ -129,6 +134,22 @@ class MemoryMapper:
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
         post = self._post
         return EngineMemory(memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)))
+
+
+def open_gpus(config: Config, pool: Pool) -> Gpus:
+    """The GPUs as the settings have them. The pool has been touched."""
+    gpus = Gpus(
+        pool.address,
+        pool.pool_bytes,
+        library=config.cuda_library,
+        batches=config.cuda_batches == "auto",
+        pin_linger_s=config.pin_linger_s,
+    )
+    if gpus.available:
+        logger.info("A CUDA driver is here; GPUs are used when their engines register.")
+        if config.pin_pool == "start":
+            gpus.pin_pool()
+    return gpus
 
 
 def segment_ids(handles: Sequence[Handle]) -> list[int]:

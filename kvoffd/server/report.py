@@ -128,6 +128,7 @@ def _pool_stats(context: Context) -> m.PoolStats:
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
         page_locked_bytes=pinning.pinned_bytes,
         unlockable_bytes=pinning.refused_bytes,
+        page_locking_gpu_bytes=pinning.gpu_bytes,
     )
 
 

@@ -42,6 +42,11 @@ ERROR_LAUNCH_FAILED = 719
 ERROR_TENSOR_MEMORY_LEAK = 721
 ERROR_NOT_PERMITTED = 800
 ERROR_NOT_SUPPORTED = 801
+ERROR_MPS_CONNECTION_FAILED = 805
+ERROR_MPS_RPC_FAILURE = 806
+ERROR_MPS_SERVER_NOT_READY = 807
+ERROR_MPS_MAX_CLIENTS_REACHED = 808
+ERROR_MPS_MAX_CONNECTIONS_REACHED = 809
 ERROR_MPS_CLIENT_TERMINATED = 810
 ERROR_EXTERNAL_DEVICE = 911
 
@@ -84,6 +89,19 @@ RELAUNCH_ERRORS = frozenset(
         ERROR_EXTERNAL_DEVICE,
     }
 )
+
+_MPS = (
+    "This process should be a client of MPS but is none: it must run as the user of the MPS server, and see the pipes "
+    "(CUDA_MPS_PIPE_DIRECTORY) and the shared memory of nvidia-cuda-mps-control, in a container too (--ipc=host)."
+)
+_MPS_FULL = "The MPS server has as many clients as it takes; see nvidia-cuda-mps-control."
+_ADVICE = {
+    ERROR_MPS_CONNECTION_FAILED: _MPS,
+    ERROR_MPS_RPC_FAILURE: _MPS,
+    ERROR_MPS_SERVER_NOT_READY: _MPS,
+    ERROR_MPS_MAX_CLIENTS_REACHED: _MPS_FULL,
+    ERROR_MPS_MAX_CONNECTIONS_REACHED: _MPS_FULL,
+}
 
 _TEXT_BYTES = 128
 # A driver call may open a few files of its own.
@@ -333,6 +351,7 @@ class CudaLibrary:
 
     def error(self, call: str, status: int, advice: str = "") -> CudaCallFailed:
         name = ctypes.c_char_p()
+        advice = _ADVICE.get(status, advice)
         known = self._library.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value is not None
         return self.call_failed(call, status, (name.value or b"").decode() if known else "an unknown error", advice)
 
@@ -369,6 +388,12 @@ class CudaLibrary:
     def set_context(self, context: int) -> None:
         """Make the context current in this thread; 0 for none."""
         self._call("cuCtxSetCurrent", context or None)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the GPU's memory no process has."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""

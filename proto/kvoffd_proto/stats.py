@@ -162,13 +162,21 @@ class PoolStats(Wire, frozen=True):
     page_locked_bytes: Annotated[
         ByteCount,
         gauge(
-            "Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the "
-            "first engine on a GPU, in steps, until the last one has gone and all is unlocked.",
+            "Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages: from the start "
+            "or the first engine on a GPU (pin_pool), in steps, until some time after the last one (pin_linger).",
             help="Bytes that GPUs copy at full speed, since the CUDA driver has locked their pages.",
         ),
     ] = 0
     unlockable_bytes: Annotated[
         ByteCount, gauge("Bytes whose pages the CUDA driver would not lock: GPUs copy them slowly.")
+    ] = 0
+    page_locking_gpu_bytes: Annotated[
+        ByteCount,
+        gauge(
+            "Memory of the first GPU that locking the pool's pages took there: the fall of what the driver showed free "
+            "meanwhile, others' allocations included. 0 until all is locked.",
+            help="Memory of the first GPU that locking the pool's pages took there.",
+        ),
     ] = 0
 
 

@@ -140,3 +140,29 @@ def test_a_daemon_that_is_stopped_lets_the_gpu_go(machine: Machine) -> None:
         if machine.is_stub:
             assert {"ipc close", "context of 0 gone"} <= set(machine.driver_log())
         assert "Traceback" not in machine.daemon.log
+
+
+def test_the_pool_is_pinned_from_the_start_and_lingers(stub_machine: Callable[..., Machine]) -> None:
+    machine = stub_machine({}, pin_pool="start", pin_linger="10m")
+    with AdminClient(machine.daemon.directory) as admin:
+
+        def pinned() -> bool:
+            return admin.stats().pool.page_locked_bytes == admin.stats().pool.pool_bytes
+
+        wait_until(pinned)
+        wait_until(lambda: admin.stats().pool.page_locking_gpu_bytes == 1 << 20)
+        with machine.exporter("ordinary") as worker:
+            worker.wait_ready()
+        wait_until(lambda: "ipc close" in machine.driver_log())
+        assert pinned()
+        assert sum(line.startswith("context of 0 ") for line in machine.driver_log()) == 2, (
+            "the exporter's, the daemon's"
+        )
+    assert machine.daemon.stop() == 0
+    assert "context of 0 gone" in machine.driver_log()
+
+
+def test_a_driver_that_does_not_start_leaves_the_pool_for_later(stub_machine: Callable[..., Machine]) -> None:
+    machine = stub_machine({"STUB_FAIL": "cuInit:0:100"}, pin_pool="start")
+    machine.daemon.wait_log("The pool is not pinned before an engine on a GPU registers: cuInit failed")
+    assert machine.daemon.stop() == 0

@@ -31,7 +31,8 @@ class Machine:
         self.library = library
         self.is_stub = log is not None
         self._log = log
-        self.daemon = daemon(cuda_library=library, **flags)
+        # So that CUDA is in use while engines are there, and no longer, unless a test wants it otherwise.
+        self.daemon = daemon(cuda_library=library, **{"pin_pool": "use", "pin_linger": "0s", **flags})
 
     def exporter(self, kind: str, **shape: int) -> Exporter:
         """A worker of this daemon."""

@@ -34,12 +34,6 @@ _SWEEP = Path(__file__).with_name("sweep.ptx")
 class BenchDriver(ExportDriver):
     """The driver library as a bench uses it. See ExportDriver; all of these calls need a current context."""
 
-    def free_bytes(self) -> int:
-        """Return how many bytes of the GPU's memory no process has."""
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value
-
     def allocate(self, size: int) -> int:
         """Allocate ordinary memory of the GPU; return its address."""
         return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)

@@ -17,7 +17,7 @@ from kvoffd.transfer.cuda.cuda_engine import CudaEngine
 from kvoffd.transfer.cuda.device import Device, find_device, list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
 from kvoffd.transfer.cuda.handles import GpuMappings, GpuSegment, IpcExport, VmmExport
-from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
+from kvoffd.transfer.cuda.pinning import UNPINNED, PinnedPool, PinProgress
 from kvoffd.transfer.engine import Direction, DirectionLoad, TransferEngine
 from kvoffd_proto.errors import ErrorCode
 
@@ -170,10 +170,10 @@ class Gpu:
 
 
 class Gpus:
-    """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none at all before the first ``map``.
+    """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none before ``pin_pool`` or ``map``.
 
-    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda, and
-    ``batches`` whether copies are made in batches.
+    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda,
+    ``batches`` whether copies are made in batches; the pool stays pinned for ``pin_linger_s`` after its last use.
     """
 
     def __init__(
@@ -184,6 +184,7 @@ class Gpus:
         library: str = "",
         *,
         batches: bool = True,
+        pin_linger_s: float = 0.0,
     ) -> None:
         self._clock = clock
         self._lock = threading.Lock()
@@ -197,7 +198,7 @@ class Gpus:
         except CudaMissing as error:
             self._driver, self._missing = None, error.message
         else:
-            self._pool = PinnedPool(self._driver, pool_address, pool_bytes)
+            self._pool = PinnedPool(self._driver, pool_address, pool_bytes, linger_s=pin_linger_s)
 
     @property
     def available(self) -> bool:
@@ -222,7 +223,23 @@ class Gpus:
 
     @property
     def pinning(self) -> PinProgress:
-        return self._pool.progress if self._driver is not None else PinProgress(0, 0, 0)
+        return self._pool.progress if self._driver is not None else UNPINNED
+
+    def pin_pool(self) -> None:
+        """Pin the pool now, in the background, in the context of the first GPU, if there is one."""
+        driver = self._driver
+        if driver is None:
+            return
+
+        def pin() -> None:
+            try:
+                first, *_ = self._list_devices(driver)
+            except CudaError as error:
+                _log.info("The pool is not pinned before an engine on a GPU registers: %s", error.message)
+            else:
+                self._pool.pin(first.ordinal)
+
+        self._in_index(pin)
 
     def map(self, uuid: bytes, owner: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         """Map the memory of registration ``owner`` on the GPU with this UUID, then call ``on_mapped``.
@@ -236,8 +253,6 @@ class Gpus:
             raise CudaMissing(self._missing)
         with self._lock:
             gpu = self._gpus.get(uuid)
-            if self._index is None:
-                self._index = ControlThread("kvoffd-gpu-index", "The CUDA driver", self._clock)
         if gpu is not None:
             gpu.map(owner, exports, on_mapped)
             return
@@ -251,7 +266,13 @@ class Gpus:
                 self._refusal = error.message
                 on_mapped(error)
 
-        self._index.submit(find)
+        self._in_index(find)
+
+    def _in_index(self, task: Callable[[], None]) -> None:
+        with self._lock:
+            if self._index is None:
+                self._index = ControlThread("kvoffd-gpu-index", "The CUDA driver", self._clock)
+        self._index.submit(task)
 
     def load_of(self, direction: Direction) -> DirectionLoad:
         loads = (gpu.load_of(direction) for gpu in self._all_gpus())
@@ -289,11 +310,15 @@ class Gpus:
 
     def _find_gpu(self, driver: CudaDriver, uuid: bytes) -> Gpu:
         """In the index thread. Raises NoSuchGpu, CudaError."""
-        if not self._devices:
-            self._devices = list_devices(driver)
-        device = find_device(self._devices, uuid)
+        device = find_device(self._list_devices(driver), uuid)
         with self._lock:
             gpu = self._gpus.get(uuid)
             if gpu is None:
                 gpu = self._gpus[uuid] = Gpu(driver, device, self._pool, self._clock)
             return gpu
+
+    def _list_devices(self, driver: CudaDriver) -> list[Device]:
+        """In the index thread. Raises CudaError, also where there is none."""
+        if not self._devices:
+            self._devices = list_devices(driver)
+        return self._devices

@@ -17,7 +17,8 @@ _MAX_SEGMENT_BYTES = 1 << 56
 
 _ADVICE = {
     cuda.ERROR_INVALID_VALUE: (
-        "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or GPU."
+        "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or "
+        "GPU, or only one of engine and daemon is a client of MPS."
     ),
     cuda.ERROR_MAP_FAILED: (
         "The driver cannot map the memory: container runtimes that split GPUs up between containers forbid that."

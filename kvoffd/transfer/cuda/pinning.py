@@ -29,13 +29,18 @@ class PinProgress(NamedTuple):
     pinned_bytes: int
     refused_bytes: int
     """Bytes that the driver refused to pin: copies of them are right but slow."""
+    gpu_bytes: int
+    """What pinning has taken of the memory of the GPU in whose context it is done, as the driver shows it."""
+
+
+UNPINNED = PinProgress(0, 0, 0, 0)
 
 
 class PinnedPool:
-    """The pool's memory, pinned while at least one GPU uses it.
+    """The pool's memory, pinned while at least one GPU uses it and for ``linger_s`` after, before that if told to.
 
     It is pinned once for all GPUs, under the primary context of the first one that asks, which therefore stays until
-    the last one goes. Copies may use any of it at any time: what is not pinned is copied by calls that allow that.
+    all is unpinned. Copies may use any of it at any time: what is not pinned is copied by calls that allow that.
     Chunks begin at multiples of ``chunk_bytes`` of the address, so that no piece of a plan, cut as ``GpuCopy``
     cuts, lies in two of them.
 
@@ -43,11 +48,14 @@ class PinnedPool:
     multiple of STEP_BYTES.
     """
 
-    def __init__(self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int = CHUNK_BYTES, linger_s: float = 0.0
+    ) -> None:
         if chunk_bytes % STEP_BYTES:
             raise ValueError(f"Chunks of {chunk_bytes} bytes are no multiple of {STEP_BYTES} bytes.")
         self._driver = driver
         self._chunk_bytes = chunk_bytes
+        self._linger_s = linger_s
         end = address + -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         self._first = address // chunk_bytes
         self._chunks = list(pairwise([address, *range((self._first + 1) * chunk_bytes, end, chunk_bytes), end]))
@@ -58,27 +66,40 @@ class PinnedPool:
         self._change = threading.Lock()
         self._run: _PinRun | None = None
 
+    def pin(self, device: int) -> None:
+        """Start the pinning before a GPU uses the pool."""
+        with self._change:
+            self._start(device)
+
     def acquire(self, device: int) -> None:
-        """Count a GPU that uses the pool; the first one starts the pinning."""
+        """Count a GPU that uses the pool; the first one starts the pinning, unless it was started or lingers."""
         with self._change:
             self._users += 1
             if self._users == 1:
-                # A run before this one may still unpin, or hang with its GPU: the new thread waits for it, nobody else.
-                self._run = _PinRun(self._driver, device, self._chunks, self._pinned, self._run)
-                self._run.start()
+                self._start(device)
+
+    def _start(self, device: int) -> None:
+        if self._run is None or not self._run.keep():
+            # A run before this one may still unpin, or hang with its GPU: the new thread waits for it, nobody else.
+            self._run = _PinRun(self._driver, device, self._chunks, self._pinned, self._run)
+            self._run.start()
 
     def release(self) -> None:
-        """Count a GPU less; with the last one all is unpinned, in the background. No copy of the GPU may be running."""
+        """Count a GPU less; some time after the last one all is unpinned. No copy of the GPU may be running."""
         with self._change:
             self._users -= 1
             if self._users == 0 and self._run is not None:
-                self._run.stop()
+                self._run.stop(self._linger_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the unpinning after the last release; False when it is not over in time. Then keep the memory."""
-        if self._run is not None:
-            self._run.join(timeout_s)
-        return self._run is None or not self._run.is_alive()
+        """Unpin, if no GPU uses the pool; False when it is pinned still after ``timeout_s``. Then keep the memory."""
+        with self._change:
+            run = self._run
+            if run is not None and not self._users:
+                run.stop()
+        if run is not None:
+            run.join(timeout_s)
+        return run is None or not run.is_alive()
 
     @property
     def chunks(self) -> PinnedChunks:
@@ -92,8 +113,9 @@ class PinnedPool:
             pinned = _bytes_of([chunk for chunk, done in zip(self._chunks, self._pinned.tolist(), strict=True) if done])
         else:
             pinned = run.pinned_bytes if run.is_alive() else 0
-        refused = run.refused_bytes if run is not None and self._users else 0
-        return PinProgress(self._size_bytes, min(pinned, self._size_bytes), min(refused, self._size_bytes))
+        refused = run.refused_bytes if run is not None and not run.stopping else 0
+        gpu_bytes = run.gpu_bytes if pinned and run is not None else 0
+        return PinProgress(self._size_bytes, min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
 
     @property
     def problem(self) -> str | None:
@@ -123,17 +145,40 @@ class _PinRun(threading.Thread):
         self._chunks, self._pinned = chunks, pinned
         self._before = before
         self._registered: list[int] = []
-        self._stopping = threading.Event()
         # Guards the step from "registered" to "seen as pinned" against a stop in between.
-        self._showing = threading.Lock()
+        self._change = threading.Condition()
+        self._stop_at: float | None = None
+        self.stopping = False
         self.pinned_bytes = 0
         self.refused_bytes = 0
+        self.gpu_bytes = 0
 
-    def stop(self) -> None:
-        """Let nothing count as pinned from now on; the thread unpins and ends."""
-        with self._showing:
-            self._stopping.set()
+    def keep(self) -> bool:
+        """Stay pinned until the next ``stop``; False when it is too late for that, or nothing was pinned."""
+        with self._change:
+            self._stop_at = None
+            return not self.stopping and self.is_alive()
+
+    def stop(self, linger_s: float = 0.0) -> None:
+        """Let nothing count as pinned when ``linger_s`` have passed; the thread unpins and ends.
+
+        At once where something was refused: the next run may get it.
+        """
+        with self._change:
+            self._stop_at = time.monotonic() + (0.0 if self.refused_bytes else linger_s)
+            self._stop_if_due()
+            self._change.notify()
+
+    def _stop_if_due(self) -> None:
+        if self._stop_at is not None and time.monotonic() >= self._stop_at:
+            self.stopping = True
             self._pinned[:] = False
+
+    def _wait_for_stop(self) -> None:
+        with self._change:
+            while not self.stopping:
+                self._change.wait(None if self._stop_at is None else max(0.0, self._stop_at - time.monotonic()))
+                self._stop_if_due()
 
     def run(self) -> None:
         if self._before is not None:
@@ -147,8 +192,10 @@ class _PinRun(threading.Thread):
             return
         try:
             self._driver.set_context(context)
+            free_bytes = self._free_bytes()
             self._pin()
-            self._stopping.wait()
+            self.gpu_bytes = max(0, free_bytes - self._free_bytes())
+            self._wait_for_stop()
         finally:
             self._unpin()
             self._driver.set_context(0)
@@ -157,7 +204,7 @@ class _PinRun(threading.Thread):
     def _pin(self) -> None:
         started = time.monotonic()
         for index, (begin, end) in enumerate(self._chunks):
-            if self._stopping.is_set():
+            if self.stopping:
                 return
             try:
                 self._driver.register_host(begin, end - begin)
@@ -168,10 +215,18 @@ class _PinRun(threading.Thread):
                 continue
             self._registered.append(begin)
             self.pinned_bytes += end - begin
-            with self._showing:
-                self._pinned[index] = not self._stopping.is_set()
+            with self._change:
+                self._stop_if_due()
+                self._pinned[index] = not self.stopping
         pinned = _bytes_of(self._chunks) - self.refused_bytes
         _log.info("%s of the pool are pinned after %.1f s.", format_size(pinned), time.monotonic() - started)
+
+    def _free_bytes(self) -> int:
+        try:
+            return self._driver.free_bytes()
+        except CudaError as error:
+            _log.info("What pinning takes of the GPU's memory is not known: %s", error.message)
+            return 0
 
     def _unpin(self) -> None:
         failures: list[str] = []

@@ -25,18 +25,29 @@ def memory() -> Iterator[PoolMemory]:
     memory.close()
 
 
-@pytest.fixture
-def pool(stub: StubCuda, memory: PoolMemory) -> Iterator[PinnedPool]:
+def pinned_pool(stub: StubCuda, memory: PoolMemory, linger_s: float) -> Iterator[PinnedPool]:
     driver = stub.driver()
     driver.init()
-    pool = PinnedPool(driver, memory.address, POOL, CHUNK)
+    pool = PinnedPool(driver, memory.address, POOL, CHUNK, linger_s)
     yield pool
     stub.release()
     assert pool.close(10)
 
 
+@pytest.fixture
+def pool(stub: StubCuda, memory: PoolMemory) -> Iterator[PinnedPool]:
+    """Unpinned at the last release."""
+    yield from pinned_pool(stub, memory, 0.0)
+
+
+@pytest.fixture
+def lingering(stub: StubCuda, memory: PoolMemory) -> Iterator[PinnedPool]:
+    """Pinned for minutes after the last release."""
+    yield from pinned_pool(stub, memory, 600.0)
+
+
 def test_nothing_happens_before_a_gpu_asks(stub: StubCuda, pool: PinnedPool) -> None:
-    assert pool.progress == (POOL, 0, 0)
+    assert pool.progress == (POOL, 0, 0, 0)
     assert stub.made_contexts() == 0
 
 
@@ -54,7 +65,7 @@ def test_all_of_it_is_pinned_once_for_all_gpus_and_let_go_with_the_last(stub: St
     pool.release()
     assert pool.close(10)
     assert (stub.ranges(Ranges.HOST), stub.contexts(1)) == (0, 0)
-    assert pool.progress == (POOL, 0, 0)
+    assert pool.progress == (POOL, 0, 0, 0)
 
 
 def test_what_is_pinned_already_is_used_while_the_rest_is_not(stub: StubCuda, pool: PinnedPool) -> None:
@@ -79,7 +90,7 @@ def test_a_chunk_that_cannot_be_pinned_is_left_out_and_said_so(
     stub.fail("cuMemHostRegister_v2", 3, status=2)
     with caplog.at_level(logging.WARNING):
         pool.acquire(0)
-        wait_until(lambda: sum(pool.progress[1:]) == POOL)
+        wait_until(lambda: sum(pool.progress[1:3]) == POOL)
     assert pool.progress.refused_bytes == 2 * CHUNK
     assert pool.problem is not None
     assert "16.0 MiB" in pool.problem
@@ -95,7 +106,7 @@ def test_without_a_context_nothing_is_pinned_and_said_so(stub: StubCuda, pool: P
     stub.fail("cuDevicePrimaryCtxRetain", status=2)
     pool.acquire(0)
     wait_until(lambda: pool.problem is not None)
-    assert pool.progress == (POOL, 0, POOL)
+    assert pool.progress == (POOL, 0, POOL, 0)
     pool.release()
 
 
@@ -123,6 +134,75 @@ def test_giving_up_in_the_middle_unpins_what_was_pinned(stub: StubCuda, pool: Pi
     assert pool.progress.pinned_bytes > 0, "operators are told what is still locked"
     stub.release()
     assert pool.close(10)
-    assert pool.progress == (POOL, 0, 0)
+    assert pool.progress == (POOL, 0, 0, 0)
     assert stub.ranges(Ranges.HOST) == 0
     assert stub.calls("cuMemHostRegister_v2") == 3
+
+
+def pins(stub: StubCuda) -> int:
+    return sum(line.startswith("pin ") for line in stub.log())
+
+
+def test_the_next_gpu_finds_a_pool_that_lingers_pinned(stub: StubCuda, lingering: PinnedPool) -> None:
+    stub.set("devices", 2)
+    lingering.acquire(0)
+    wait_until(lambda: lingering.progress.pinned_bytes == POOL)
+    lingering.release()
+    assert lingering.progress.pinned_bytes == POOL
+    chunks = pins(stub)
+    lingering.acquire(1)
+    assert lingering.chunks.flags.all(), "the first load must be fast"
+    assert (pins(stub), stub.made_contexts()) == (chunks, 1)
+    lingering.release()
+
+
+@pytest.fixture
+def brief(stub: StubCuda, memory: PoolMemory) -> Iterator[PinnedPool]:
+    """Pinned for a moment after the last release."""
+    yield from pinned_pool(stub, memory, 0.2)
+
+
+def test_after_its_linger_the_pool_is_unpinned_by_itself(stub: StubCuda, brief: PinnedPool) -> None:
+    brief.acquire(0)
+    wait_until(lambda: brief.progress.pinned_bytes == POOL)
+    brief.release()
+    assert brief.chunks.flags.all()
+    wait_until(lambda: stub.contexts() == 0)
+    assert not brief.chunks.flags.any()
+    assert stub.ranges(Ranges.HOST) == 0
+    brief.acquire(0)
+    wait_until(lambda: brief.progress.pinned_bytes == POOL)
+    brief.release()
+
+
+def test_a_pool_that_was_refused_in_part_does_not_linger(stub: StubCuda, lingering: PinnedPool) -> None:
+    stub.fail("cuMemHostRegister_v2", 2, status=2)
+    lingering.acquire(0)
+    wait_until(lambda: sum(lingering.progress[1:3]) == POOL)
+    lingering.release()
+    lingering.acquire(0)
+    wait_until(lambda: lingering.progress.pinned_bytes == POOL)
+    lingering.release()
+
+
+def test_pinned_early_it_stays_so_until_the_first_engine_has_come_and_gone(stub: StubCuda, pool: PinnedPool) -> None:
+    pool.pin(0)
+    wait_until(lambda: pool.progress.pinned_bytes == POOL)
+    chunks = pins(stub)
+    pool.acquire(0)
+    assert pool.chunks.flags.all()
+    assert pins(stub) == chunks
+    pool.release()
+    wait_until(lambda: stub.contexts() == 0)
+
+
+def test_what_pinning_takes_of_the_gpu_is_known_when_it_is_done(stub: StubCuda, pool: PinnedPool) -> None:
+    stub.hang("cuMemHostRegister_v2", 2)
+    pool.acquire(0)
+    stub.wait_hanging()
+    assert pool.progress.gpu_bytes == 0
+    stub.release()
+    wait_until(lambda: pool.progress.gpu_bytes == 1 << 20)
+    pool.release()
+    assert pool.close(10)
+    assert pool.progress.gpu_bytes == 0
