@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test abi shapes dist deb image delivery lint bench bench-overhead bench-peers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -63,6 +63,12 @@ bench-overhead: $(VENV)/.engine ## measure what an engine feels of kvoffd: sched
 
 bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, which gets its own .venv-lmcache (1.6 GB)
 	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)
+
+gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); GPU_ARGS="--part copy", or --double
+	@$(PYTHON) tests/bench/gpu/carry.py run $(GPU_ARGS)
+
+gpu-files: ## fetch and build what `make gpu` takes to a machine without internet, into .gpu; GPU_ARGS="--python 3.12"
+	@$(PYTHON) tests/bench/gpu/carry.py fetch $(GPU_ARGS)
 
 soak: $(VENV)/.tools ## simulate daemon, engines and faults, seed after seed, until told to stop; SOAK_ARGS="--seconds 60"
 	@$(BIN)/python -m tests.sim.soak $(SOAK_ARGS)

@@ -1,6 +1,6 @@
 """A worker with GPU memory, in a process of its own: obeys JSON lines on its standard input. See ``support.exporter``.
 
-Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES
+Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES; EXPORTER_UID is the user that it becomes.
 """
 
 from __future__ import annotations
@@ -140,6 +140,8 @@ def registration_of(gpu: Gpu) -> Registration:
 
 
 def main() -> None:
+    if user := os.environ.get("EXPORTER_UID"):
+        os.setuid(int(user))
     directory, library, kind = sys.argv[1:4]
     shape = [int(argument) for argument in sys.argv[4:7]]
     gpu = TorchGpu(library, "ordinary", *shape) if kind == "torch" else Gpu(library, kind, *shape)

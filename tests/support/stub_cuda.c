@@ -642,7 +642,8 @@ CUresult cuLaunchKernel(CUfunction kernel, unsigned gx, unsigned gy, unsigned gz
     ENTER("cuLaunchKernel") NEED_CONTEXT NEED_HANDLE(stream_of(where))
     NEED(kernel && parameters && !extra && !shared && gx && gy * gz * by * bz == 1 && bx && bx <= 1024)
     range_t *range = find(*(address_t *)parameters[0], K(DEVICE));
-    NEED(range && range->size == 16 * *(uint64_t *)parameters[1])
+    if (!range) { lose(CUDA_ERROR_ILLEGAL_ADDRESS); return leave(0); } /* told by the next call, as by a GPU */
+    NEED(range->size == 16 * *(uint64_t *)parameters[1])
     return leave(0);
 }
 

@@ -27,7 +27,7 @@ COMPUTE_KERNELS = 16
 """Kernels of one step, which takes some milliseconds."""
 _BLOCKS, _THREADS = 1024, 256
 _WORD_BYTES = 16
-_SWEEP = Path(__file__).with_name("sweep.ptx")
+SWEEP = Path(__file__).with_name("sweep.ptx")
 """A kernel that reads and writes all of a buffer."""
 
 
@@ -173,7 +173,7 @@ def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
     driver = BenchDriver()
     with ExitStack() as undo:
         undo.enter_context(driver.context(driver.device(ordinal)))
-        kernel = driver.load_kernel(_SWEEP.read_text(), "sweep")
+        kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
         buffer = driver.allocate(COMPUTE_BYTES)
         undo.callback(driver.free, buffer)
         stream = driver.create_stream()

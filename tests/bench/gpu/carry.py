@@ -1,0 +1,78 @@
+"""Takes ``make gpu`` to a machine without internet: what it needs is fetched and built here, and unpacked there.
+
+``carry.py fetch [--python 3.12]`` puts wheels into .gpu: kvoffd's own, which has its library compiled, and those of its
+dependencies, pytest and matplotlib. ``carry.py run ARGUMENT...`` starts ``tests.bench.gpu`` with them, or with .venv
+where that is there. Imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from zipfile import ZipFile
+
+ROOT = Path(__file__).parents[3]
+CARRIED = ROOT / ".gpu"
+SITE = CARRIED / "site"
+VENV_PYTHON = ROOT / ".venv" / "bin" / "python"
+LIBRARY = Path("kvoffd") / "libkvoffd.so"
+MOST_BYTES = 64 << 20
+TESTS_NEED = ("pytest", "pytest-timeout", "matplotlib")
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+
+
+def fetch(python: str) -> None:
+    """Fill .gpu for a Python of this version (``3.12``) on x86-64. Needs the package index, and gcc."""
+    shutil.rmtree(CARRIED, ignore_errors=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(CARRIED), str(ROOT)], check=True)
+    platforms = [argument for platform in PLATFORMS for argument in ("--platform", platform)]
+    wanted = [*project["dependencies"], *TESTS_NEED]
+    download = [*pip, "download", "--only-binary=:all:", "--python-version", python, *platforms]
+    subprocess.run([*download, "--dest", str(CARRIED), *wanted], check=True)
+    nbytes = sum(path.stat().st_size for path in CARRIED.iterdir())
+    print(f"{CARRIED} has {nbytes / 2**20:.0f} MiB, for Python {python} on x86-64.")
+    if nbytes > MOST_BYTES:
+        sys.exit(f"That is more than {MOST_BYTES >> 20} MiB.")
+
+
+def run(arguments: list[str]) -> None:
+    """Become ``python -m tests.bench.gpu`` with these arguments."""
+    python, environ = str(VENV_PYTHON), dict(os.environ)
+    if not VENV_PYTHON.exists():
+        wheels = sorted(CARRIED.glob("*.whl"))
+        if not wheels:
+            sys.exit("Neither .venv nor .gpu is here: run `make venv`, or `make gpu-files` where there is internet.")
+        if not SITE.exists():
+            for wheel in wheels:
+                with ZipFile(wheel) as packed:
+                    packed.extractall(SITE)
+        if not (ROOT / LIBRARY).exists():
+            shutil.copy(SITE / LIBRARY, ROOT / LIBRARY)
+        python = sys.executable
+        environ["PYTHONPATH"] = os.pathsep.join(str(path) for path in (ROOT, ROOT / "client", ROOT / "proto", SITE))
+    os.chdir(ROOT)
+    os.execve(python, [python, "-m", "tests.bench.gpu", *arguments], environ)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetching = commands.add_parser("fetch", help="fill .gpu")
+    fetching.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
+    commands.add_parser("run", help="run tests.bench.gpu", add_help=False)
+    options, arguments = parser.parse_known_args()
+    if options.command == "run":
+        run(arguments)
+    else:
+        fetch(options.python)
+
+
+if __name__ == "__main__":
+    main()

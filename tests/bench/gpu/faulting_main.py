@@ -1,0 +1,36 @@
+"""``kvoffd`` that spoils its own context on GPU 0 at SIGUSR1: ``faulting_main.py LIBRARY serve ...``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+from kvoffd.cli import main
+
+NOWHERE = 0x10
+"""No allocation is there."""
+
+
+def write_nowhere(library: str) -> None:
+    """Run a kernel that writes where nothing is."""
+    # Not before the signal is blocked: numpy starts threads, which would take it.
+    from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
+    from kvoffd_client.cuda.export import CudaError
+
+    signal.sigwait({signal.SIGUSR1})
+    driver = BenchDriver(library or None)
+    with driver.context(driver.device(0)):  # the primary one, which the daemon uses too
+        kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
+        stream = driver.create_stream()
+        try:
+            driver.launch(kernel, 1, 32, (NOWHERE, 1 << 10), stream)
+            driver.wait_stream(stream)
+        except CudaError as error:
+            print(f"the fault: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
+    sys.exit(main(sys.argv[2:]))

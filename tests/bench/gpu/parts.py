@@ -1,0 +1,360 @@
+"""What only a GPU can tell, in parts: each is a function that takes a ``Setup`` and returns an object for JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+from kvoffd.server.daemon import EXIT_GPU_LOST
+from kvoffd.transfer.cuda.device import list_devices
+from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
+from kvoffd_client.bench.copy_bench import bench_copy_gpu
+from kvoffd_client.bench.gpu_device import BenchDriver
+from kvoffd_client.bench.results import BenchFailed, Report, check_plot, draw_plot, machine
+from kvoffd_proto.messages import GroupKeys
+from tests.support.daemon import DaemonProcess
+from tests.support.exporter import Exporter
+from tests.support.waiting import wait_until
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+KEY = bytes(32)
+NOBODY = 65534
+READY_S = 60.0
+WATCH_S = 2.0
+"""For how long blocks are watched after the daemon was killed."""
+MEMORY_SHARE = 0.3
+"""Of what is available, the largest pool that is pinned."""
+FAULTING_MAIN = Path(__file__).with_name("faulting_main.py")
+
+Found = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how large to measure.
+
+    Attributes:
+        library: path of the driver; "" for the system's.
+        double: whether it is the tests' double, on which nothing takes as long as on a GPU, and sizes are small.
+        plot: the PNG that ``copy`` draws; None for none.
+    """
+
+    library: str
+    double: bool
+    plot: Path | None = None
+
+    def daemon(self, pool_bytes: int, **flags: str) -> DaemonProcess:
+        """A daemon that uses CUDA while engines are there and no longer; to be started."""
+        used = {"cuda_library": self.library, "pin_pool": "use", "pin_linger": "0s", **flags}
+        return DaemonProcess(str(pool_bytes), **used)
+
+    def exporter(self, daemon: DaemonProcess, kind: str = "ordinary", **shape: int) -> Exporter:
+        return Exporter(daemon.directory, self.library, kind, **shape)
+
+    @cached_property
+    def pools(self) -> list[int]:
+        """Sizes of pools that are pinned."""
+        if self.double:
+            return [64 * MIB, 128 * MIB]
+        fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * KIB
+        return [size for size in (GIB, 4 * GIB, 16 * GIB, 32 * GIB) if size <= MEMORY_SHARE * available]
+
+
+def tried(what: Callable[[], object]) -> object:
+    """What came of it, or the error in words."""
+    try:
+        return what()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def context(setup: Setup) -> Iterator[BenchDriver]:
+    """The driver with a context on GPU 0 in this thread."""
+    driver = BenchDriver(setup.library or None)
+    with driver.context(driver.device(0)):
+        yield driver
+
+
+def look_at_driver(setup: Setup) -> Found:
+    """The driver, its devices, what it says of ordinary memory, and the limits of this process."""
+    driver = CudaDriver(setup.library)
+    devices = list_devices(driver)
+    found: Found = {
+        "cuda": driver.version(),
+        "batches": driver.batch_copy() is not None,
+        "devices": [str(device) for device in devices],
+        "card": devices[0].name,
+        "release": _first_line("/proc/driver/nvidia/version"),
+        "machine": machine(),
+        "os": platform.platform(),
+        "uid": os.getuid(),
+        "shmem_huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(("CUDA_", "NVIDIA_"))},
+    }
+    with context(setup) as bench:
+        address = bench.allocate(4 * MIB)
+        found["ordinary_memory"] = {
+            "device": tried(lambda: bench.device_of(address)),
+            "has_ipc_handle": tried(lambda: bench.has_ipc_handle(address)),
+            "is_pooled": tried(lambda: bench.is_pooled(address)),
+            "range": tried(lambda: bench.address_range(address)[1]),
+        }
+        bench.free(address)
+    if shutil.which("nvidia-smi"):
+        asked = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current,compute_mode"
+        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
+        found["nvidia_smi"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
+    return found
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        return Path(path).read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+
+
+def share_memory(setup: Setup) -> Found:
+    """Both kinds of memory: exported, mapped, copied; by another user; and let go when the exporter is killed."""
+    found: Found = {}
+    for kind in ("ordinary", "chunks"):
+        with setup.daemon(256 * MIB) as daemon:
+            found[kind] = tried(partial(_share, setup, daemon, kind))
+        if os.getuid() == 0:
+            with setup.daemon(256 * MIB, allowed_uids=str(NOBODY)) as daemon:
+                daemon.directory.chmod(0o755)
+                found[f"{kind}, another user"] = tried(partial(_share_as, setup, daemon, kind))
+    return found
+
+
+def _share(setup: Setup, daemon: DaemonProcess, kind: str) -> Found:
+    with AdminClient(daemon.directory) as admin, setup.exporter(daemon, kind) as worker:
+        began = time.monotonic()
+        worker.wait_ready(READY_S)
+        registered_s = time.monotonic() - began
+        pages = worker.ask("fill", seed=1)["pages"]
+        stored = worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])
+        with scheduler(daemon) as client:
+            worker.ask("fill", seed=2)
+            loaded = worker.ask("load", job_id=2, lease_id=lease(client), keys=KEY.hex(), blocks=[3])
+            right = worker.ask("pages")["pages"][3] == pages[0]
+        worker.kill()
+        began = time.monotonic()
+        wait_until(lambda: not sum(session.registered_bytes for session in admin.sessions().sessions), READY_S)
+        return {
+            "registered_s": registered_s,
+            "stored": stored["ok"],
+            "loaded": loaded["ok"],
+            "right_bytes": right,
+            "let_go_after_kill_s": time.monotonic() - began,
+        }
+
+
+def _share_as(setup: Setup, daemon: DaemonProcess, kind: str) -> Found:
+    environ = {**os.environ, "EXPORTER_UID": str(NOBODY)}
+    with Exporter(daemon.directory, setup.library, kind, environ=environ) as worker:
+        answer = worker.ask("ready", timeout_s=10.0)
+        return {"registered": answer["ready"], "said": answer["problem"]}
+
+
+@contextmanager
+def scheduler(daemon: DaemonProcess) -> Iterator[SchedulerClient]:
+    with SchedulerClient(daemon.directory, NamespaceSpec.named("gpu")) as client:
+        assert client.wait_ready(READY_S)
+        yield client
+
+
+def lease(client: SchedulerClient, keys: bytes = KEY) -> int:
+    future = client.lookup([GroupKeys(0, keys)])
+    assert future.wait(READY_S)
+    return future.lease_id
+
+
+def pin_pools(setup: Setup) -> Found:
+    """How fast pools of some sizes are pinned, and what that and the daemon's context take of the GPU's memory."""
+    with context(setup) as bench:
+        return {f"{size / GIB:g} GiB": tried(partial(_pin, setup, bench, size)) for size in setup.pools}
+
+
+def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
+    with setup.daemon(pool_bytes) as daemon, AdminClient(daemon.directory) as admin:
+        before = bench.free_bytes()
+        with setup.exporter(daemon) as worker:
+            began = time.monotonic()
+            worker.wait_ready(READY_S)
+            registered_at = time.monotonic()
+            wait_until(lambda: _tried_bytes(admin) >= pool_bytes, READY_S, interval_s=0.002)
+            pinned_at = time.monotonic()
+            worker.ask("fill", seed=1)
+            pool = admin.stats().pool
+            return {
+                "registered_s": registered_at - began,
+                "pinned_s_after_that": pinned_at - registered_at,
+                "pinned_bytes": pool.page_locked_bytes,
+                "refused_bytes": pool.unlockable_bytes,
+                "gpu_bytes_of_pinning": pool.page_locking_gpu_bytes,
+                "gpu_bytes_of_daemon_and_exporter": before - bench.free_bytes(),
+            }
+
+
+def _tried_bytes(admin: AdminClient) -> int:
+    pool = admin.stats().pool
+    return pool.page_locked_bytes + pool.unlockable_bytes
+
+
+def run_tests(setup: Setup) -> Found:
+    """``pytest -m gpu``; on the double these are skipped, since they want a GPU."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    return {
+        "status": done.returncode,
+        "summary": lines[-1] if lines else done.stderr[-2000:],
+        "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
+        "end": [] if done.returncode == 0 else lines[-60:],
+    }
+
+
+def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool) -> Report:
+    pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
+    slice_s = 0.1 if setup.double else 0.5
+    with setup.daemon(pool_bytes) as daemon:
+        return bench_copy_gpu(
+            daemon.directory, lambda what: print(what, file=sys.stderr), sizes, job_bytes, rounds, 0, compute, slice_s
+        )
+
+
+def copy(setup: Setup) -> Found:
+    """``bench copy`` with its floors at 4 KiB to 2 MiB: stores, loads, both at once; one at a time."""
+    sizes = [16 * KIB, 64 * KIB] if setup.double else [4 * KIB << step for step in range(10)]
+    report = _bench(setup, sizes, 2 if setup.double else 5, compute=False)
+    if setup.plot is not None:
+        try:
+            check_plot(setup.plot)
+            draw_plot(report, setup.plot)
+        except BenchFailed as error:
+            print(error, file=sys.stderr)  # the figures are what counts
+    return report.to_object() | {"curves": [asdict(curve) for curve in report.curves]}
+
+
+def compute(setup: Setup) -> Found:
+    """A loop of kernels beside the copies, as an engine that decodes, and alone."""
+    sizes = [64 * KIB] if setup.double else [16 * KIB, 64 * KIB, MIB]
+    return _bench(setup, sizes, 2 if setup.double else 3, compute=True).to_object()
+
+
+def die(setup: Setup) -> Found:
+    """``kill -9`` of the daemon while it loads; then the engine uses the blocks again, and nothing may land in them."""
+    blocks, rounds = (16, 2) if setup.double else (64, 8)
+    shape = {"layers": 8, "blocks": blocks, "page_bytes": 256 * KIB}
+    keys = b"".join(number.to_bytes(32, "big") for number in range(blocks // 2))
+    chance, kills = random.Random(1), []
+    with setup.daemon(GIB // 4 if setup.double else GIB) as daemon, setup.exporter(daemon, **shape) as worker:
+        for number in range(rounds):
+            worker.wait_ready(READY_S)
+            worker.ask("fill", seed=number)
+            assert worker.ask("store", job_id=2 * number, keys=keys.hex(), blocks=list(range(blocks // 2)))["ok"]
+            with scheduler(daemon) as client:
+                load: Mapping[str, object] = {
+                    "job_id": 2 * number + 1,
+                    "lease_id": lease(client, keys),
+                    "keys": keys.hex(),
+                    "blocks": list(range(blocks // 2, blocks)),
+                }
+                worker.send("load_and_watch", **load, pid=daemon.pid, for_s=WATCH_S)
+                after_s = chance.uniform(0.0, 0.006)
+                time.sleep(after_s)
+                daemon.kill()
+                kills.append({"killed_after_s": after_s, **worker.answer()})
+            if number < rounds - 1:
+                daemon.start()
+    return {
+        "kills": kills,
+        "during_loads": sum(not one["ok"] for one in kills),
+        "reverted": sum(not one["stays"] for one in kills),
+    }
+
+
+def fault(setup: Setup) -> Found:
+    """A kernel in the daemon's own context writes where nothing is: the daemon ends, the next one has the pool."""
+    pool_file = Path("/dev/shm") / f"kvoffd-gpu-{os.getpid()}.pool"
+    flags = {"pool_file": str(pool_file)} if os.access("/dev/shm", os.W_OK) else {}
+    try:
+        with _FaultingDaemon(setup, **flags) as daemon, setup.exporter(daemon) as worker:
+            epoch = worker.wait_ready(READY_S)["epoch"]
+            pages = worker.ask("fill", seed=1)["pages"]
+            assert worker.ask("store", job_id=1, keys=KEY.hex(), blocks=[0])["ok"]
+            daemon.process.send_signal(signal.SIGUSR1)
+            daemon.wait_log("the fault: ")
+            began = time.monotonic()
+            failed = worker.ask("store", job_id=2, keys=bytes(31).hex() + "01", blocks=[1])
+            status = daemon.process.wait(30)
+            ended_s = time.monotonic() - began
+            says = [line for line in daemon.log.splitlines() if "context on a GPU is lost" in line or "fault" in line]
+            daemon.start()
+            wait_until(lambda: worker.wait_ready(READY_S)["epoch"] != epoch, READY_S)
+            again = None
+            if flags:
+                with scheduler(daemon) as client:
+                    loaded = worker.ask("load", job_id=3, lease_id=lease(client), keys=KEY.hex(), blocks=[2])
+                again = loaded["ok"] and worker.ask("pages")["pages"][2] == pages[0]
+        return {
+            "job": failed["error"],
+            "status": status,
+            "status_is_right": status == EXIT_GPU_LOST,
+            "ended_s": ended_s,
+            "log": [re.sub(r"\s+", " ", line) for line in says],
+            "block_is_back": again,
+        }
+    finally:
+        pool_file.unlink(missing_ok=True)
+
+
+class _FaultingDaemon(DaemonProcess):
+    def __init__(self, setup: Setup, **flags: str) -> None:
+        used = {"cuda_library": setup.library, "pin_pool": "use", "pin_linger": "0s"}
+        super().__init__("256MiB", **used, **flags)
+        self._library = setup.library
+
+    @property
+    def program(self) -> list[str]:
+        return [sys.executable, str(FAULTING_MAIN), self._library]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part, and how long it may take: all together ten minutes."""
+
+    run: Callable[[Setup], Found]
+    most_s: float
+
+
+PARTS = {
+    "driver": Part(look_at_driver, 20),
+    "sharing": Part(share_memory, 60),
+    "pinning": Part(pin_pools, 80),
+    "tests": Part(run_tests, 120),
+    "copy": Part(copy, 130),
+    "compute": Part(compute, 60),
+    "death": Part(die, 80),
+    "fault": Part(fault, 40),
+}
+"""In the order in which they run; a process each, so that what hangs or crashes costs its own part only."""

@@ -1,0 +1,42 @@
+"""``make gpu`` without a GPU: its parts run over the double, and its results say so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from support.stub_cuda import fresh_stub
+
+from tests.bench.gpu.page import write_page
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> None:
+    library = fresh_stub().path  # or the test is skipped
+    command = [sys.executable, "-m", "tests.bench.gpu", "--double", "--library", library, "--out", str(tmp_path)]
+    done = subprocess.run([*command, "--part", "driver", "--part", "fault"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, (done.stdout, done.stderr, *(path.read_text() for path in tmp_path.glob("*.md")))
+    (found,), (page,) = tmp_path.glob("gpu-double-*.json"), tmp_path.glob("gpu-double-*.md")
+    report = json.loads(found.read_text())
+    assert report["double"]
+    assert list(report["parts"]) == ["driver", "fault"]
+    fault = report["parts"]["fault"]["found"]
+    assert (fault["job"], fault["status_is_right"], fault["block_is_back"]) == ("COPY_FAILED", True, True)
+    assert "**Not a GPU.**" in page.read_text()
+
+
+def test_a_part_that_failed_is_told_on_the_page() -> None:
+    copy = {"case": "store", "value": 50.0, "unit": "GB/s", "floor": 55.0, "ratio": 50 / 55}
+    parts = {
+        "sharing": {"outcome": "failed", "seconds": 3.0, "found": "Traceback: no such device"},
+        "copy": {"outcome": "done", "seconds": 9.0, "found": {"results": [copy]}},
+    }
+    page = write_page({"card": "X", "double": False, "date": "today", "commit": "abc", "parts": parts}, "x.png")
+    assert "## sharing: failed, 3 s" in page
+    assert "no such device" in page
+    assert "x.png" in page
+    assert "| 91%" in page
+    assert "Not a GPU" not in page
