@@ -36,6 +36,8 @@ NOBODY = 65534
 READY_S = 60.0
 WATCH_S = 2.0
 """For how long blocks are watched after the daemon was killed."""
+KILLING_S = 50.0
+"""After this long no further daemon is killed."""
 MEMORY_SHARE = 0.3
 """Of what is available, the largest pool that is pinned."""
 FAULTING_MAIN = Path(__file__).with_name("faulting_main.py")
@@ -266,7 +268,7 @@ def die(setup: Setup) -> Found:
     blocks, rounds = (16, 2) if setup.double else (64, 8)
     shape = {"layers": 8, "blocks": blocks, "page_bytes": 256 * KIB}
     keys = b"".join(number.to_bytes(32, "big") for number in range(blocks // 2))
-    chance, kills = random.Random(1), []
+    began, chance, kills = time.monotonic(), random.Random(1), []
     with setup.daemon(GIB // 4 if setup.double else GIB) as daemon, setup.exporter(daemon, **shape) as worker:
         for number in range(rounds):
             worker.wait_ready(READY_S)
@@ -284,8 +286,9 @@ def die(setup: Setup) -> Found:
                 time.sleep(after_s)
                 daemon.kill()
                 kills.append({"killed_after_s": after_s, **worker.answer()})
-            if number < rounds - 1:
-                daemon.start()
+            if number == rounds - 1 or time.monotonic() - began > KILLING_S:
+                break
+            daemon.start()
     return {
         "kills": kills,
         "during_loads": sum(not one["ok"] for one in kills),
@@ -348,11 +351,11 @@ class Part:
 
 
 PARTS = {
-    "driver": Part(look_at_driver, 20),
-    "sharing": Part(share_memory, 60),
-    "pinning": Part(pin_pools, 80),
-    "tests": Part(run_tests, 120),
-    "copy": Part(copy, 130),
+    "driver": Part(look_at_driver, 30),
+    "sharing": Part(share_memory, 50),
+    "pinning": Part(pin_pools, 70),
+    "tests": Part(run_tests, 150),
+    "copy": Part(copy, 110),
     "compute": Part(compute, 60),
     "death": Part(die, 80),
     "fault": Part(fault, 40),
