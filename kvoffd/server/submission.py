@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 PART_PIECES = 4096
 """Jobs are planned together until they have so many pieces; then it is others' turn."""
+OBJECT_BYTES = 256
+"""What a job of a message takes besides its groups, and a group besides its keys and block ids."""
 MAX_UNACKNOWLEDGED_RESULTS = 65536
 
 
@@ -44,9 +46,35 @@ class Submission:
     _part: dict[int, tuple[Store, int]] = field(default_factory=dict, init=False)
     """Stores that are to be planned together, with their pieces, by job id."""
     _part_pieces: int = field(default=0, init=False)
+    _no_room: str | None = field(default=None, init=False)
+    """Why the rest of the message is not kept."""
 
     def run(self) -> Iterator[None]:
         """Deal with one part at each step. Where the session ends meanwhile, nothing more is done."""
+        memory, owner, held = self.jobs.cache.memory, self.session.id, 0
+        try:
+            for _ in self._parts():
+                if not held and self._no_room is None:
+                    held = self._keep()
+                yield
+        finally:
+            memory.take(owner, -held)
+
+    def _keep(self) -> int:
+        """Keep the message for others' turns, or refuse its further jobs where it is too long; returns its bytes."""
+        jobs: list[Store | Load] = [*self.message.stores, *self.message.loads]
+        parts = [part for job in jobs for part in job.groups]
+        nbytes = sum([len(part.keys) + len(part.block_ids) for part in parts]) + OBJECT_BYTES * (len(jobs) + len(parts))
+        memory = self.jobs.cache.memory
+        try:
+            memory.check(self.session.id, nbytes)
+        except KvoffdError as error:
+            self._no_room = error.message
+            return 0
+        memory.take(self.session.id, nbytes)
+        return nbytes
+
+    def _parts(self) -> Iterator[None]:
         spent = 0
         for load in self.message.loads:
             if self.session.ended:
@@ -94,6 +122,8 @@ class Submission:
         registration, or the session has too much under way, or a job of this id. What its bytes say of keys and blocks
         is not looked at yet.
         """
+        if self._no_room is not None:
+            raise KvoffdError(self._no_room, ErrorCode.TOO_MANY)
         config, session, namespace = self.jobs.config, self.session, registration.namespace
         if job.job_id in session.jobs or job.job_id in self._part:
             raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)

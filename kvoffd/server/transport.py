@@ -199,6 +199,7 @@ class Transport:
         if connection.closed:
             return
         connection.closed = True
+        connection.unfinished = None
         door, process = connection.door, connection.process
         self._pause(connection)
         self._loop.remove_writer(connection.stream.fileno())

@@ -109,7 +109,8 @@ class Requests:
         )
         match choices.of((*kinds[session.role] * 6, *every)):
             case "store":
-                return m.Submit(i, token, name, [m.Store(choices.byte() % 8, self.parts())])
+                stores = [m.Store(choices.byte() % 8, self.parts()) for _ in range(1 + choices.byte() % 3)]
+                return m.Submit(i, token, name, stores)
             case "load":
                 lease_id = self.lease(session)
                 parts = self.leased(lease_id) if choices.byte() % 2 else []

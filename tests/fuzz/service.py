@@ -264,6 +264,11 @@ class ServiceHarness:
             assert reply.code is not ErrorCode.INTERNAL, (message, reply)
             assert before == after, (message, reply, before, after)
             assert message.token not in self.ended or reply.code is ErrorCode.BAD_TOKEN
+        elif isinstance(reply, m.JobsRefused):
+            assert isinstance(message, m.Submit)
+            assert all(one.code is not ErrorCode.INTERNAL for one in reply.refused), (message, reply)
+            if len(reply.refused) == len(message.stores) + len(message.loads):
+                assert before == after, (message, reply, before, after)
         else:
             without_session = isinstance(message, m.Health) and message.token == NO_TOKEN
             assert without_session or message.token not in self.ended, message

@@ -212,6 +212,21 @@ def test_what_a_session_may_have_under_way_is_counted_within_a_step():
             assert step(worker, registration, large[1:])[0][2].ok, "there is room again"
 
 
+def test_a_step_that_is_too_long_to_be_kept_is_dealt_with_as_far_as_it_goes_at_once():
+    with DaemonProcess(sessions_size="16MiB") as daemon, SharedMemory(BLOCKS * PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker:
+            worker.open_namespace()
+            registration = worker.register(memory, PAGE)
+            block_ids = ids(*range(128))
+            stores = [one(job, keys(*range(128 * job, 128 * job + 128)), block_ids) for job in range(1000)]
+            results, refused = step(worker, registration, stores)
+            assert sorted(results) == [0, 1, 2, 3], "until they have 4,096 pieces, of which a key counts as eight"
+            assert all(result.ok for result in results.values())
+            assert set(refused.values()) == {ErrorCode.TOO_MANY}
+            results, refused = step(worker, registration, stores[4:400])
+            assert (len(results), refused) == (396, {}), "a shorter one is kept"
+
+
 def test_a_key_that_two_stores_of_a_step_have_is_copied_once(daemon, worker, scheduler, memory):
     registration = worker.register(memory, PAGE)
     results, refused = step(
