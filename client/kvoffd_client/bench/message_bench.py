@@ -28,7 +28,15 @@ from kvoffd_client.bench.echo import Echo, ReplySocket
 from kvoffd_client.bench.host_device import Memcpy
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import Cost, CpuMeter, Progress, Report, Result, measure_latency
-from kvoffd_client.bench.step_bench import STEP_JOBS, bench_decode, bench_steps, load_echo, lookup_echo, step_echo
+from kvoffd_client.bench.step_bench import (
+    STEP_JOBS,
+    bench_decode,
+    bench_fences,
+    bench_steps,
+    load_echo,
+    lookup_echo,
+    step_echo,
+)
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, SyntheticEngine, random_keys
 
 LOOKUP_FLOOR = "a raw ZeroMQ echo of as many bytes each way, DEALER to ROUTER and back, in a process of its own"
@@ -156,8 +164,9 @@ def bench_jobs(
     in_flight: int = 64,
     sequences: int = DECODE_SEQUENCES,
     ranks: int = DECODE_RANKS,
+    engines: int = LOOKUP_ENGINES,
 ) -> Report:
-    """Measure stores and loads of one key of PAGE_BYTES one by one and many at once, steps of them, and decoding.
+    """Measure stores and loads of one key of PAGE_BYTES one by one and many at once, steps of them, fences, decoding.
 
     Times are those of the public WorkerClient: from ``store()`` to the waiting caller's wake-up with the result. A
     load's lookup comes before: it is not in its time, but in its cost. Raises BenchFailed, DaemonUnavailable.
@@ -192,6 +201,7 @@ def bench_jobs(
         cost = meter.cost(rounds * count, "job")
         results.append(Result(f"stores of 1 key, {in_flight} in flight", value, "jobs/s", floor, cost))
         results += bench_steps(engine, echo, meter, progress, rounds, samples)
+        results += bench_fences(directory, engine, echo, progress, engines, rounds, samples)
         results += bench_decode(directory, engine, echo, meter, progress, sequences, ranks, rounds, samples)
     return Report("jobs", JOBS_FLOOR, results)
 

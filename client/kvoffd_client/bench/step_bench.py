@@ -27,6 +27,10 @@ from kvoffd_proto.messages import (
 STEP_JOBS = 256
 """One-block stores of the large step."""
 LOOKUP_KEYS = 1000
+FENCED_JOBS = 16
+"""One-block stores that a fence is for."""
+FENCE_LOAD_KEYS = 8
+"""Keys in each job of an engine that stores and loads meanwhile."""
 LOOKUP_PAUSE_S = 0.003
 _LARGE = 2**62
 """An id that is encoded in as many bytes as real ones, which are random or count from a session's number."""
@@ -105,6 +109,44 @@ def bench_decode(
         seconds = time.perf_counter() - began
     rate = sum(work.rate for work in works) * jobs
     return [Result(case, rate, "jobs/s", jobs * ranks / JOBS_STEP_S, meter.cost(seconds, "s")), *lookups]
+
+
+def bench_fences(
+    directory: Path, engine: SyntheticEngine, echo: Echo, progress: Progress, engines: int, rounds: int, samples: int
+) -> list[Result]:
+    """Measure fences for FENCED_JOBS stores that were sent right before, as vLLM makes them where blocks are short.
+
+    While nothing else runs, and while ``engines`` processes store and load as fast as they can. A fence drops stores
+    whose copies do not begin in time; the share of those that were stored is told.
+    """
+    results = _fences("", engine, echo, progress, rounds, samples)
+    if not engines:
+        return results
+    with LoadGenerators("copies", directory, FENCE_LOAD_KEYS, engines) as load:
+        load.start()
+        results += _fences(f" while {engines} engines store and load", engine, echo, progress, rounds, samples)
+        load.stop()
+    return results
+
+
+def _fences(
+    meanwhile: str, engine: SyntheticEngine, echo: Echo, progress: Progress, rounds: int, samples: int
+) -> list[Result]:
+    case = f"fence for {FENCED_JOBS} stores just sent{meanwhile}"
+    progress(case)
+    survived = 0
+
+    def fence() -> float:
+        nonlocal survived
+        seconds, stored = engine.fence_step(random_keys(FENCED_JOBS))
+        survived += stored
+        return seconds
+
+    measured = measure_latency(
+        case, rounds, samples, fence, partial(echo.round_trip, step_echo(FENCED_JOBS), ReplySocket.PUB)
+    )
+    share = survived / (rounds * samples * FENCED_JOBS)
+    return [*measured, Result(f"stores that survive such fences{meanwhile}", 100 * share, "%", 100.0)]
 
 
 def job_echo(job: Submit) -> bytes:

@@ -173,20 +173,34 @@ class SyntheticEngine(Closing):
 
         Their blocks are the engine's first ones. Raises BenchFailed unless all bytes were copied.
         """
-        count = len(keys) // KEY_BYTES
-        stores = [
+        stores = self._step(keys)
+        begin = time.perf_counter()
+        self.worker.submit(stores)
+        results = self.wait_results(len(stores))
+        seconds = time.perf_counter() - begin
+        self.check("step", results, len(stores))
+        return seconds
+
+    def fence_step(self, keys: bytes) -> tuple[float, int]:
+        """As ``store_step``, with a fence for the stores right after; return its seconds, and how many were stored."""
+        stores = self._step(keys)
+        self.worker.submit(stores)
+        begin = time.perf_counter()
+        self.worker.fence([store.job_id for store in stores], WAIT_S)
+        seconds = time.perf_counter() - begin
+        results = self.wait_results(len(stores))
+        self.check("step", [result for result in results if result.ok], sum(result.ok for result in results))
+        return seconds, sum(result.ok for result in results)
+
+    def _step(self, keys: bytes) -> list[Store]:
+        """A store for each of ``keys``."""
+        return [
             Store(
                 next(self._job_ids),
                 [GroupTransfer(0, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES], at.to_bytes(4, "little"))],
             )
-            for at in range(count)
+            for at in range(len(keys) // KEY_BYTES)
         ]
-        begin = time.perf_counter()
-        self.worker.submit(stores)
-        results = self.wait_results(count)
-        seconds = time.perf_counter() - begin
-        self.check("step", results, count)
-        return seconds
 
     def load(self, keys: bytes, block_ids: BlockIds) -> float:
         """Look up, load and wait; return the seconds of the load. Raises BenchFailed unless all bytes were copied."""

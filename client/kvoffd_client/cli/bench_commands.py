@@ -80,8 +80,10 @@ without the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and a
 JOBS_HELP = f"""Measure small jobs.
 
 Round trips one by one, many at once and in steps of one message, against raw ZeroMQ messages of the same bytes on the
-same kinds of socket. Then an engine that decodes is played: workers that each store a block of every sequence in
-{BLOCK_STEPS} steps of {JOBS_STEP_S * 1e3:.0f} ms, with the daemon's CPU time a second, and lookups meanwhile.
+same kinds of socket. Fences for stores that were just sent, with how many of these are stored, also while
+{LOOKUP_ENGINES} engines store and load. Then an engine that decodes is played: workers that each store a block of every
+sequence in {BLOCK_STEPS} steps of {JOBS_STEP_S * 1e3:.0f} ms, with the daemon's CPU time a second, and lookups
+meanwhile.
 """
 
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
