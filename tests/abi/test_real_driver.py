@@ -16,6 +16,7 @@ from support.cuda_files import include_directory, real_driver
 from support.exporter import Exporter
 from support.gpu_machine import Machine
 from support.stub_cuda import fresh_stub
+from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd_client import AdminClient
@@ -126,10 +127,10 @@ def test_a_daemon_without_a_gpu_serves_host_memory_and_says_what_is_missing(libr
     key = bytes(32)
     with Machine(library, None).daemon as daemon:
         with Exporter(daemon.directory, fresh_stub().path, "ordinary") as gpu_worker:
-            answer = gpu_worker.ask("ready", timeout_s=3)
-            assert not answer["ready"]
+            said = re.compile(r"CUDA_ERROR_NO_DEVICE \(100\).*sees no GPU.*NVIDIA_VISIBLE_DEVICES")
+            wait_until(lambda: said.search(gpu_worker.ask("ready", timeout_s=0.5)["problem"] or ""), 30)
+            assert not gpu_worker.ask("ready", timeout_s=0)["ready"]
             assert daemon.log.count("Engines on a GPU cannot register: cuInit failed: CUDA_ERROR_NO_DEVICE (100)") == 1
-            assert re.search(r"CUDA_ERROR_NO_DEVICE \(100\).*sees no GPU.*NVIDIA_VISIBLE_DEVICES", answer["problem"])
         with FakeEngine(daemon.directory, blocks=4) as engine, AdminClient(daemon.directory) as admin:
             engine.fill([0, 1], seed=1)
             before = engine.checksums([0, 1])
