@@ -50,7 +50,7 @@ class Sessions:
     """The open sessions: admits clients, and ends what they held when they go.
 
     Args:
-        max_attached: descriptors that all sessions together may have attached and not registered.
+        max_attached: descriptors that all sessions together may have: attached, or of memory of the host.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Sessions:
             raise KvoffdError(f"Segment {segment_id} is attached already; use a new id.", ErrorCode.MALFORMED)
         if len(session.segments) >= self._config.max_segments:
             raise KvoffdError(f"The session holds {len(session.segments)} segments, its limit.", ErrorCode.TOO_MANY)
-        free = self._max_attached - sum(len(other.segments) for other in self)
+        free = self._max_attached - sum(other.descriptors for other in self)
         # Nobody may take more than what is left then, so that however many sessions hoard, the next one has room.
         if free <= 0 or len(session.segments) >= max(free, ALWAYS_ATTACHABLE):
             raise KvoffdError(

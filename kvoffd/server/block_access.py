@@ -182,6 +182,7 @@ class BlockWriter:
     def _staging(self, session: Session, message: PutBlocks) -> ClientMemory:
         known = session.staging.get(message.segment_id)
         if known is not None:
+            known.check_whole(self.runner.clock())
             if known.mapped_bytes != message.segment_bytes:
                 raise BadGeometry(f"Segment {message.segment_id} was mapped with {known.mapped_bytes} bytes.")
             return known

@@ -37,6 +37,8 @@ class EngineMemory:
     """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
     close: Callable[[Callable[[], None]], None]
     """Unmaps it, then has its argument called in the service's thread. No copy of it may be running. Once."""
+    segments: Sequence[MappedSegment] = ()
+    """The mappings of memory of the host."""
 
 
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
@@ -125,7 +127,8 @@ class MemoryMapper:
         except BaseException:
             close(lambda: None)
             raise
-        return EngineMemory(self._host, [(segment.address, segment.size_bytes) for segment in mapped], None, close)
+        spans = [(segment.address, segment.size_bytes) for segment in mapped]
+        return EngineMemory(self._host, spans, None, close, mapped)
 
     def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
         """Memory of a GPU, which that GPU's own thread unmaps."""

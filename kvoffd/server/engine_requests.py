@@ -271,7 +271,7 @@ def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Do
 def submit(context: Context, session: Session, message: m.Submit) -> Iterator[m.JobsRefused | None]:
     """Accept stores and loads, part by part; their completions are the answer, but for those that are refused."""
     context.sessions.check_not_stopping()
-    session.registration(message.registration_id)
+    session.registration(message.registration_id).check_whole(context.clock())
     jobs = len(message.stores) + len(message.loads)
     if jobs > (most := context.config.max_jobs_per_message):
         raise KvoffdError(f"{jobs} jobs in one message; {most} are allowed. Send several.", ErrorCode.TOO_MANY)

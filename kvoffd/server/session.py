@@ -12,7 +12,7 @@ from typing import ClassVar
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.cache.session_memory import RESULT_BYTES, SessionMemory
-from kvoffd.errors import KvoffdError, UnknownNamespace
+from kvoffd.errors import KvoffdError, UnknownNamespace, UnsafeSegment
 from kvoffd.server.engine_memory import EngineMemory
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -20,6 +20,9 @@ from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto import codec, events
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Completions, JobResult, Role
+
+WHOLE_EVERY_S = 0.05
+"""How often it is looked whether a client's memory is still all allocated: a microsecond a segment."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,18 @@ class ClientMemory:
     jobs: int = field(default=0, init=False)
     """Jobs that hold addresses inside the memory."""
     _on_closed: Callable[[], None] | None = field(default=None, init=False)
+    _whole_at: float = field(default=float("-inf"), init=False)
+
+    def check_whole(self, now: float) -> None:
+        """Raise UnsafeSegment where the client has made holes in its memory, as far as was seen: the pages that a copy
+        would allocate there are charged to the daemon.
+        """
+        if now - self._whole_at >= WHOLE_EVERY_S:
+            if not all(segment.whole() for segment in self.memory.segments):
+                raise UnsafeSegment(
+                    "Pages of the registered memory were given back to the kernel since; register memory that stays."
+                )
+            self._whole_at = now
 
     @property
     def mapped_bytes(self) -> int:
@@ -275,6 +290,12 @@ class Session:
     def _forget(self, job: Job) -> None:
         for job_id in job.ids:
             del self.jobs[job_id]
+
+    @property
+    def descriptors(self) -> int:
+        """Those that the daemon has open for it: attached, or of memory that is registered."""
+        memories = (*self.registrations.values(), *self.staging.values())
+        return len(self.segments) + sum(one.descriptors for memory in memories for one in memory.memory.segments)
 
     def close_memory(self) -> None:
         """Unmap all memory as soon as no job touches it, and close what was attached."""

@@ -6,14 +6,17 @@ program behind it. Nor may anything be asked of such a file, not even its size.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import queue
 import signal
 import socket
+import stat
 import struct
 import threading
 import time
+from pathlib import Path
 
 from kvoffd.errors import UnsafeSegment
 
@@ -28,8 +31,10 @@ PATIENCE_S = 1.0
 STOP_S = 0.5
 _STOP = -1
 _NO_LINGER = struct.pack("ii", 0, 0)
-_DEVICES = ("/dev/nvidia", "/dmabuf:", "anon_inode:[dmabuf]")
-"""What a GPU's driver exports: its own device files (VMM handles), and dma-buf."""
+_STATX_DONT_SYNC, _STATX_TYPE, _EMPTY_PATH = 0x4000, 1, 0x1000  # linux/stat.h, linux/fcntl.h
+_MODE = struct.Struct("=28xH226x")
+"""Where struct statx has the mode, of its 256 bytes."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_descriptor(fd: int) -> None:
@@ -38,11 +43,33 @@ def check_descriptor(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         target = os.readlink(f"/proc/self/fd/{fd}")
-        if not target.startswith(_DEVICES):
+        if not _of_driver(fd, target):
             kind = target.partition(":")[0] if target[:1] != "/" else "file or device"
             raise UnsafeSegment(
                 f"The descriptor is a {kind} and neither a memfd nor what a GPU's driver exports; attach memory."
             ) from None
+
+
+def _of_driver(fd: int, target: str) -> bool:
+    """Whether it is what a GPU's driver exports: a device file of its own (VMM handles), or dma-buf.
+
+    Any file system of a client's own can have files of such names; it is not asked what they are.
+    """
+    if target.startswith("/dev/nvidia"):
+        return stat.S_ISCHR(_known_mode(fd))
+    if target.startswith(("/dmabuf:", "anon_inode:[dmabuf]")):
+        return "\nexp_name:" in Path(f"/proc/self/fdinfo/{fd}").read_text()
+    return False
+
+
+def _known_mode(fd: int) -> int:
+    """The file's type and mode as the kernel has them already, without asking the file system; 0 where it has none."""
+    buffer = ctypes.create_string_buffer(_MODE.size)
+    flags = _STATX_DONT_SYNC | _EMPTY_PATH
+    if _libc.statx(fd, b"", flags, _STATX_TYPE, buffer) != 0:
+        return 0
+    (mode,) = _MODE.unpack(buffer.raw)
+    return int(mode)
 
 
 class Closer:

@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 # linux/magic.h
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
+STAT_BLOCK_BYTES = 512  # stat(2)
 
 # linux/mman.h; Python's mmap does not have them all.
 MADV_DONTDUMP = 16
@@ -43,6 +44,8 @@ class MappedSegment:
     """A shared read-write mapping of ``size_bytes`` at ``address``. It stays when its descriptor is closed."""
 
     __slots__ = ("_address", "size_bytes")
+    descriptors = 0
+    """Open for it as long as it is mapped."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self._address = address
@@ -54,6 +57,10 @@ class MappedSegment:
         if self._address == 0:
             raise ValueError("The segment is unmapped; nothing may use its addresses any more.")
         return self._address
+
+    def whole(self) -> bool:
+        """Whether every page is allocated, as far as that is known."""
+        return True
 
     def close(self) -> None:
         """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
@@ -115,7 +122,7 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
         raise UnsafeSegment(
             f"The memfd has {stat.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
         )
-    if whole and (allocated := stat.st_blocks * 512) < stat.st_size:
+    if whole and (allocated := stat.st_blocks * STAT_BLOCK_BYTES) < stat.st_size:
         raise UnsafeSegment(
             f"Of the memfd's {stat.st_size} bytes only {allocated} are allocated; write to every page before it is "
             "sent, as with MADV_POPULATE_WRITE."
@@ -146,17 +153,26 @@ def filesystem_magic(fd: int) -> int:
 
 
 class FaultedSegment(MappedSegment):
-    """A mapped segment whose pages a PageFaulter faults in. Closing it waits for the step that is running."""
+    """Memory of a client, whose pages a PageFaulter faults in. Closing it waits for the step that is running."""
 
-    __slots__ = ("_faulter",)
+    __slots__ = ("_faulter", "_fd")
+    descriptors = 1
 
-    def __init__(self, segment: MappedSegment, faulter: PageFaulter) -> None:
+    def __init__(self, segment: MappedSegment, fd: int, faulter: PageFaulter) -> None:
         super().__init__(segment.address, segment.size_bytes)
+        self._fd = os.dup(fd)
         self._faulter = faulter
+
+    def whole(self) -> bool:
+        stat = os.fstat(self._fd)
+        return stat.st_blocks * STAT_BLOCK_BYTES >= stat.st_size
 
     def close(self) -> None:
         self._faulter.forget(self)
         super().close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class PageFaulter:
@@ -176,7 +192,12 @@ class PageFaulter:
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
         """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in."""
-        segment = FaultedSegment(map_memfd(fd, size_bytes, whole=True), self)
+        mapped = map_memfd(fd, size_bytes, whole=True)
+        try:
+            segment = FaultedSegment(mapped, fd, self)
+        except OSError as error:
+            mapped.close()
+            raise UnsafeSegment(f"The memory segment's descriptor cannot be kept ({error.strerror}).") from error
         with self._changed:
             self._waiting[segment] = 0
             self._changed.notify_all()

@@ -26,6 +26,7 @@ from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, refusal_of, stats
 
 from kvoffd.config import Config
+from kvoffd.server.session import WHOLE_EVERY_S
 from kvoffd_client import SharedMemory
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import codec, lifeline
@@ -52,6 +53,7 @@ LIMITS = {
 }
 VICTIM_KEYS = [key(1000 + number) for number in range(BLOCKS)]
 ADD_SEALS, SHRINK = 1033, 0x0002  # fcntl(2)
+KEEP_SIZE, PUNCH_HOLE = 1, 2  # fallocate(2)
 
 
 class Victim:
@@ -234,6 +236,18 @@ def test_memory_that_is_not_there_is_refused(hostile: WireClient, size: int) -> 
     assert hostile.refused(registration(hostile, segments=[MemfdHandle(7, size)])).code is ErrorCode.UNSAFE_SEGMENT
     assert os.fstat(fd).st_blocks * 512 < BLOCKS * PAGE
     os.close(fd)
+
+
+def test_memory_that_is_given_back_after_it_was_registered_is_seen_before_the_next_jobs(hostile: WireClient) -> None:
+    with SharedMemory(BLOCKS * PAGE, "hostile") as memory:
+        name = hostile.register(memory)
+        assert hostile.result(job(hostile, name, 1, 1)).ok
+        hole = ctypes.CDLL(None, use_errno=True).fallocate(memory.fd, KEEP_SIZE | PUNCH_HOLE, 0, mmap.PAGESIZE)
+        assert hole == 0
+        time.sleep(2 * WHOLE_EVERY_S)
+        assert hostile.refused(job(hostile, name, 2, 1)).code is ErrorCode.UNSAFE_SEGMENT
+        memory.view[:1] = 1
+        assert hostile.result(job(hostile, name, 3, 1)).ok
 
 
 def test_tensors_that_lie_over_each_other_are_its_own_affair(hostile: WireClient, memory: SharedMemory) -> None:
