@@ -279,10 +279,11 @@ def test_memory_that_is_unmapped_and_emptied_under_its_jobs(hostile: WireClient)
     for number in range(1, 16):
         hostile.send(job(hostile, request.registration_id, number, *range(number * 8, number * 8 + 8)))
     mapped.close()
-    # The seal keeps the file's length; its pages can be taken out all the same (fallocate(2), PUNCH_HOLE | KEEP_SIZE).
-    assert ctypes.CDLL(None).fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(BLOCKS * PAGE)) == 0
+    # The seal keeps the file's length; its pages can be taken out all the same.
+    assert ctypes.CDLL(None).fallocate(fd, KEEP_SIZE | PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(BLOCKS * PAGE)) == 0
     os.close(fd)
-    assert hostile.result(job(hostile, request.registration_id, 99, 1)).ok
+    time.sleep(2 * WHOLE_EVERY_S)
+    assert hostile.refused(job(hostile, request.registration_id, 99, 1)).code is ErrorCode.UNSAFE_SEGMENT
 
 
 # --- floods ----------------------------------------------------------------------------------------
