@@ -162,14 +162,20 @@ class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: tuple[tuple[ShardSpec, ...], ...]
 
 
+def differences(one: str, other: str) -> list[tuple[str, object, object]]:
+    """The fields on which two descriptions disagree, with what each says; None where it does not have the field."""
+    fields, others = _fields_of(one), _fields_of(other)
+    names = dict.fromkeys([*fields, *others])
+    return [(name, fields.get(name), others.get(name)) for name in names if fields.get(name) != others.get(name)]
+
+
 def differing_fields(one: str, other: str) -> str:
     """Which fields two descriptions disagree on, as ``in kv_cache_dtype (bfloat16 and fp8)``; the first four."""
-    fields, others = _fields_of(one), _fields_of(other)
-    names = [name for name in dict.fromkeys([*fields, *others]) if fields.get(name) != others.get(name)]
-    if not names:
+    found = differences(one, other)
+    if not found:
         return "nobody knows in what"
-    shown = [f"{name} ({_short(fields.get(name))} and {_short(others.get(name))})" for name in names[:4]]
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    shown = [f"{name} ({_short(here)} and {_short(there)})" for name, here, there in found[:4]]
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return f"in {', '.join(shown)}{more}"
 
 

@@ -1,20 +1,26 @@
-"""A fake engine for tests: real memory, real sockets, no model. Needs numpy only."""
+"""For tests: a daemon that ends with the test, and a fake engine with real memory, real sockets and no model."""
 
 from __future__ import annotations
 
 import builtins
 import itertools
 import os
+import subprocess
+import sys
+import tempfile
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd_client.client_options import DEFAULT_OPTIONS, ClientOptions, Closing
 from kvoffd_client.errors import DaemonUnavailable
+from kvoffd_client.health_request import ask_health
 from kvoffd_client.namespace_spec import NamespaceSpec
 from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.scheduler_session import LookupFuture
@@ -25,8 +31,45 @@ from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
 KEY_BYTES = 32
+START_DEADLINE_S, STOP_DEADLINE_S = 30.0, 15.0
+START_PAUSE_S = 0.02
 PENDING_PAUSE_S = 0.002
 """Between two lookups of keys that come up from disk."""
+
+
+@contextmanager
+def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
+    """A daemon of its own, as ``kvoffd serve`` starts it; yields the directory of its sockets.
+
+    Args:
+        settings: the daemon's, by name, such as ``block_access="write"``. HTTP is off unless ``http_address`` is given.
+
+    Raises:
+        DaemonUnavailable: it did not start; the sentence has the end of its log.
+    """
+    flags = {"pool_size": pool_size, "http_address": "", **settings}
+    options = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", value)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")}
+    # Paths of sockets are short: the directories that pytest makes may be too long for them.
+    with tempfile.TemporaryDirectory(prefix="kvoffd-", dir="/tmp") as name:
+        directory, log = Path(name), Path(name, "daemon.log")
+        command = [sys.executable, "-m", "kvoffd", "serve", "--directory", name, *options]
+        with log.open("wb") as file:
+            daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environ)
+        try:
+            deadline = time.monotonic() + START_DEADLINE_S
+            while ask_health(directory) is None:
+                if daemon.poll() is not None or time.monotonic() >= deadline:
+                    raise DaemonUnavailable(f"The daemon did not start:\n{log.read_text(errors='replace')[-2000:]}")
+                time.sleep(START_PAUSE_S)
+            yield directory
+        finally:
+            daemon.terminate()
+            try:
+                daemon.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
 
 @dataclass(frozen=True)
@@ -251,7 +294,7 @@ class FakeEngine(Closing):
         self._check_blocks(block_ids)
         if len(keys) != len(block_ids):
             raise ValueError(f"There are {len(keys)} keys and {len(block_ids)} block ids; give one block id per key.")
-        return GroupTransfer(0, b"".join(keys), np.asarray(block_ids, dtype="<i4").tobytes())
+        return GroupTransfer.of(keys, block_ids)
 
     def _check_keys(self, keys: Sequence[bytes]) -> None:
         for key in keys:

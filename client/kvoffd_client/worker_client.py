@@ -77,6 +77,7 @@ class WorkerClient(SessionClient[WorkerSession]):
 
         Raises:
             ValueError: a job of this id is unfinished, or lengths in ``groups`` do not fit.
+            TypeError: keys or block ids in ``groups`` are no bytes.
         """
         self.submit([Store(job_id, list(groups))])
 
@@ -150,6 +151,8 @@ class WorkerClient(SessionClient[WorkerSession]):
     def _check(self, groups: Sequence[GroupTransfer]) -> None:
         group_count = len(self._namespace.groups)
         for item in groups:
+            if not isinstance(item.keys, bytes) or not isinstance(item.block_ids, bytes):
+                raise TypeError("A GroupTransfer has bytes; GroupTransfer.of(keys, block_ids) makes it from lists.")
             if not 0 <= item.group < group_count:
                 raise ValueError(f"The namespace has {group_count} groups; {item.group} is none of them.")
             self._namespace.count_keys(item.keys)

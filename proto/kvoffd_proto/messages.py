@@ -8,6 +8,8 @@ are accepted: their answers are completions. ``PROTOCOL.md`` is generated from t
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 from msgspec import field
@@ -66,6 +68,15 @@ class GroupTransfer(Wire, frozen=True):
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     first_block: Annotated[int, doc("Engine blocks of key 0 that are left out at its start.", ge=0, lt=65536)] = 0
 
+    @classmethod
+    def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
+        """The transfer of a list of keys and the engine blocks that they cover. Raises ValueError for odd block ids."""
+        try:
+            ids = struct.pack(f"<{len(block_ids)}i", *block_ids)
+        except struct.error as error:
+            raise ValueError(f"Block ids are whole numbers below 2^31: {error}.") from error
+        return cls(group, b"".join(keys), ids, first_block)
+
 
 class JobResult(Wire, frozen=True):
     """How one job ended."""
@@ -78,6 +89,13 @@ class JobResult(Wire, frozen=True):
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = field(
         default_factory=list
     )
+
+    @property
+    def sentence(self) -> str:
+        """How it ended, for people."""
+        if self.ok:
+            return f"Job {self.job_id} copied {self.bytes} bytes."
+        return f"Job {self.job_id} failed: {(self.error or ErrorCode.INTERNAL).sentence}"
 
 
 # --- session -------------------------------------------------------------------------------------

@@ -206,6 +206,26 @@ def test_the_directory_may_come_from_the_environment(
     assert main(["health"]) == 0
 
 
+def test_namespaces_that_differ_are_compared(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    def cli_at(where: Path, *arguments: str) -> tuple[int, str, str]:
+        status = main([*arguments, "--directory", str(where)])
+        return status, *capsys.readouterr()
+
+    where = shared_daemon.directory
+    with FakeEngine(where, "tiny"), FakeEngine(where, "other", page_bytes=4096):
+        status, out, _ = cli_at(where, "namespaces", "diff", "tiny", "other")
+        assert status == 1
+        rows = [line.split() for line in out.splitlines()]
+        assert ["name", "tiny", "other"] in rows
+        assert any(row[0] == "fields" and "4096" in " ".join(row) for row in rows)
+        status, out, _ = cli_at(where, "namespaces", "diff", "tiny", "other", "--json")
+        assert {"field": "name", "a": "tiny", "b": "other"} in json.loads(out)["differences"]
+        status, out, _ = cli_at(where, "namespaces", "diff", "tiny", "tiny")
+        assert (status, out.split()[-3:]) == (0, ["is", "one", "namespace."])
+        status, out, _ = cli_at(where, "namespaces", "--json")
+        assert [one["description"]["name"] for one in json.loads(out)["namespaces"]] == ["tiny", "other"]
+
+
 def test_what_names_the_daemon_may_stand_before_the_command_or_behind_it(
     shared_daemon: DaemonProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -182,10 +182,10 @@ class BlockFile(Closing):
         BlockFileError: it is no whole file of blocks.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
         try:
-            self._file = path.open("rb", buffering=0)
+            self._file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise BlockFileError(f"{path} cannot be opened ({error.strerror}).") from error
         try:

@@ -70,7 +70,7 @@ class _Plan(msgspec.Struct, frozen=True):
 def export_blocks(
     client: BlockClient,
     namespace: str | bytes,
-    path: Path,
+    path: str | os.PathLike[str],
     prefixes: Sequence[str] = (),
     *,
     keys: Sequence[tuple[int, bytes]] | None = None,
@@ -86,6 +86,7 @@ def export_blocks(
         BlockFileError: the file cannot be written, or belongs to another export.
         DaemonUnavailable, RequestRefused: the daemon went away or says no; called again it goes on.
     """
+    path = Path(path)
     if path.exists():
         raise BlockFileError(f"{path} exists; remove it or name another file.")
     geometry = client.geometry(namespace)

@@ -23,8 +23,9 @@ from kvoffd_client.cli.console import (
     printable,
     short_fingerprint,
 )
-from kvoffd_client.cli.json_output import print_json, print_listing
+from kvoffd_client.cli.json_output import print_json, print_listing, to_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_client.namespace_spec import differences
 from kvoffd_proto.messages import NamespaceInfo, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
@@ -83,12 +84,52 @@ def _format_age(seconds: float) -> str:
     return format_duration(seconds) if seconds >= 1 else "<1 s"
 
 
+namespaces_app = typer.Typer(help="List what is cached, by namespace.", rich_markup_mode=None)
+
+
+@namespaces_app.callback(invoke_without_command=True)
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
     """List what is cached, by namespace."""
+    if context.invoked_subcommand is not None:
+        return 0
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
     print_listing({"namespaces": found}, _namespaces_page(found), as_json=json)
     return 0
+
+
+@namespaces_app.command()
+def diff(
+    context: typer.Context,
+    one: Annotated[str, typer.Argument(metavar="A", help="A label, or the first digits of a fingerprint.")],
+    other: Annotated[str, typer.Argument(metavar="B", help="Another one's.")],
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Show why two namespaces do not share blocks: the fields of their fingerprints that differ.
+
+    Exit status: 0 they are one namespace, 1 they differ, 2 an error.
+    """
+    with open_admin(context, directory) as admin:
+        found = admin.namespaces().namespaces
+    first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
+    names = [namespace_name(info.label, info.namespace) for info in (first, second)]
+    fields = differences(first.description, second.description)
+    listing: dict[str, object] = {"differences": [{"field": name, "a": a, "b": b} for name, a, b in fields]}
+    if first.namespace == second.namespace:
+        page: Listing | Text = Text(f"{names[0]} is one namespace.")
+    elif not fields:
+        page = Text(f"{names[0]} and {names[1]} differ, and their descriptions do not say in what.")
+    else:
+        titles = ("field", *names)
+        cells = zip(*((name, _shown(a), _shown(b)) for name, a, b in fields), strict=True)
+        page = Listing([Column(title, list(column), 0, 12) for title, column in zip(titles, cells, strict=True)])
+    print_listing(listing, page, as_json=json)
+    return int(first.namespace != second.namespace)
+
+
+def _shown(value: object) -> str:
+    return printable(value if isinstance(value, str) else "-" if value is None else to_json(value))
 
 
 def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:

@@ -42,7 +42,7 @@ app.command(epilog="\b\nKeys of --json:\n" + "\n".join(f"  {key}: {text}" for ke
 )
 app.command()(monitor_commands.health)
 app.command()(admin_commands.sessions)
-app.command()(admin_commands.namespaces)
+app.add_typer(admin_commands.namespaces_app, name="namespaces")
 app.command()(admin_commands.clear)
 app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)

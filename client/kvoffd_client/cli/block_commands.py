@@ -23,7 +23,7 @@ from kvoffd_client.cli.console import (
     progress_bar,
     section,
 )
-from kvoffd_client.cli.json_output import Plain, print_json, print_listing
+from kvoffd_client.cli.json_output import Plain, described, print_json, print_listing
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
@@ -386,15 +386,16 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
     geometry, entries = source.geometry, source.entries
     counts = [sum(entry.group == group for entry in entries) for group in range(len(geometry.groups))]
     if as_json:
+        blocks: list[Plain] = [{"group": entry.group, "key": entry.key.hex()} for entry in entries]
         print_json(
             {
                 "file": str(file),
                 "namespace": geometry.fingerprint.hex(),
                 "label": geometry.label,
                 "world_size": geometry.world_size,
-                "description": geometry.description,
+                "description": described(geometry.description),
                 "bytes": source.data_bytes,
-                "blocks": [{"group": entry.group, "key": entry.key.hex()} for entry in entries],
+                "blocks": blocks,
             }
         )
         return

@@ -25,12 +25,22 @@ def to_plain(value: object) -> Plain:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Struct):
-        return {name: to_plain(getattr(value, name)) for name in value.__struct_fields__ if name not in _INTERNAL}
+        fields = {name: to_plain(getattr(value, name)) for name in value.__struct_fields__ if name not in _INTERNAL}
+        return fields | ({"description": described(text)} if isinstance(text := fields.get("description"), str) else {})
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no JSON form.")
+
+
+def described(description: str) -> Plain:
+    """A namespace's description as an object; as it is where it is no JSON."""
+    try:
+        found: Plain = json.loads(description)
+    except ValueError:
+        return description
+    return found
 
 
 def to_json(value: object) -> str:
