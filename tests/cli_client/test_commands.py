@@ -257,6 +257,20 @@ def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [("health", ""), ("sessions", "sessions"), ("namespaces", "namespaces"), ("scrub", "")],
+)
+def test_help_names_the_keys_of_every_listing(engine: FakeEngine, cli: Cli, command: str, part: str) -> None:
+    _, out, _ = cli(command, "--json")
+    found = json.loads(out)
+    keys = [f"{part}[].{key}" for key in found[part][0]] if part else list(found)
+    _, text, _ = cli(command, "--help")
+    assert keys
+    for key in keys:
+        assert f"  {key}: " in text
+
+
 def test_help_documents_every_key_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", "--help"]) == 0
     out = capsys.readouterr().out

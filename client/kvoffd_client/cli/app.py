@@ -15,10 +15,18 @@ from kvoffd_client.cli import admin_commands, block_commands, monitor_commands
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
-from kvoffd_client.cli.json_output import describe
+from kvoffd_client.cli.json_output import json_keys
 from kvoffd_client.cli.target import CliError, Directory, remote_daemon
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.messages import (
+    BelowStats,
+    DiskStats,
+    HealthReply,
+    NamespaceInfo,
+    ScrubReply,
+    SessionInfo,
+    StatsReply,
+)
 
 EXIT_REFUSED = 2
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
@@ -37,18 +45,16 @@ app = typer.Typer(
 # In the order in which --help lists them.
 app.command()(block_commands.export)
 app.command(name="import")(block_commands.import_)
-app.command(epilog="\b\nKeys of --json:\n" + "\n".join(f"  {key}: {text}" for key, text in describe(StatsReply)))(
-    monitor_commands.stats
-)
-app.command()(monitor_commands.health)
-app.command()(admin_commands.sessions)
-app.add_typer(admin_commands.namespaces_app, name="namespaces")
+app.command(epilog=json_keys(StatsReply))(monitor_commands.stats)
+app.command(epilog=json_keys(HealthReply))(monitor_commands.health)
+app.command(epilog=json_keys(SessionInfo, "sessions[]."))(admin_commands.sessions)
+app.add_typer(admin_commands.namespaces_app, name="namespaces", epilog=json_keys(NamespaceInfo, "namespaces[]."))
 app.command()(admin_commands.clear)
-app.command()(admin_commands.scrub)
+app.command(epilog=json_keys(ScrubReply))(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.add_typer(bench_app, name="bench")
-app.add_typer(disk_app, name="disk")
+app.add_typer(disk_app, name="disk", epilog=json_keys(DiskStats, "disks[].") + json_keys(BelowStats, "below.", ""))
 app.add_typer(block_app, name="block")
 
 

@@ -71,3 +71,8 @@ def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]
             value_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
             brackets = "[]" if get_origin(value_type) is list else ""
             yield from describe(inner, f"{prefix}{field.name}{brackets}.")
+
+
+def json_keys(struct: type[Struct], prefix: str = "", title: str = "\b\nKeys of --json:") -> str:
+    """The end of a command's help: each key of its JSON with what it is."""
+    return title + "".join(f"\n  {key}: {text}" for key, text in describe(struct, prefix))
