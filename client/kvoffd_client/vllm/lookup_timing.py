@@ -12,8 +12,8 @@ from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.request_lookups import LookupSettings, RequestLookups
 
 LOOKUP_WAIT_S = 0.0005
-"""How long after it was sent a lookup's answer is awaited inside vLLM's scheduler. An empty step, after which vLLM
-sleeps for a millisecond, costs several times as much."""
+"""How long a lookup's answer is awaited inside vLLM's scheduler. An empty step, after which vLLM sleeps for a
+millisecond, costs several times as much; and while the scheduler waits the daemon may have its core."""
 WAIT_PAUSE_S = 1.0
 """After an answer was awaited in vain none is awaited for so long: a daemon that hangs costs 0.5 ms a second."""
 MAX_EARLY_LOOKUPS = 256
@@ -71,8 +71,8 @@ class EarlyLookups:
 class LookupWait:
     """Decides whether to wait for a lookup's answer inside vLLM's scheduler, which otherwise never waits.
 
-    Only where the engine could do nothing else but make an empty step, and where the answer is due: within
-    LOOKUP_WAIT_S of its sending. A wait in vain ends all waiting for WAIT_PAUSE_S.
+    Only where the engine could do nothing else but make an empty step. A wait in vain ends all waiting for
+    WAIT_PAUSE_S.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -85,11 +85,9 @@ class LookupWait:
         ``others`` are the lookups of all other requests that vLLM could run as far as it knows; None for one that has
         none. It can run those whose lookup is answered, or that never had one.
         """
-        now = self._clock()
-        pause_s = lookups.sent_at + LOOKUP_WAIT_S - now
-        if not lookups.unanswered or pause_s <= 0.0 or now < self._none_before:
+        if not lookups.unanswered or self._clock() < self._none_before:
             return 0.0
-        return pause_s if all(other is not None and other.unanswered for other in others) else 0.0
+        return LOOKUP_WAIT_S if all(other is not None and other.unanswered for other in others) else 0.0
 
     def in_vain(self) -> None:
         """Take note that no answer came."""

@@ -214,11 +214,6 @@ class RequestLookups:
         """Whether all that is known of this request is that a lookup was sent."""
         return self.answer is None and self.pending is not None and not self.pending.ticket.done
 
-    @property
-    def sent_at(self) -> float:
-        """When the lookup was sent that is not answered yet; long ago where there is none."""
-        return self.pending.sent_at if self.pending is not None else float("-inf")
-
     def wait(self, timeout_s: float) -> bool:
         """Wait for the answer; False when it is not there after ``timeout_s`` seconds."""
         came = self.pending is None or self.pending.ticket.wait(timeout_s)
