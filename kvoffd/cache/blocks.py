@@ -55,7 +55,8 @@ class Blocks:
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified: dict[Shard, tuple[Block, int]] = {}
-        """Shards that are not verified yet, with their block and rank; oldest first."""
+        """Shards that are not verified yet, or whose checksum is still to be taken, with their block and rank; oldest
+        first."""
         self.operator_pinned: dict[Block, None] = {}
         """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
@@ -159,7 +160,8 @@ class Blocks:
     def finish_shards(self, blocks: Sequence[Block], rank: int, shard_bytes: int, checksums: Sequence[int] = ()) -> int:
         """A store wrote this rank's shards of ``blocks``, all of one group. Returns how many became ready.
 
-        ``checksums`` are those of the shards; where there are none the shards are never verified.
+        ``checksums`` are those of the shards, 0 where one is still to be taken; where there are none the shards are
+        never verified.
         """
         ready: list[Block] = []
         sums = checksums or [0] * len(blocks)
@@ -172,6 +174,9 @@ class Blocks:
                 continue
             shard.written = True
             shard.checksum = checksum
+            if checksums and not checksum:
+                shard.verified = False
+                self.unverified[shard] = (block, rank)
             block.missing -= 1
             written.append((shard.offset, shard.first_block, checksum))
             if not block.missing:
@@ -269,6 +274,12 @@ class Blocks:
         """The shard's bytes are those that were stored, or are about to be written anew."""
         shard.verified = True
         self.unverified.pop(shard, None)
+
+    def take_checksum(self, shard: Shard, checksum: int) -> None:
+        """Note the checksum of a shard that was stored without one."""
+        shard.checksum = checksum
+        self._slots.set_checksum(shard.offset, checksum)
+        self.mark_verified(shard)
 
     def quarantine(self, block: Block, rank: int) -> None:
         """A shard's bytes are not those that were stored: its block goes, and its slot is never used again."""

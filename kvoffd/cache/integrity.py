@@ -11,7 +11,10 @@ from kvoffd.cache.pins import LoadTicket
 
 
 class ChecksumCheck(NamedTuple):
-    """A shard whose bytes are to be compared: ``length`` bytes at ``offset`` with ``checksum``."""
+    """A shard whose bytes are to be compared: ``length`` bytes at ``offset`` with ``checksum``.
+
+    Where that is 0 it is to be taken; ``since`` then tells whether the shard was written anew meanwhile.
+    """
 
     block: Block
     rank: int
@@ -19,6 +22,7 @@ class ChecksumCheck(NamedTuple):
     offset: int
     length: int
     checksum: int
+    since: object = None
 
 
 class Integrity:
@@ -29,10 +33,11 @@ class Integrity:
         self.checked_slots = 0
         self.checked_bytes = 0
         self.mismatches = 0
+        self.loaded_unverified_slots = 0
 
     @property
     def unverified_slots(self) -> int:
-        """Slots that an earlier daemon wrote and that have not been checked yet."""
+        """Slots that an earlier daemon wrote and that have not been checked yet, or whose checksum is to be taken."""
         return len(self._cache.blocks.unverified)
 
     @property
@@ -45,8 +50,13 @@ class Integrity:
         return list(self._cache.blocks.block_at)
 
     def checks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
-        """What a load must check before it copies: shards that are not verified yet, or ``every`` shard."""
-        if not every and not self._cache.blocks.unverified:
+        """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
+
+        Shards whose checksum is still to be taken are loaded as they are, and counted.
+        """
+        if self._cache.blocks.unverified:
+            self.loaded_unverified_slots += sum(not shard.verified and not shard.checksum for shard in ticket.shards)
+        elif not every:
             return []
         return [
             _check(block, ticket.rank, shard)
@@ -57,8 +67,9 @@ class Integrity:
     def unverified(self, limit_bytes: int) -> list[ChecksumCheck]:
         """Shards that are not verified yet, oldest first, together about ``limit_bytes``."""
         checks: list[ChecksumCheck] = []
-        for shard, (block, rank) in self._cache.blocks.unverified.items():
-            checks.append(_check(block, rank, shard))
+        for shard, since in self._cache.blocks.unverified.items():
+            block, rank = since
+            checks.append(_check(block, rank, shard)._replace(since=since))
             limit_bytes -= shard.slot_bytes
             if limit_bytes <= 0:
                 break
@@ -82,6 +93,10 @@ class Integrity:
         """
         shard, blocks = check.shard, self._cache.blocks
         if check.block.shards.get(check.rank) is not shard or not shard.written or shard.checksum != check.checksum:
+            return True
+        if not check.checksum:
+            if blocks.unverified.get(shard) is check.since:
+                blocks.take_checksum(shard, checksum)
             return True
         self.checked_slots += 1
         self.checked_bytes += check.length

@@ -57,7 +57,8 @@ class Shard:
         self.checksum = 0
         """Checksum of the bytes that were stored; 0 while they are written, or where none was taken."""
         self.verified = True
-        """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum."""
+        """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum, and for one
+        whose checksum is still to be taken."""
         self.corrupt = False
         """The bytes are not those that were stored: nobody may read them, and the slot is never used again."""
 

@@ -191,6 +191,10 @@ class Pool:
         """Strikes out the record of a slot that is ready. It stays handed out, but no successor may serve its bytes."""
         self._table.free([offset])
 
+    def set_checksum(self, offset: int, checksum: int) -> None:
+        """Enters the checksum of a slot that became ready without one, for a successor."""
+        self._table.set_checksum(offset, checksum)
+
     def digests(self, slots: Sequence[tuple[int, int]]) -> list[int]:
         """The checksums of slots, given by offset and length in bytes: never 0. For any thread, until ``close``."""
         return digests(self._bytes, slots)

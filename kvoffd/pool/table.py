@@ -174,6 +174,18 @@ class SlotTable:
             CRC.pack_into(buffer, record + CRC_AT, crc32(buffer[record + OWNER_AT : record + CRC_AT]))
             words[record // 8] = _READY
 
+    def set_checksum(self, offset: int, checksum: int) -> None:
+        """Enters the checksum of a shard that was ready before it was taken; nothing follows where it is not ready.
+
+        A successor of a daemon that dies meanwhile does not trust the record, as it did not before.
+        """
+        record = self._record(offset)
+        if self._words[record // 8] == _READY:
+            length, _, first_block = CONTENT.unpack_from(self._bytes, record + CONTENT_AT)
+            CONTENT.pack_into(self._bytes, record + CONTENT_AT, length, checksum, first_block)
+            crc = zlib.crc32(self._bytes[record + OWNER_AT : record + CRC_AT])
+            CRC.pack_into(self._bytes, record + CRC_AT, crc)
+
     def free(self, offsets: Iterable[int]) -> None:
         """Notes that the slots hold nothing from here on, whatever they held."""
         words = self._words

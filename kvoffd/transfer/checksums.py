@@ -53,7 +53,8 @@ class SlotChecksums:
         expected: the checksum that each slot must have; None where they are to be found out.
         whole_after: ``Plan.whole_after`` of a store; where it is empty, no slot is whole before all are.
         pool_address: the pool's address, to which a store's offsets are relative, for a copier that takes checksums.
-        sums: the checksum of each slot; 0 for slots that were not read since the transfer ended before.
+        sums: the checksum of each slot; 0 for slots that were not read since the transfer ended before, or the threads
+            that take checksums were behind.
     """
 
     digests: Callable[[Sequence[tuple[int, int]]], list[int]]
@@ -222,13 +223,17 @@ class StoreChecksums:
         self._finish(early or Outcome.DONE)
         return None
 
-    def copy_ended(self, outcome: Outcome) -> None:
-        """Take note of how the copy ended. Called in its thread."""
+    def copy_ended(self, outcome: Outcome, *, behind: bool = False) -> None:
+        """Take note of how the copy ended. Called in its thread.
+
+        ``behind`` leaves out what nobody has begun to read, unless it is to be compared: those sums stay 0.
+        """
         with self._lock:
             self._copied = True
             if outcome is not Outcome.DONE:
                 self._outcome = outcome
-                self._next = len(self._checksums)  # none of them is needed any more
+            if outcome is not Outcome.DONE or (behind and self._checksums.expected is None):
+                self._next = len(self._checksums)
             left = self._checksums.nbytes(self._next)
             alone = self._unfinished == 1
         if alone or left <= self._inline_bytes:

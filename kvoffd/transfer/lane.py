@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 # A copy thread looks at the deadline every few milliseconds; one that has not noticed it after this long hangs.
 OVERDUE_GRACE_S = 1.0
-# Transfers of an owner that are copied but wait for their checksums. With more of them its other transfers wait too.
+# Stores of an owner that are copied but wait for their checksums. One more ends without those that it lacks.
 MAX_AWAITING_CHECKSUMS = 4
 
 
@@ -259,7 +259,7 @@ class Lane:
         with self._wake:
             self._queue.charge(transfer.owner, progress.uncharged())
             self._tell(transfer, progress)
-            return self._queue.is_before(transfer.owner, self._may_begin)
+            return self._queue.is_before(transfer.owner)
 
     def add_checksum_cost(self, seconds: float, nbytes: int) -> None:
         with self._wake:
@@ -343,10 +343,11 @@ class Lane:
         progress.steps = progress.checksums = None  # they refer to each other
         with self._wake:
             self._awaiting_checksums[transfer.owner] += 1
+            behind = self._awaiting_checksums[transfer.owner] > MAX_AWAITING_CHECKSUMS
         if checksums is None:
             self._end(transfer, outcome, progress.seconds)
         else:
-            checksums.copy_ended(outcome)
+            checksums.copy_ended(outcome, behind=behind)
 
     def _begin_checksums(
         self, transfer: Transfer, checksums: SlotChecksums, progress: CopyProgress, settings: ChecksumThreads
@@ -378,12 +379,9 @@ class Lane:
             self._wake.notify()
         _finish(transfer, outcome, seconds)
 
-    def _may_begin(self, owner: Hashable) -> bool:
-        return self._awaiting_checksums[owner] < MAX_AWAITING_CHECKSUMS
-
     def _next(self) -> tuple[Transfer, CopyProgress] | None:
         with self._wake:
-            while (transfer := self._queue.take(self._may_begin)) is None:
+            while (transfer := self._queue.take()) is None:
                 if self._stopped and not self._queue:
                     return None
                 self._wake.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -52,12 +52,11 @@ class FairQueue(Generic[Item]):
             del self._waiting[owner]
         return True
 
-    def take(self, may_have: Callable[[Hashable], bool] = lambda owner: True) -> Item | None:
-        """Take the next item of the owner whose turn it is, among those that ``may_have`` a turn now."""
-        owners = list(filter(may_have, self._waiting))
-        if not owners:
+    def take(self) -> Item | None:
+        """Take the next item of the owner whose turn it is."""
+        if not self._waiting:
             return None
-        owner = min(owners, key=self._given_to)
+        owner = min(self._waiting, key=self._given_to)
         items = self._waiting.pop(owner)
         self._level = max(self._level, self._given_to(owner))
         item, _ = items.popitem(last=False)
@@ -72,10 +71,10 @@ class FairQueue(Generic[Item]):
             self._level = given
         self._given[owner] = given
 
-    def is_before(self, owner: Hashable, may_have: Callable[[Hashable], bool] = lambda owner: True) -> bool:
+    def is_before(self, owner: Hashable) -> bool:
         """Return whether another owner that waits was given no more than ``owner``."""
         given = self._given_to(owner)
-        return any(one != owner and self._given_to(one) <= given and may_have(one) for one in self._waiting)
+        return any(one != owner and self._given_to(one) <= given for one in self._waiting)
 
     def has_other(self, owner: Hashable) -> bool:
         """Return whether an owner other than ``owner`` waits."""

@@ -190,8 +190,15 @@ class IntegrityStats(Wire, frozen=True):
         Count, gauge("Slots that did not match their checksum and are not used until a restart.")
     ]
     unverified_slots: Annotated[
-        Count, gauge("Slots of an earlier daemon that are not compared with their checksum yet; a load compares first.")
+        Count,
+        gauge(
+            "Slots of an earlier daemon that are not compared with their checksum yet: a load compares first. And "
+            "slots whose checksum is still to be taken: stores were faster than the threads that take checksums."
+        ),
     ]
+    loaded_unverified_slots: Annotated[
+        Count, counter("Slots that were loaded while their checksum was still to be taken.")
+    ] = 0
 
 
 class DiskStats(Wire, frozen=True):

@@ -12,6 +12,7 @@ from support.waiting import wait_until
 from kvoffd_client import AdminClient
 from kvoffd_client.bench import PAGE_BYTES
 from kvoffd_client.bench.copy_bench import bench_copy
+from kvoffd_client.bench.fairness import bench_fairness
 from kvoffd_client.bench.message_bench import STORE_KEYS, bench_jobs, bench_lookup
 from kvoffd_client.bench.results import BenchFailed, Report
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
@@ -68,6 +69,19 @@ def test_a_bench_leaves_no_blocks_behind(daemon: DaemonProcess, bench: Callable[
         stats = admin.stats()
     assert stats.pool.free_bytes == stats.pool.pool_bytes
     assert stats.errors == {}
+
+
+def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind() -> None:
+    with DaemonProcess("192MiB") as daemon:
+        report = bench_fairness(daemon.directory, quiet, rounds=1, seconds=0.4, connections=4)
+        found = {result.case: result for result in report.results}
+        assert len(found) == 8
+        assert all(0.01 < result.ratio < 100 for result in found.values())
+        assert found["loads of 1 MiB, p50"].value < 1e6
+        with AdminClient(daemon.directory) as admin:
+            stats = admin.stats()
+        assert stats.pool.free_bytes == stats.pool.pool_bytes
+        assert stats.errors == {}
 
 
 def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:

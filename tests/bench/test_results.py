@@ -10,7 +10,9 @@ import pytest
 
 from kvoffd_client.bench.results import (
     BenchFailed,
+    Cost,
     Curve,
+    GpuFacts,
     Report,
     Result,
     check_plot,
@@ -18,6 +20,7 @@ from kvoffd_client.bench.results import (
     median_percentile,
     percentile,
 )
+from kvoffd_client.cli import bench_commands
 
 REPORT = Report(
     "copy",
@@ -45,6 +48,13 @@ def test_the_object_has_the_promised_shape() -> None:
     assert set(found) == {"bench", "machine", "results"}
     assert found["results"] == [{"case": "a", "value": 3.0, "unit": "µs", "floor": 2.0, "ratio": 1.5}]
     assert found["machine"]["cpus"] >= 1
+
+
+def test_cores_are_told_for_each_gpu() -> None:
+    gpu = GpuFacts("Stub", "GPU-1", "13.0", 0, None)
+    report = Report("copy", "floor", [Result("store", 40.0, "GB/s", 55.0, Cost(0.04, "GB", 0.03))], gpu=gpu)
+    (line,) = bench_commands._core_lines(report.results)
+    assert line == "cores for each GPU at 55 GB/s: 2.20, checksums 1.65 of them: store"
 
 
 def test_a_png_is_written(tmp_path: Path) -> None:

@@ -162,6 +162,55 @@ def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None
     assert [look.block.key for look in integrity.unverified(1)] == [keys_of(2)]
 
 
+def store_without_checksums(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
+    """As where the threads that take checksums are behind."""
+    ticket = rig.cache.begin_store(namespace, 0, 0, keys)
+    ticket.checksums = [0] * len(ticket.offsets)
+    rig.cache.commit_store(ticket)
+
+
+def test_a_checksum_that_comes_later_is_the_slots_from_then_on() -> None:
+    rig = CacheHarness()
+    namespace, integrity = rig.open(), rig.cache.integrity
+    store_without_checksums(rig, namespace, keys_of(1, 2))
+    check_invariants(rig.cache)
+    assert integrity.unverified_slots == 2
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))])
+    ticket = rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1, 2))
+    assert integrity.checks_of_load(ticket, every=False) == integrity.checks_of_load(ticket, every=True) == []
+    assert integrity.loaded_unverified_slots == 4, "it is served, and counted each time"
+    for look in integrity.unverified(SLOT_UNIT * 10):
+        assert look.checksum == 0
+        assert integrity.apply(look, 77)
+    check_invariants(rig.cache)
+    assert (integrity.unverified_slots, integrity.checked_slots, integrity.mismatches) == (0, 0, 0)
+    assert [look.checksum for look in integrity.checks_of_load(ticket, every=True)] == [77, 77]
+    assert integrity.loaded_unverified_slots == 4
+    assert {rig.slots.checksums[offset] for offset in ticket.offsets} == {77}
+    look = integrity.checks_of_load(ticket, every=True)[0]
+    assert not integrity.apply(look, 78)
+    rig.cache.end_load([ticket], ok=False)
+    check_invariants(rig.cache)
+
+
+def test_a_checksum_of_bytes_that_were_overwritten_is_not_taken() -> None:
+    rig = CacheHarness()
+    namespace, integrity = rig.open(), rig.cache.integrity
+    store_without_checksums(rig, namespace, keys_of(1))
+    (stale,) = integrity.unverified(SLOT_UNIT)
+    made(rig.cache.clear_all())
+    assert integrity.apply(stale, 77)
+    store_without_checksums(rig, namespace, keys_of(1))
+    assert integrity.apply(stale, 77)
+    (look,) = integrity.unverified(SLOT_UNIT)
+    assert look.checksum == 0
+    shard = look.shard
+    rig.cache.blocks.mark_verified(shard)  # as a store does that writes the shard anew,
+    rig.cache.blocks.unverified[shard] = (look.block, 0)  # and ends without its checksum
+    assert integrity.apply(look, 77)
+    assert shard.checksum == 0
+
+
 def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
     rig = CacheHarness()
     store(rig, rig.open(), keys_of(1, 2))

@@ -179,6 +179,19 @@ def test_a_batch_with_a_wrong_slot_in_it_changes_nothing(table: SlotTable) -> No
     assert found(table) == [0]
 
 
+def test_a_checksum_may_come_after_the_bytes(table: SlotTable) -> None:
+    mark_writing(table, 0, b"a" * 32, 0, b"late", 0, 1)
+    table.set_checksum(0, 5)
+    mark_ready(table, 0, 3, 10, 0)
+    assert [record.checksum for record in scan_table(table.fd)] == [0]
+    table.set_checksum(0, 77)
+    (record,) = scan_table(table.fd)
+    assert (record.key, record.first_block, record.checksum) == (b"late", 3, 77)
+    table.free([0])
+    table.set_checksum(0, 78)
+    assert found(table) == []
+
+
 def test_a_ready_slot_that_is_written_again_is_not_ready_until_it_is_whole(table: SlotTable) -> None:
     store(table, 0)
     mark_writing(table, 0, b"b" * 32, 0, b"other", 0, 1)

@@ -97,6 +97,10 @@ class FakeSlots:
             self.writes += 1
             self.generation[offset] = self.writes
 
+    def set_checksum(self, offset: int, checksum: int) -> None:
+        if self.records[offset][0] == "ready":
+            self.checksums[offset] = checksum
+
     def note_namespace(self, record: NamespaceRecord) -> None:
         self.namespaces[record.fingerprint] = record
 

@@ -494,16 +494,19 @@ def test_a_store_waits_for_its_checksums_and_the_copy_thread_does_not(harness: H
 
 
 @pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
-def test_copies_do_not_run_far_ahead_of_checksums(harness: Harness) -> None:
+def test_copies_do_not_wait_for_checksums_that_are_behind(harness: Harness) -> None:
     sums = Sums(64 * MIB)
     sums.gate.clear()
     jobs = [Job(pieces=20, sums=sums) for _ in range(MAX_AWAITING_CHECKSUMS)]
-    late = Job(pieces=20)
-    for job in (*jobs, late):
+    for job in jobs:
         harness.engine.submit(job.transfer)
     wait_until(lambda: all(job.is_copied() for job in jobs))
-    assert not late.done.wait(0.05)
-    assert not late.destination.any()
+    assert sums.at_gate.wait(WAIT_S)
+    late = Job(pieces=20, sums=Sums(64 * MIB))
+    harness.engine.submit(late.transfer)
+    wait_until(late.is_copied)
+    threads = 2  # which are held up, each by one slot
+    assert harness.engine.load_of(Direction.STORE).running <= MAX_AWAITING_CHECKSUMS + 1
     others = Job(pieces=20)
     others.transfer.owner = "another"
     harness.engine.submit(others.transfer)
@@ -512,6 +515,26 @@ def test_copies_do_not_run_far_ahead_of_checksums(harness: Harness) -> None:
     sums.gate.set()
     for job in (*jobs, late):
         assert job.outcome() is Outcome.DONE
+    assert late.checksums is not None
+    assert late.checksums.sums.count(0) >= 20 - threads
+    for job in jobs:
+        assert job.checksums is not None
+        assert all(job.checksums.sums)
+
+
+@pytest.mark.parametrize("harness", [CudaHarness], indirect=True)
+def test_what_is_to_be_compared_is_never_left_out(harness: Harness) -> None:
+    sums = Sums(64 * MIB)
+    sums.gate.clear()
+    jobs = [Job(pieces=20, sums=sums) for _ in range(MAX_AWAITING_CHECKSUMS)]
+    wrong = Sums(64 * MIB)
+    wrong.expected = [7] * 20
+    jobs.append(Job(pieces=20, sums=wrong))
+    for job in jobs:
+        harness.engine.submit(job.transfer)
+    wait_until(lambda: all(job.is_copied() for job in jobs))
+    sums.gate.set()
+    assert [job.outcome() for job in jobs] == [Outcome.DONE] * MAX_AWAITING_CHECKSUMS + [Outcome.CORRUPT]
 
 
 def test_checksum_threads_read_for_their_owners_in_turn() -> None:

@@ -46,7 +46,6 @@ def test_one_that_comes_later_has_saved_nothing_up() -> None:
     queue.charge("early", 1)
     assert queue.take() == 10
     queue.charge("late", 10)
-    assert not queue.is_before("nobody", lambda owner: owner == "late")
     assert [queue.take(), queue.take()] == [3, 11]
 
 
@@ -79,7 +78,7 @@ def test_what_one_was_given_while_nobody_waited_is_not_held_against_it() -> None
     assert taken == [1, 2, 3]
 
 
-def test_items_are_taken_out_put_first_and_passed_over() -> None:
+def test_items_are_taken_out_and_put_first() -> None:
     queue: FairQueue[int] = FairQueue()
     queue.put("a", 1)
     queue.put("a", 2)
@@ -90,9 +89,9 @@ def test_items_are_taken_out_put_first_and_passed_over() -> None:
     assert queue.remove("a", 1)
     assert not queue.remove("a", 1)
     assert not queue.remove("nobody", 1)
-    assert queue.take(lambda owner: owner == "b") == 4
-    assert queue.take(lambda owner: owner == "b") is None
+    assert queue.remove("b", 4)
     assert not queue.is_before("a")
     assert queue.is_before("b"), "both were given nothing, and a waits"
-    assert not queue.is_before("b", lambda owner: False)
+    assert queue.has_other("b")
+    assert not queue.has_other("a")
     assert [queue.take(), queue.take(), queue.take()] == [3, 2, None]

@@ -42,9 +42,11 @@ FLOOD_KEYS = 64
 """Blocks of 1 MiB in each load of an engine that floods the daemon."""
 FLOOD_JOBS = 4
 """Such loads at a time."""
-FLOOD_CONNECTIONS = 200
+FLOOD_CONNECTIONS = 32
 """Connections over which it asks, each with FLOOD_REQUESTS requests under way."""
-FLOOD_REQUESTS = 8
+FLOOD_REQUESTS = 2
+FLOOD_LOOKUP_KEYS = 4096
+"""Keys of each of these lookups: the daemon has more to do with one than its sender."""
 
 DECODE_SEQUENCES, DECODE_RANKS = 256, 8
 JOBS_STEP_S = 0.03

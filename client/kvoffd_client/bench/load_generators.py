@@ -25,23 +25,24 @@ from kvoffd_client.bench import (
     COPIED_BLOCK_BYTES,
     FLOOD_JOBS,
     FLOOD_KEYS,
+    FLOOD_LOOKUP_KEYS,
     FLOOD_REQUESTS,
     JOBS_STEP_S,
     KEPT_TURNS,
 )
 from kvoffd_client.bench.echo import ChildProcess, connect_dealer, echo_request
 from kvoffd_client.bench.gpu_device import compute_load
+from kvoffd_client.bench.results import BenchFailed
 from kvoffd_client.bench.synthetic_engine import KEY_BYTES, BlocksGone, SyntheticEngine, random_keys
 from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.codec import encode
 from kvoffd_proto.messages import GroupKeys, Lookup
+from kvoffd_proto.units import format_size
 
 COPY_LAYERS = 16
 COPY_PAGE_BYTES = COPIED_BLOCK_BYTES // COPY_LAYERS
 LOOKUP_PAGE_BYTES = 4096
-LOOKUP_KEYS = 64
-"""Keys of a lookup of a process that floods the daemon."""
 
 
 def _lookups(directory: Path, keys: int, *place: int) -> Iterator[None]:
@@ -79,7 +80,7 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
         names = random_keys(FLOOD_KEYS)
         engine.store(names, ids[0])
         session = engine.scheduler._session
-        groups = [GroupKeys(group=0, keys=random_keys(LOOKUP_KEYS))]
+        groups = [GroupKeys(group=0, keys=random_keys(FLOOD_LOOKUP_KEYS))]
         request = encode(Lookup(1, session.token, engine.namespace.fingerprint, 2**40, groups))
         dealers = [connect_dealer(context, directory) for _ in range(connections)]
         for dealer in dealers * FLOOD_REQUESTS:
@@ -92,12 +93,19 @@ def _floods(directory: Path, connections: int, *place: int) -> Iterator[None]:
         while True:
             yield
             for job in free:
-                lease_id = engine.lookup(names)[0].lease_id
+                found, _ = engine.lookup(names)
+                if found.leading_ready() < FLOOD_KEYS:
+                    raise BenchFailed(
+                        f"The pool does not hold {format_size(FLOOD_KEYS * engine.block_bytes)} at a time."
+                    )
+                lease_id = found.lease_id
                 running[engine.begin_load(lease_id, names, ids[job])] = job
             for dealer, _ in poller.poll(1):
                 dealer.recv()
                 dealer.send(request)
-            free = [running.pop(result.job_id) for result in engine.worker.wait_results(0.0)]
+            ended = engine.worker.wait_results(0.0)
+            engine.check("load", ended, FLOOD_KEYS * len(ended))
+            free = [running.pop(result.job_id) for result in ended]
 
 
 def _echoes(directory: Path, keys: int, *place: int) -> Iterator[None]:

@@ -21,6 +21,8 @@ from kvoffd_proto.units import format_size
 
 Progress = Callable[[str], None]
 """Called with what is measured next, in a few words."""
+GPU_GB_PER_SECOND = 55.0
+"""What a GPU copies in one direction over PCIe 5."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """People who cannot see all colours tell these apart too."""
 
@@ -35,6 +37,11 @@ class Cost:
     seconds: float
     per: str
     checksums: float | None = None
+
+    def cores_per_gpu(self) -> tuple[float, float]:
+        """Return how many cores the daemon takes for a GPU at GPU_GB_PER_SECOND, and its checksums of that."""
+        assert self.per == "GB"
+        return self.seconds * GPU_GB_PER_SECOND, (self.checksums or 0.0) * GPU_GB_PER_SECOND
 
 
 class BenchFailed(KvoffdClientError):

@@ -156,10 +156,11 @@ class SyntheticEngine(Closing):
         self.worker.store(job_id, (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),))
         return job_id
 
-    def begin_load(self, lease_id: int, keys: bytes, block_ids: BlockIds) -> int:
-        """Send a load of keys that a lookup pinned under ``lease_id``; return its job id."""
+    def begin_load(self, lease_id: int, keys: bytes, block_ids: BlockIds, *, keep_lease: bool = False) -> int:
+        """Send a load of keys that a lookup pinned under ``lease_id``, which it ends; return its job id."""
         job_id = next(self._job_ids)
-        self.worker.load(job_id, lease_id, (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),))
+        parts = (GroupTransfer(group=0, keys=keys, block_ids=block_ids.tobytes()),)
+        self.worker.load(job_id, lease_id, parts, keep_lease=keep_lease)
         return job_id
 
     def store(self, keys: bytes, block_ids: BlockIds) -> float:

@@ -21,6 +21,7 @@ from kvoffd_client.bench import (
     FLOOD_CONNECTIONS,
     FLOOD_JOBS,
     FLOOD_KEYS,
+    FLOOD_LOOKUP_KEYS,
     GPU_JOB_BYTES,
     GPU_PIECES,
     HOST_JOB_BYTES,
@@ -73,9 +74,9 @@ measured where the daemon has no GPU in use yet.
 
 FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
 
-Rates and times of lookups and small loads, one after the other, against half the rates and the times that they have
-without the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, and lookups over
-{FLOOD_CONNECTIONS} connections.
+Rates and times of lookups and small loads, some at a time, against half the rates and the times that they have without
+the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, and lookups of
+{FLOOD_LOOKUP_KEYS:,} keys over {FLOOD_CONNECTIONS} connections.
 """
 JOBS_HELP = f"""Measure small jobs.
 
@@ -266,7 +267,7 @@ def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bo
         print_list(_report_table(report))
         print_line(f"\nfloor: {report.floor}")
         if report.gpu is not None:
-            for line in _gpu_lines(report.gpu):
+            for line in (*_gpu_lines(report.gpu), *_core_lines(report.results)):
                 print_line(line)
     return 0
 
@@ -274,6 +275,19 @@ def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bo
 def _print_progress(what: str) -> None:
     if sys.stderr.isatty():
         print(f"measuring: {what}", file=sys.stderr, flush=True)
+
+
+def _core_lines(results: Sequence[Result]) -> Iterator[str]:
+    """Yield a line for each case: what the daemon takes of the CPUs for a GPU that copies as fast as PCIe 5 lets it."""
+    from kvoffd_client.bench.results import GPU_GB_PER_SECOND
+
+    for result in results:
+        if result.cpu is not None and result.cpu.checksums is not None:
+            cores, checksums = result.cpu.cores_per_gpu()
+            yield (
+                f"cores for each GPU at {GPU_GB_PER_SECOND:.0f} GB/s: {cores:.2f}, checksums {checksums:.2f} of them: "
+                f"{result.case}"
+            )
 
 
 def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
