@@ -152,7 +152,7 @@ class Target(Closing):
             with self.honest.paused():
                 self._before = self._state()
         except BaseException:
-            self.daemon.close()
+            self.close()
             raise
 
     @contextlib.contextmanager
