@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.shapes, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess(POOL) as process:
+    with DaemonProcess(POOL, index_size="800MiB") as process:
         yield process
 
 
