@@ -222,7 +222,8 @@ INDEX_BYTES_PER_SLOT = 1536
 """Measured: 1.4 KiB of a block of one slot, with its key of 32 bytes and its place in the eviction policy."""
 LEAST_INDEX_BYTES = 128 << 20
 PROCESS_BYTES = 64 << 20
-"""Interpreter and libraries (31 MiB, measured), threads, the connections of HTTP and of administrators over TCP."""
+"""Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), threads, the connections of
+HTTP and of administrators over TCP."""
 FRAMES_AT_A_TIME = 6
 """Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
 CONNECTIONS_BYTES = 160 << 10

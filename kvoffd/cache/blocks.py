@@ -23,7 +23,8 @@ from typing import TypeAlias
 
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hooks import CacheListener, TieringHooks
-from kvoffd.cache.namespace import Block, BlockState, Namespace, Shard
+from kvoffd.cache.misses import Misses
+from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, Shard
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
@@ -65,6 +66,7 @@ class Blocks:
         self.pinned_blocks = 0
         """Blocks with pins of any kind."""
         self.pinned_bytes = 0
+        self.misses = Misses()
         self.tiering: TieringHooks | None = None
         """Who looks after the tiers below the pool; None while there are none."""
         self._slots = slots
@@ -248,9 +250,11 @@ class Blocks:
             self._policy.remove(block, evicted=True)
         for (namespace, group, _), alike in self._leave(blocks):
             namespace.counters.evicted_blocks += len(alike)
-            self._listener.removed(namespace, group, [block.key for block in alike])
+            keys = [block.key for block in alike]
+            self._listener.removed(namespace, group, keys)
+            self.misses.note(namespace, group, keys, MissReason.EVICTED)
 
-    def drop(self, blocks: Sequence[Block]) -> None:
+    def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.INVALIDATED) -> None:
         """Take blocks out of the index, ready or not. The caller tells the listener."""
         for block in blocks:
             if block.state is READY:
@@ -260,14 +264,15 @@ class Blocks:
                 del self.operator_pinned[block]
                 self.unpin([block])
             block.namespace.counters.invalidated_blocks += 1
-        self._leave(blocks)
+        for (namespace, group, _), alike in self._leave(blocks):
+            self.misses.note(namespace, group, [block.key for block in alike], reason)
 
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
         stale = [block for block, _ in takewhile(lambda item: item[1] <= until, self.half_stored.items())]
         for block in stale:
             block.namespace.counters.half_stored_blocks += 1
-        self.drop(stale)
+        self.drop(stale, MissReason.HALF_STORED)
         return len(stale)
 
     def mark_verified(self, shard: Shard) -> None:
@@ -288,7 +293,7 @@ class Blocks:
         self.unverified.pop(shard, None)
         readable = block.state is READY
         if block.state in INDEXED:
-            self.drop([block])
+            self.drop([block], MissReason.CORRUPT)
         if readable:
             self._listener.removed(block.namespace, block.group, [block.key])
 

@@ -11,7 +11,7 @@ from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LeasedBlocks
-from kvoffd.cache.namespace import Block, BlockState, Namespace, nbytes_of_shards
+from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards
 from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
@@ -235,6 +235,7 @@ class BlockCache(LeasedBlocks):
         if ticket.dropped:
             namespace.counters.dropped_keys += len(ticket.dropped)
             lost = {keys[number] for number in ticket.dropped}
+            blocks.misses.note(namespace, group, list(lost), MissReason.NO_ROOM)
             ticket.dropped = sorted([*ticket.dropped, *(number for number in again if keys[number] in lost)])
         if narrow:
             offsets = self._reopen(ticket, narrow, offsets)
@@ -359,9 +360,9 @@ class BlockCache(LeasedBlocks):
                 tiering.forget(namespace, group, keys)
         return dropped
 
-    def drop_incomplete(self, blocks: Iterable[Block]) -> None:
+    def drop_incomplete(self, blocks: Iterable[Block], reason: MissReason = MissReason.HALF_STORED) -> None:
         """Drop those of the blocks that lack a shard: nobody will complete them. What a tier has of them stays."""
-        self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING])
+        self.blocks.drop([block for block in dict.fromkeys(blocks) if block.state is WRITING], reason)
 
     def reset(self, namespace: Namespace) -> Steps:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""

@@ -123,3 +123,41 @@ void kvoffd_move_states(const struct table *from, struct table *to)
         }
     }
 }
+
+/* A table of the reasons for which keys left has the same structure, with entries of eight bytes: all but the last three
+ * bits of a key's hash, and a reason. What falls on the same place replaces what was there. */
+static const uint64_t REASON = 7;
+
+static uint64_t *noted(const struct table *t, uint64_t hashed)
+{
+    return (uint64_t *)t->entries + (hashed & (t->capacity - 1));
+}
+
+/* Notes why each of `count` keys left, 1 to 7. */
+void kvoffd_note_reasons(const struct table *t, const uint8_t *keys, uint64_t count, uint64_t reason)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t hashed = hash(t, keys + i * t->key_bytes);
+        *noted(t, hashed) = (hashed & ~REASON) | reason;
+    }
+}
+
+/* Adds to `counts`, by reason, the keys whose state is 0; those of which nothing is noted to the first. */
+void kvoffd_count_reasons(
+    const struct table *t, const uint8_t *keys, uint64_t count, const uint8_t *states, uint64_t counts[8])
+{
+    uint64_t hashed[TOGETHER];
+
+    for (uint64_t begin = 0; begin < count; begin += TOGETHER) {
+        uint64_t together = count - begin < TOGETHER ? count - begin : TOGETHER;
+        for (uint64_t i = 0; i < together; i++) {
+            hashed[i] = hash(t, keys + (begin + i) * t->key_bytes);
+            __builtin_prefetch(noted(t, hashed[i]));
+        }
+        for (uint64_t i = 0; i < together; i++) {
+            uint64_t there = *noted(t, hashed[i]);
+            if (!states[begin + i])
+                counts[(there ^ hashed[i]) & ~REASON ? 0 : there & REASON]++;
+        }
+    }
+}

@@ -16,7 +16,7 @@ from kvoffd.system.native import native
 _FEWEST = 64
 
 
-class _Table(ctypes.Structure):
+class Table(ctypes.Structure):
     """``struct table`` of key_states.c."""
 
     _fields_ = (
@@ -54,6 +54,10 @@ class KeyStates:
         self._native.states(self._reference, keys, count, states)
         return states.raw
 
+    def over(self, entries: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Table:
+        """Another table, of one word a key, that hashes keys as this one does. The caller keeps ``entries``."""
+        return Table(entries.ctypes.data, len(entries), 0, self._key_bytes, entries.itemsize, self._seed)
+
     def set(self, keys: bytes, state: int) -> None:
         """Give all of the keys, which lie end to end, this state; 0 takes them out."""
         count = len(keys) // self._key_bytes
@@ -72,5 +76,5 @@ class KeyStates:
     def _use(self, capacity: int) -> None:
         self._entries = np.zeros(capacity * self._stride, dtype=np.uint8)
         at = self._entries.ctypes.data
-        self._table = _Table(at, capacity, 0, self._key_bytes, self._stride, self._seed)
+        self._table = Table(at, capacity, 0, self._key_bytes, self._stride, self._seed)
         self._reference = ctypes.byref(self._table)

@@ -153,9 +153,12 @@ class LeasedBlocks:
             return LookupAnswer(states, ready)
         counters = namespace.counters
         counters.lookups += 1
-        counters.keys_asked += sum(map(len, states))
+        asked = sum(map(len, states))
+        counters.keys_asked += asked
         counters.keys_ready += ready
         counters.prefix_keys_ready += sum(len(one) - len(one.lstrip(_READY_BYTE)) for one in states)
+        if ready < asked:
+            self.__blocks.misses.asked(namespace, groups, found, states)
         return LookupAnswer(states, ready)
 
     def lease_blocks(
@@ -222,6 +225,10 @@ class LeasedBlocks:
             every = {block for lease in leases.of_owner(owner) for blocks in lease.blocks.values() for block in blocks}
             held.shared_bytes = held.nbytes - sum(block.slot_bytes for block in every)
         return share - (held.nbytes - held.shared_bytes)
+
+    def count_misses(self) -> None:
+        """Count by reason what lookups missed since the last call. For when the reply is out."""
+        self.__blocks.misses.count()
 
     def touch(self, lease_id: int) -> None:
         """Note the use of what a lease got since the last call, each group's tail first; no lease, no harm.

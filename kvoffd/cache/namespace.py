@@ -5,8 +5,9 @@ Here is what is known of each. ``blocks`` says how they change: only it writes a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -24,6 +25,29 @@ SHARD_BYTES = 128
 """What is known of one rank's shards of one group, without their pages."""
 PAGE_SPEC_BYTES = 512
 """What is known of a page, with the name and shape of its layer."""
+
+
+class MissReason(IntEnum):
+    """Why a key that was asked for is not there. Those up to DISK_LATE are noted when it leaves."""
+
+    NEVER_STORED = 0
+    """Nothing is known of the key: it was not stored, or left so long ago that this is forgotten."""
+    EVICTED = 1
+    """Other blocks needed the room."""
+    NO_ROOM = 2
+    """Its store, or its way up from a disk, found no room in the pool."""
+    HALF_STORED = 3
+    """A shard of it is still to be stored, or was not stored in time."""
+    INVALIDATED = 4
+    """An engine or an operator had it forgotten."""
+    CORRUPT = 5
+    """Its bytes were not those that were stored."""
+    DISK_LATE = 6
+    """A disk has it, and did not bring it up in time."""
+    DISK_FAILED = 7
+    """A disk had it, and failed or was closed."""
+    LEASE_LIMIT = 8
+    """It is in the pool, but the session may lease no more."""
 
 
 class BlockState(IntEnum):
@@ -104,6 +128,8 @@ class Counters:
     invalidated_blocks: int = 0
     half_stored_blocks: int = 0
     dropped_keys: int = 0
+    misses: Counter[MissReason] = field(default_factory=Counter)
+    """Keys in lookups that were not there."""
 
 
 class Namespace:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Counters, Namespace
+from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import WINDOWS_S, CounterWindows
 from kvoffd_proto.messages import RecentStats
 
 SAMPLE_EVERY_S = 0.5
-COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots__)
+COUNTED = frozenset(RecentStats.__struct_fields__).intersection(Counters.__slots__) - {"misses"}
+_MISSES = "misses "
 
 
 @dataclass(eq=False)
@@ -69,17 +70,26 @@ class Recent:
         return windows
 
     def _sum(self) -> dict[str, float]:
-        total = dict.fromkeys(COUNTED, 0) | self._gone
+        total = self._gone.copy()
         for namespace in self._cache.namespaces:
-            for name, count in _counts(namespace).items():
-                total[name] += count * (not namespace.of_bench)
-        return {**total, "cpu_seconds": self._cpu_clock()}
+            if not namespace.of_bench:
+                total.update(_counts(namespace))
+        return {**dict.fromkeys(COUNTED, 0), **total, "cpu_seconds": self._cpu_clock()}
 
 
 def _counts(namespace: Namespace) -> dict[str, int]:
-    return {name: getattr(namespace.counters, name) for name in COUNTED}
+    counters = namespace.counters
+    misses = {f"{_MISSES}{name}": count for name, count in named(counters.misses).items()}
+    return {**{name: getattr(counters, name) for name in COUNTED}, **misses}
+
+
+def named(misses: Counter[MissReason]) -> dict[str, int]:
+    """Misses by the name of their reason, as they are told."""
+    return {reason.name.lower(): count for reason, count in misses.items()}
 
 
 def _stats(window_s: float, seconds: float, gained: dict[str, float]) -> RecentStats:
     cpu_seconds = gained.pop("cpu_seconds", 0.0)
-    return RecentStats(window_s, seconds, **{k: int(v) for k, v in gained.items()}, cpu_seconds=cpu_seconds)
+    counts = {name: int(value) for name, value in gained.items() if not name.startswith(_MISSES)}
+    misses = {name.removeprefix(_MISSES): int(gained[name]) for name in gained if name not in counts and gained[name]}
+    return RecentStats(window_s, seconds, **counts, misses=misses, cpu_seconds=cpu_seconds)

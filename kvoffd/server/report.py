@@ -11,6 +11,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
+from kvoffd.server.recent import named
 from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
@@ -23,6 +24,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operator_pinned = cache.blocks.operator_pinned
     level, causes = health_of(context)
+    cache.count_misses()
     return filled(
         m.StatsReply,
         context,
@@ -54,6 +56,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
                 namespace,
                 namespace.counters,
                 namespace=namespace.fingerprint,
+                misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
             )
             for namespace in cache.namespaces

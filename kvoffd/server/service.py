@@ -142,6 +142,8 @@ class Service:
                 context.lookup_latency.observe(seconds)
                 context.lookup_rate.add(1)
             context.cache.touch(lease_id)
+        if context.lookups:
+            context.cache.count_misses()
         context.lookups.clear()
         if (tiering := context.tiering) is not None:
             tiering.pump()

@@ -34,6 +34,8 @@ class Native:
             self.states = with_gil.kvoffd_states
             self.set_states = with_gil.kvoffd_set_states
             self.move_states = with_gil.kvoffd_move_states
+            self.note_reasons = with_gil.kvoffd_note_reasons
+            self.count_reasons = with_gil.kvoffd_count_reasons
         except (OSError, AttributeError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
@@ -46,6 +48,8 @@ class Native:
         self.states.argtypes, self.states.restype = (address, text, count, text), None
         self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
         self.move_states.argtypes, self.move_states.restype = (address, address), None
+        self.note_reasons.argtypes, self.note_reasons.restype = (address, text, count, count), None
+        self.count_reasons.argtypes, self.count_reasons.restype = (address, text, count, text, address), None
 
 
 native = functools.cache(Native)

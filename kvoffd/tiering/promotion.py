@@ -10,12 +10,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
+MISSES = {
+    "no_room": MissReason.NO_ROOM,
+    "overdue": MissReason.DISK_LATE,
+    TierResult.DEADLINE.value: MissReason.DISK_LATE,
+    TierResult.CORRUPT.value: MissReason.CORRUPT,
+    TierResult.GONE.value: MissReason.EVICTED,
+}
+"""What a promotion's failure is to those that asked; any other is the disk's failure."""
 MAX_BATCH = 64
 """Blocks whose slots are taken together, so that neighbours in the queue are neighbours in the pool."""
 SPEED_SAMPLE_S = 0.05
@@ -186,7 +194,7 @@ class Promoter:
                 if promotion is None:  # the pool has it by now, or no room
                     self._withdraw(request)
                     if request.source.id.key not in self._cache.blocks.index[namespace][group]:
-                        self.failures["no_room"] += 1
+                        self._failed(request, "no_room")
                     continue
                 full = full or not self._begin(request, promotion)
                 if full and request.promotion is None:
@@ -204,13 +212,13 @@ class Promoter:
         for request in [one for one in self._queue if one.deadline <= now]:
             self._leave_queue(request)
             self._withdraw(request)
-            self.failures["overdue"] += 1
+            self._failed(request, "overdue")
         for request in [one for one in self._under_way if one.deadline <= now and one not in self._given_up]:
             # The tier may still write into its slots: they stay until it says that it does not.
             self._given_up.add(request)
             self._given_up_bytes += request.nbytes
             self._withdraw(request)
-            self.failures["overdue"] += 1
+            self._failed(request, "overdue")
             assert request.promotion is not None
             self._transfers.give_up_promotion(request.promotion)
         self.pump()
@@ -253,7 +261,7 @@ class Promoter:
         else:
             self._withdraw(request)
             hangs = key in self._tier.index(fingerprint, group)
-            self.failures[(TierResult.DEADLINE if hangs else TierResult.GONE).value] += 1
+            self._failed(request, (TierResult.DEADLINE if hangs else TierResult.GONE).value)
 
     def _on_done(self, request: PromotionRequest) -> Callable[[TierResult], None]:
         def done(result: TierResult) -> None:
@@ -271,12 +279,18 @@ class Promoter:
             self.promoted_blocks += 1
             self.promoted_bytes += request.source.nbytes
         elif result is not TierResult.DONE and request not in self._given_up:
-            self.failures[result.value] += 1
+            self._failed(request, result.value)
         if request in self._given_up:
             self._given_up.remove(request)
             self._given_up_bytes -= request.nbytes
         if result is TierResult.DONE:
             self._measure_speed(request.source.nbytes)
+
+    def _failed(self, request: PromotionRequest, reason: str) -> None:
+        self.failures[reason] += 1
+        source, miss = request.source.id, MISSES.get(reason, MissReason.DISK_FAILED)
+        request.namespace.counters.misses[miss] += 1
+        self._cache.blocks.misses.note(request.namespace, source.group, [source.key], miss)
 
     def _measure_speed(self, nbytes: int) -> None:
         now = self._clock()

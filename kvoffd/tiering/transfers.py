@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 
@@ -100,7 +100,7 @@ class TierTransfers:
 
     def give_up_promotion(self, promotion: Promotion) -> None:
         """Free the key of a promotion that takes too long for others. Its slots stay taken until it is ended."""
-        self._cache.drop_incomplete([promotion.block])
+        self._cache.drop_incomplete([promotion.block], MissReason.DISK_LATE)
 
     # --- down ------------------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class RecentStats(Wire, frozen=True):
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make room.")]
     dropped_keys: Annotated[Count, doc("Keys of stores for which the pool had no room.")]
     cpu_seconds: Annotated[Seconds, doc("CPU time of the daemon; 0 for a namespace.")] = 0.0
+    misses: Annotated[
+        dict[str, Count], doc("Keys in lookups that were not there, by reason, as in NamespaceStats.")
+    ] = field(default_factory=dict)
 
     @property
     def keys_missing(self) -> int:
@@ -89,6 +92,19 @@ class NamespaceStats(Wire, frozen=True):
     recent: Annotated[list[RecentStats], doc("The same over the last 10, 100 and 1,000 seconds.")] = field(
         default_factory=list
     )
+    misses: Annotated[
+        dict[str, Count],
+        counter(
+            "Keys in lookups that were not there, by reason: ``never_stored`` (or left longer ago than the daemon "
+            "remembers: it has a table of the last half million keys that left, since its start), ``evicted``, "
+            "``no_room`` in the pool, ``half_stored``, ``invalidated``, ``corrupt``, ``lease_limit`` (it is in the "
+            "pool, but the session may lease no more). Of the pending keys, those that did not come up in the end: "
+            "``disk_late``, ``disk_failed``, or one of the others.",
+            "keys_missed",
+            help="Keys in lookups that were not there, by reason; never_stored has those that left too long ago too.",
+            key_label="reason",
+        ),
+    ] = field(default_factory=dict)
 
 
 class DirectionStats(Wire, frozen=True):

@@ -64,6 +64,18 @@ def test_speeds_and_ratios_are_over_windows(busy: StatsReply, render: Render) ->
     assert line_with(render(StatsPage(busy), 80), "10 s") == "10 s 50/s 1.0 % 0 % 99.0 % 400 MB/s 200 MB/s 5.0/s"
 
 
+def test_misses_have_their_reasons_the_most_frequent_first(busy: StatsReply, render: Render) -> None:
+    assert "Misses" not in render(StatsPage(busy), 120)
+    ten, hundred, thousand, whole = busy.recent
+    hundred = msgspec.structs.replace(hundred, misses={"evicted": 90, "disk_late": 8, "no_room": 2})
+    whole = msgspec.structs.replace(whole, misses={"never_stored": 3, "evicted": 1})
+    page = StatsPage(msgspec.structs.replace(busy, recent=[ten, hundred, thousand, whole]))
+    told = "Misses over 100 s: evicted 90.0 %, disk late 8.0 %{}; in all: never stored 75.0 %, evicted 25.0 %"
+    assert line_with(render(page, 120), "Misses") == told.format(", no room 2.0 %")
+    narrow = line_with(render(page, 80), "Misses")
+    assert narrow.startswith("Misses over 100 s: evicted 90.0 %, disk late 8.0 %; in all: never")
+
+
 def test_a_namespace_nobody_asked_has_no_ratio(busy: StatsReply, render: Render) -> None:
     assert line_with(render(StatsPage(busy)), "tiny").split()[-3:] == ["-", "-", "-"]
 

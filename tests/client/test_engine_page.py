@@ -20,6 +20,7 @@ pytest_plugins = ["kvoffd_client.fixtures"]
 
 def test_the_lines_of_the_page_run(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
     program = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    assert f"A test runs these {sum(bool(line) for line in program.splitlines())} lines." in PAGE.read_text()
     exec(compile(program, str(PAGE), "exec"), {"directory": shared_daemon.directory})  # noqa: S102 - the page is ours
     assert capsys.readouterr().out == "Job 1 copied 16384 bytes.\n"
 

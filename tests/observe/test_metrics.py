@@ -38,8 +38,8 @@ def numbers(struct: type, start: int, **given: object) -> object:
 
 def some_stats() -> StatsReply:
     spaces = [
-        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny", recent=[]),
-        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\', recent=[]),
+        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny", recent=[], misses={"evicted": 1601}),
+        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\', recent=[], misses={}),
     ]
     stats = numbers(
         StatsReply,
@@ -114,7 +114,7 @@ def test_samples_carry_their_labels_and_values() -> None:
 def test_namespaces_that_begin_alike_have_their_whole_name() -> None:
     """A client chooses its fingerprint; two series of one name would fail the whole scrape."""
     alike = [b"\xaa" * 6 + bytes([number]) * 26 for number in (1, 2)]
-    spaces = [numbers(NamespaceStats, 600, namespace=name, label="") for name in (*alike, b"\xbb" * 32)]
+    spaces = [numbers(NamespaceStats, 600, namespace=name, label="", misses={}) for name in (*alike, b"\xbb" * 32)]
     page = render_metrics(msgspec.structs.replace(some_stats(), namespaces=spaces)).decode()
     shown = set(re.findall('kvoffd_namespace_lookups_total{namespace="(.*)"}', page))
     assert shown == {alike[0].hex(), alike[1].hex(), "bb" * 6}

@@ -12,14 +12,14 @@ import pytest
 from support.cuda_abi import compiler
 
 import kvoffd
-from kvoffd.cache.key_states import _Table
+from kvoffd.cache.key_states import Table
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
 from kvoffd.transfer.host_engine import _Copying
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
 
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
-    "table": ("cache/key_states.c", _Table),
+    "table": ("cache/key_states.c", Table),
     "copying": ("transfer/host_copy.c", _Copying),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
     "pace": ("transfer/pace.h", Pace),

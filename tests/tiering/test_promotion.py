@@ -7,7 +7,7 @@ from support.cache_harness import SLOT_UNIT, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness, name_of
 
-from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.namespace import BlockState, MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
@@ -77,6 +77,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.clock.now += 6.0
     rig.tiering.tick()
     assert rig.tiering.promoter.failures["overdue"] == 1
+    assert space.counters.misses == {MissReason.DISK_LATE: 1}
     assert rig.cache.blocks.index[space][0] == {}
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
@@ -86,8 +87,16 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.check()
 
 
-@pytest.mark.parametrize("fault", [TierResult.FAILED, TierResult.CORRUPT, TierResult.GONE, TierResult.DEADLINE])
-def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult) -> None:
+@pytest.mark.parametrize(
+    ("fault", "miss"),
+    [
+        (TierResult.FAILED, MissReason.DISK_FAILED),
+        (TierResult.CORRUPT, MissReason.CORRUPT),
+        (TierResult.GONE, MissReason.EVICTED),
+        (TierResult.DEADLINE, MissReason.DISK_LATE),
+    ],
+)
+def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult, miss: MissReason) -> None:
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     free = rig.slots.free_bytes
@@ -95,6 +104,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult) -> None:
     rig.tiering.pump()
     rig.tier.end_all(fault=fault)
     assert rig.tiering.promoter.failures == {fault.value: 1}
+    assert space.counters.misses == {miss: 1}
     assert rig.cache.blocks.index[space][0] == {}
     assert rig.slots.free_bytes == free
     rig.check()

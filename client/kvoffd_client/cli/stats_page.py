@@ -66,7 +66,7 @@ class StatsPage:
             (Text(self.notice, style="bold red"),) if self.notice else (),
             tuple(_daemon(self.now)),
             _pool(self.now.pool, self.now.blocks, options),
-            (_recent(self.now.recent, wide),),
+            tuple(_over(self.now.recent, wide)),
             (_copies(self.now),),
             (_lookups(self.now),),
             (_disks(self.now),) if self.now.disks else (),
@@ -90,7 +90,8 @@ class StatsPage:
             return MAX_NAMESPACES
         rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(_failures(self.now)) - 1)
         rest += (DISK_LINES + self._airy) if self.now.disks else 0
-        rest += bool(self.now.health_problems) + len(list(_pool_notes(self.now.pool, self.now.blocks)))
+        rest += bool(self.now.health_problems) + bool(self.now.recent and self.now.recent[-1].misses)
+        rest += +len(list(_pool_notes(self.now.pool, self.now.blocks)))
         return min(MAX_NAMESPACES, max(0, self.lines - rest))
 
 
@@ -183,6 +184,11 @@ def _cells_of(part: int, whole: int, cells: int) -> int:
     return min(cells, max(1, round(cells * part / whole))) if part > 0 and whole > 0 else 0
 
 
+def _over(recent: Sequence[RecentStats], wide: bool) -> Iterator[Table | Text]:
+    yield _recent(recent, wide)
+    yield from _misses(recent, wide)
+
+
 def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
     """Speeds and ratios over several windows of time. A key is a hit of the pool, or else of a disk, or a miss."""
     table = _section("Over", ("keys asked", "pool", "disk", "miss", "stored", "loaded", "evicted"))
@@ -210,6 +216,20 @@ def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
             ),
         )
     return table
+
+
+def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Text]:
+    """Why keys were not there, over 100 s and in all: the most frequent reasons."""
+    parts = []
+    for window in recent[1::2]:
+        total, most = sum(window.misses.values()), Counter(window.misses).most_common(None if wide else 2)
+        if total:
+            title = f"over {window.window_seconds:,.0f} s" if window.window_seconds else "in all"
+            reasons = ", ".join(f"{name.replace('_', ' ')} {percent(count, total)}" for name, count in most)
+            parts.append(f"{title}: {reasons}")
+    if parts:
+        line = Text(no_wrap=True, overflow="ellipsis")
+        yield line.append("Misses".ljust(TITLE_CELLS), style="bold").append(printable("; ".join(parts)))
 
 
 def _copies(now: StatsReply) -> Table:

@@ -1,0 +1,68 @@
+"""Why keys that lookups asked for were not there."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvoffd.cache.key_states import KeyStates, Table
+from kvoffd.cache.namespace import BlockState, MissReason, Namespace
+from kvoffd.system.native import native
+
+ENTRIES = 2**19
+"""Keys of which it is known why they left, all namespaces together: 4 MiB. A key replaces one at random."""
+KEYS_AT_ONCE = 2**16
+"""Keys that may wait to be counted."""
+_Groups = Sequence[tuple[int, bytes]]
+
+
+class Misses:
+    """Counts misses by reason in the counters of their namespaces, after the answer. For the cache's thread."""
+
+    def __init__(self) -> None:
+        self._native = native()
+        self._entries = np.zeros(ENTRIES, dtype=np.uint64)
+        self._tables: WeakKeyDictionary[KeyStates, Table] = WeakKeyDictionary()
+        self._asked: list[tuple[Namespace, _Groups, Sequence[bytes], Sequence[bytes]]] = []
+        self._keys_asked = 0
+
+    def note(self, namespace: Namespace, group: int, keys: Sequence[bytes], reason: MissReason) -> None:
+        """These keys are not there from now on, for this reason."""
+        table = self._table(namespace, group)
+        self._native.note_reasons(ctypes.byref(table), b"".join(keys), len(keys), reason)
+
+    def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], told: Sequence[bytes]) -> None:
+        """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those it told."""
+        self._asked.append((namespace, groups, pool, told))
+        self._keys_asked += sum(map(len, told))
+        if self._keys_asked > KEYS_AT_ONCE:
+            self.count()
+
+    def count(self) -> None:
+        """Count what was asked since the last call."""
+        counts = (ctypes.c_uint64 * 8)()
+        for namespace, groups, pool, told in self._asked:
+            misses = namespace.counters.misses
+            for (group, keys), before, after in zip(groups, pool, told, strict=True):
+                if limited := before.count(BlockState.READY) - after.count(BlockState.READY):
+                    misses[MissReason.LEASE_LIMIT] += limited
+                    after = bytes(map(max, before, after))
+                if writing := after.count(BlockState.WRITING):
+                    misses[MissReason.HALF_STORED] += writing
+                table = self._table(namespace, group)
+                self._native.count_reasons(ctypes.byref(table), keys, len(after), after, counts)
+            for reason, number in enumerate(counts):
+                if number:
+                    misses[MissReason(reason)] += number
+                    counts[reason] = 0
+        self._asked.clear()
+        self._keys_asked = 0
+
+    def _table(self, namespace: Namespace, group: int) -> Table:
+        states = namespace.key_states[group]
+        if (table := self._tables.get(states)) is None:
+            table = self._tables[states] = states.over(self._entries)
+        return table
