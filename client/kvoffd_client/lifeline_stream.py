@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 
-from kvoffd_proto.lifeline import MemoryReleased, encode_frame
+from kvoffd_proto.lifeline import Leaving, MemoryReleased, encode_frame
 from kvoffd_proto.sockets import peer_pidfd
 
 READ_BYTES = 65536
@@ -16,6 +16,7 @@ MAX_DESCRIPTORS = 4
 """Taken from one read of the lifeline."""
 NEVER = float("inf")
 _RELEASED = encode_frame(MemoryReleased())
+_LEAVING = encode_frame(Leaving())
 _UCRED = struct.Struct("iII")
 
 
@@ -72,8 +73,16 @@ class LifelineStream:
     def ended(self) -> bool:
         return self._ended_at != NEVER
 
+    def leave(self) -> None:
+        """Say that the end of the stream that follows is meant."""
+        try:
+            self._stream.send(_LEAVING, socket.MSG_NOSIGNAL)
+        except OSError:
+            pass  # the daemon has closed it already, or does not read: then it counts what it sees
+
     def stop_sending(self) -> None:
         """Have the daemon see the client's end; its own can still be read."""
+        self.leave()
         try:
             self._stream.shutdown(socket.SHUT_WR)
         except OSError:

@@ -97,6 +97,7 @@ class SocketLink:
 
     def close(self) -> None:
         if self._lifeline is not None:
+            self._lifeline.leave()
             self._lifeline.close()  # epoll forgets a closed descriptor by itself
             self._lifeline = None
         while self._received:

@@ -13,7 +13,7 @@ from kvoffd.cache.session_memory import LISTED_KEY_BYTES
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.jobs import JobRunner
-from kvoffd.server.session import CompletionLog, Lifeline, Peer, Session
+from kvoffd.server.session import CompletionLog, Ending, Lifeline, Peer, Session
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import TOKEN_BYTES, Role
 
@@ -75,6 +75,8 @@ class Sessions:
         """This life of the daemon."""
         self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
         """Bytes of stores that all sessions together may have outstanding."""
+        self.ended: Counter[str] = Counter()
+        """Sessions that ended, by ``Ending``, without administrators'."""
         self.stopping = False
         """The daemon takes no new work."""
 
@@ -159,7 +161,7 @@ class Sessions:
         writers = sum(1 for other in self if other.registrations)
         return self.credit_bytes // max(1, writers)
 
-    def end(self, session: Session, on_drained: Callable[[], None]) -> None:
+    def end(self, session: Session, on_drained: Callable[[], None], why: Ending = Ending.GONE) -> None:
         """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
 
         ``on_drained`` is called once the last of its copies has ended.
@@ -177,4 +179,6 @@ class Sessions:
         session.close_memory()
         if session.role is not None and not session.internal:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
-            logger.log(level, "Session %d (%s %s) ended.", session.id, session.role, session.name)
+            logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
+        if session.role is not Role.ADMIN and not session.internal:
+            self.ended[why.value] += 1

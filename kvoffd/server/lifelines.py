@@ -15,7 +15,7 @@ from kvoffd.pool.pool import PoolShare
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.context import Context
-from kvoffd.server.session import Lifeline, Session
+from kvoffd.server.session import Ending, Lifeline, Session
 from kvoffd.system.closing import MOST_DESCRIPTORS, Closer, check_descriptor
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd_proto import lifeline
@@ -39,6 +39,7 @@ class _Connection(Lifeline):
         self._server = server
         self._buffer = lifeline.FrameBuffer()
         self._fds: list[int] = []
+        self.leaving = False
         self.session: Session
         """Set once the peer is admitted, before anything is read from it."""
 
@@ -100,6 +101,8 @@ class _Connection(Lifeline):
             frame = lifeline.decode_from_client(body)
             if isinstance(frame, lifeline.OpenPool):
                 self._open_pool()
+            elif isinstance(frame, lifeline.Leaving):
+                self.leaving = True
             else:
                 self._attach(frame)
         if len(self._fds) > _MAX_FDS:
@@ -176,7 +179,7 @@ class LifelineServer:
     def close(self) -> None:
         self._acceptor.close()
         for connection in list(self._connections):
-            self._end(connection)
+            self._end(connection, Ending.STOPPING)
         self.closer.stop()
 
     def tick(self) -> None:
@@ -193,7 +196,7 @@ class LifelineServer:
             session = connection.session
             if session.role is None and session.opened_at < overdue:
                 logger.warning("Session %d sent no Hello within %.0f s and was ended.", session.id, HELLO_DEADLINE_S)
-                self._end(connection)
+                self._end(connection, Ending.NO_HELLO)
 
     def forget(self, connection: _Connection) -> None:
         """Stop watching a connection that is about to be closed."""
@@ -228,7 +231,7 @@ class LifelineServer:
         try:
             connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
         except OSError:
-            self._end(connection)
+            self._end(connection, Ending.FAILED)
 
     def _log_refusal(self, error: KvoffdError) -> None:
         now = self.context.clock()
@@ -241,18 +244,22 @@ class LifelineServer:
         try:
             connection.read()
         except lifeline.LifelineError as error:
+            why = Ending.MALFORMED
             self.context.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)
-        except (EOFError, OSError):
-            pass
+        except (EOFError, ConnectionResetError):
+            why = Ending.CLOSED if connection.leaving else Ending.GONE
+        except OSError:
+            why = Ending.FAILED
         except Exception:
+            why = Ending.FAILED
             logger.exception("A lifeline failed inside the daemon.")
         else:
             return
-        self._end(connection)
+        self._end(connection, why)
 
-    def _end(self, connection: _Connection) -> None:
+    def _end(self, connection: _Connection, why: Ending = Ending.GONE) -> None:
         """End the session; release the peer's memory and close the stream when its last copy has ended."""
         self.forget(connection)
-        self.context.sessions.end(connection.session, on_drained=connection.release)
+        self.context.sessions.end(connection.session, connection.release, why)
         self._on_change()

@@ -44,6 +44,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         leases=len(cache.leases),
         pinned_blocks=cache.blocks.pinned_blocks,
         sessions=len(_shown_sessions(context)),
+        ended_sessions=dict(context.sessions.ended),
         lookups_per_second=context.lookup_rate.per_second(),
         errors=dict(context.errors),
         replies_dropped=dict(context.replies_dropped),

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import ClassVar
 
 from kvoffd.cache.namespace import Namespace
@@ -39,6 +40,22 @@ class Peer:
 
     def __str__(self) -> str:
         return f"key {self.key}" if self.key else f"uid {self.uid}"
+
+
+class Ending(StrEnum):
+    """Why a session ended."""
+
+    CLOSED = "closed"
+    """Its client said that it leaves."""
+    GONE = "gone"
+    """Its lifeline ended without a word: the process ended."""
+    NO_HELLO = "no_hello"
+    MALFORMED = "malformed"
+    """What came over the lifeline was no message of it."""
+    FAILED = "failed"
+    """The daemon failed with it, or the client did not read its lifeline."""
+    STOPPING = "stopping"
+    """The daemon ends."""
 
 
 class Lifeline:

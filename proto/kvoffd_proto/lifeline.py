@@ -84,8 +84,16 @@ class MemoryReleased(Wire, frozen=True, tag="memory_released"):
     """
 
 
+class Leaving(Wire, frozen=True, tag="leaving"):
+    """Client to daemon, its last frame: it ends the session of its own accord.
+
+    A lifeline that ends without it is taken for one of a process that ended; that makes a difference to what is
+    counted, and to nothing else.
+    """
+
+
 FromDaemon = Greeting | Refused | Attached | AttachRefused | PoolOpened | PoolRefused | MemoryReleased
-FromClient = Attach | OpenPool
+FromClient = Attach | OpenPool | Leaving
 FrameT = TypeVar("FrameT", FromDaemon, FromClient)
 
 _encoder = msgspec.msgpack.Encoder()

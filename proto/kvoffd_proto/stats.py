@@ -415,6 +415,16 @@ class StatsReply(Reply, frozen=True):
     unsent_stores: Annotated[
         Count, counter("Stores that clients dropped before they sent them, since their blocks were wanted.")
     ] = 0
+    ended_sessions: Annotated[
+        dict[str, Count],
+        counter(
+            "Sessions of engines that ended, by reason: ``closed`` by their client; ``gone``, their process ended; and "
+            "ended by the daemon, ``no_hello``, ``malformed``, ``failed``. The log names them.",
+            "sessions_ended",
+            help="Sessions of engines that ended, by reason: closed by their client, gone with their process, others.",
+            key_label="reason",
+        ),
+    ] = field(default_factory=dict)
     lookup_seconds: Annotated[Histogram, histogram("Time spent on a lookup inside the daemon.")] = field(
         default_factory=lambda: Histogram({}, 0.0)
     )

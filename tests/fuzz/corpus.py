@@ -99,6 +99,7 @@ def _frames() -> list[bytes]:
         lifeline.Refused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attach(1),
         lifeline.OpenPool(),
+        lifeline.Leaving(),
         lifeline.PoolOpened(4096, 1 << 20),
         lifeline.PoolRefused(ErrorCode.FORBIDDEN, "a sentence"),
         lifeline.Attached(1),

@@ -52,6 +52,7 @@ def some_stats() -> StatsReply:
         lookup_latency=numbers(LatencyStats, 500),
         errors={"bad_token": 801, "malformed": 802},
         replies_dropped={"gone": 803, "unread": 804},
+        ended_sessions={"closed": 1651},
         namespaces=spaces,
         lookup_seconds=Histogram({"0.1": 1511, "+Inf": 1512}, 1513),
         integrity=numbers(IntegrityStats, 900),

@@ -90,8 +90,9 @@ class StatsPage:
             return MAX_NAMESPACES
         rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(_failures(self.now)) - 1)
         rest += (DISK_LINES + self._airy) if self.now.disks else 0
-        rest += bool(self.now.health_problems) + bool(self.now.recent and self.now.recent[-1].misses)
-        rest += +len(list(_pool_notes(self.now.pool, self.now.blocks)))
+        rest += bool(self.now.health_problems) + bool(self.now.ended_sessions)
+        rest += bool(self.now.recent and self.now.recent[-1].misses)
+        rest += len(list(_pool_notes(self.now.pool, self.now.blocks)))
         return min(MAX_NAMESPACES, max(0, self.lines - rest))
 
 
@@ -125,9 +126,16 @@ def _daemon(now: StatsReply) -> Iterator[Table | Text]:
         "pinned": f"{format_count(now.pinned_blocks)} blocks",
     }
     yield _pairs("Daemon", pairs)
+    if now.ended_sessions:
+        ended = ", ".join(f"{format_count(count)} {why.replace('_', ' ')}" for why, count in _ended(now))
+        yield fitting(printable(f"{'Sessions':<{TITLE_CELLS}}that ended: {ended}"), "dim")
     if now.health_problems:
         reasons = printable(", ".join(now.health_problems))
         yield fitting(f"{'Health':<{TITLE_CELLS}}{now.health.value}: {reasons}; see kvoffd-cli health", "yellow")
+
+
+def _ended(now: StatsReply) -> list[tuple[str, int]]:
+    return Counter(now.ended_sessions).most_common()
 
 
 def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) -> RenderResult:
