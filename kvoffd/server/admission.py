@@ -76,7 +76,7 @@ class Sessions:
         self.credit_bytes = config.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
         """Bytes of stores that all sessions together may have outstanding."""
         self.ended: Counter[str] = Counter()
-        """Sessions that ended, by ``Ending``, without administrators'."""
+        """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
         """The daemon takes no new work."""
 
@@ -180,5 +180,6 @@ class Sessions:
         if session.role is not None and not session.internal:
             level = logging.DEBUG if session.role is Role.ADMIN else logging.INFO
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
-        if session.role is not Role.ADMIN and not session.internal:
+        of_engine = session.role is not None and session.role is not Role.ADMIN
+        if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
             self.ended[why.value] += 1

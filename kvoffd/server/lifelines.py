@@ -231,7 +231,7 @@ class LifelineServer:
         try:
             connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
         except OSError:
-            self._end(connection, Ending.FAILED)
+            self._end(connection)
 
     def _log_refusal(self, error: KvoffdError) -> None:
         now = self.context.clock()
@@ -247,7 +247,7 @@ class LifelineServer:
             why = Ending.MALFORMED
             self.context.count_error(ErrorCode.MALFORMED)
             logger.warning("A lifeline was closed: %s", error)
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             why = Ending.CLOSED if connection.leaving else Ending.GONE
         except OSError:
             why = Ending.FAILED

@@ -43,4 +43,4 @@ def test_who_left_and_why(daemon: DaemonProcess) -> None:
         stream.connect(str(SocketPaths(daemon.directory).lifeline))
         stream.sendall(bytes(100))
         wait_until(lambda: ended() == {"closed": 2, "gone": 2, "malformed": 1}, 10)
-    assert "ended: gone." in daemon.log_path.read_text()
+    assert "ended: gone." in daemon.log
