@@ -230,8 +230,9 @@ class FakeDaemon:
                 self.release(peer)
             return
         for body in peer.frames.feed(data):
-            attach = lifeline.decode_from_client(body)
-            self._send_over_lifeline(peer, lifeline.Attached(attach.segment_id))
+            frame = lifeline.decode_from_client(body)
+            if isinstance(frame, lifeline.Attach):
+                self._send_over_lifeline(peer, lifeline.Attached(frame.segment_id))
 
     def release(self, peer: Peer) -> None:
         """Let go of the client's memory, as at the end of a session."""
