@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_proto.messages import GroupSpec as GroupSpec
     from kvoffd_proto.messages import GroupTransfer as GroupTransfer
     from kvoffd_proto.messages import JobResult as JobResult
+    from kvoffd_proto.messages import KeyState as KeyState
 
     __version__: str
 
@@ -74,7 +75,7 @@ _HOMES = {
     "kvoffd_client.worker_client": ("WorkerClient",),
     "kvoffd_proto.errors": ("ErrorCode",),
     "kvoffd_proto.handles": ("PageRef", "TensorLayout"),
-    "kvoffd_proto.messages": ("GroupKeys", "GroupSpec", "GroupTransfer", "JobResult"),
+    "kvoffd_proto.messages": ("GroupKeys", "GroupSpec", "GroupTransfer", "JobResult", "KeyState"),
 }
 """Where each name is defined."""
 

@@ -41,8 +41,8 @@ class LookupFuture:
         lease_id: name of the lease for Load and release; 0 when the lookup never left this process.
         done: the answer is here, or will never come.
         failed: done without an answer (not connected, refused, too late): treat every key as absent.
-        states: per group of the request one byte a key: 0 absent, 1 writing, 2 ready, 3 pending; empty until done or
-            when failed. What is pending comes up from a tier below the pool: ask again.
+        states: per group of the request one byte a key, a ``KeyState``; empty until done or when failed. What is
+            pending comes up from a tier below the pool: ask again.
         wait_s: the daemon's guess of how long until all pending keys are ready, in seconds; 0.0 where it has none.
         pinned: blocks pinned under the lease; 0 means that there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.

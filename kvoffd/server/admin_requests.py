@@ -142,7 +142,9 @@ def list_blocks(context: Context, session: Session, message: b.ListBlocks) -> b.
     blocks, following, total = context.block_access.page(
         session, namespace, message.group, message.prefix, message.pinned, message.position, message.limit
     )
-    infos = [b.BlockInfo(block.key, block.state, block.slot_bytes, block.pins, block in pins) for block in blocks]
+    infos = [
+        b.BlockInfo(block.key, m.KeyState(block.state), block.slot_bytes, block.pins, block in pins) for block in blocks
+    ]
     return b.BlocksListed(message.request_id, context.epoch, infos, following, total)
 
 

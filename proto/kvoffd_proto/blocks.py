@@ -18,6 +18,7 @@ from kvoffd_proto.wire import (
     Fingerprint,
     GroupIndex,
     GroupSpec,
+    KeyState,
     LeaseId,
     NamespaceOpened,
     Reply,
@@ -113,7 +114,7 @@ class BlockInfo(Wire, frozen=True):
     """One block."""
 
     key: Annotated[bytes, doc("Hash of the block.")]
-    state: Annotated[int, doc("1 while a shard is missing, 2 ready.", ge=0, le=2)]
+    state: Annotated[KeyState, doc("As a lookup tells it: 1 while a shard is missing, 2 ready.")]
     slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
     pins: Annotated[Count, doc("Leases, loads and operators' pins that hold the block.")]
     pinned: Annotated[bool, doc("Whether an operator has pinned the block.")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
 from msgspec import Meta, Struct, structs
@@ -88,10 +88,20 @@ class Section(StrEnum):
     BLOCKS = "Blocks"
 
 
-ABSENT = 0
-WRITING = 1
-READY = 2
-PENDING = 3
+class KeyState(IntEnum):
+    """What a lookup tells of a key, one byte each."""
+
+    ABSENT = 0
+    """The daemon does not have it."""
+    WRITING = 1
+    """It is being stored: a shard of it is missing."""
+    READY = 2
+    """It can be loaded."""
+    PENDING = 3
+    """A disk has it, and it comes up: ask again."""
+
+
+ABSENT, WRITING, READY, PENDING = KeyState
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

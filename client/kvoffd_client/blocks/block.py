@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -90,7 +90,7 @@ class Layer(TensorSpec):
     _read: Callable[[], Bytes] = field(repr=False, compare=False)
 
     @property
-    def array(self) -> npt.NDArray[Any]:
+    def array(self) -> npt.NDArray[np.generic]:
         """An array of ``shape`` over the bytes themselves, read-only where they are in the pool.
 
         A dtype that numpy does not have comes as unsigned integers of its size.

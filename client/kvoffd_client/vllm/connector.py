@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 import vllm
 
 from kvoffd_client.vllm import CONNECTOR_NAME, require_supported
@@ -72,7 +73,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         self._generation = 0
         self._last_memory: MemoryReport | None = None
 
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """As vLLM's; names the weights, and has the registration describe the layers' pages."""
         self._weights = LiveWeights.of_caller()
         self._digest = self._weights.digest() if self._weights is not None else None

@@ -139,7 +139,7 @@ def export_tensors(
     return segments, layouts
 
 
-def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any, sentence: str) -> TensorLayout:
+def _layout_in(segments: Sequence[tuple[int, int]], tensor: torch.Tensor, sentence: str) -> TensorLayout:
     """Return where a tensor lies in ``segments``, (address, size in bytes).
 
     Raises NotShareable with this sentence when it lies in none as a whole.
@@ -152,14 +152,14 @@ def _layout_in(segments: Sequence[tuple[int, int]], tensor: Any, sentence: str) 
     raise NotShareable(sentence)
 
 
-def _span(tensor: Any) -> tuple[int, int]:
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (address, size in bytes) of a tensor of pages, [blocks, page], from its first byte to its last."""
     blocks, page = int(tensor.shape[0]), int(tensor.shape[1])
     return int(tensor.data_ptr()), ((blocks - 1) * int(tensor.stride(0)) + page) * int(tensor.element_size())
 
 
 def describe_layers(
-    kv_caches: Mapping[str, Any], groups: Sequence[Sequence[str]], num_blocks: int
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], groups: Sequence[Sequence[str]], num_blocks: int
 ) -> tuple[tuple[LayerSpec, ...], ...]:
     """Return for each layer of each group what a page of it holds, for whoever opens a block outside an engine.
 
@@ -169,9 +169,11 @@ def describe_layers(
     return tuple(tuple(_describe(name, kv_caches.get(name), num_blocks) for name in names) for names in groups)
 
 
-def _describe(name: str, tensor: Any, num_blocks: int) -> LayerSpec:
+def _describe(name: str, tensor: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int) -> LayerSpec:
     name = name[:256]
-    shape: tuple[int, ...] = tuple(getattr(tensor, "shape", ()))
+    if not isinstance(tensor, torch.Tensor):
+        return LayerSpec(name)  # states, which are several tensors
+    shape: tuple[int, ...] = tuple(tensor.shape)
     if len(shape) != 1 + len(DIMENSIONS) or shape[0] % num_blocks:
         return LayerSpec(name)  # states of another kind
     dimensions = [
