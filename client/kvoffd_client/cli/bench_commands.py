@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import (
@@ -35,7 +33,7 @@ from kvoffd_client.bench import (
     NEW_PROMPT_TOKENS,
     POOL_BYTES,
 )
-from kvoffd_client.cli.console import plain_table, print_line, print_list
+from kvoffd_client.cli.console import Column, Listing, print_line, print_list
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
@@ -46,6 +44,10 @@ if TYPE_CHECKING:
 
 Bench: TypeAlias = "Callable[[Path, Progress], Report]"
 PIECE_STEP_BYTES = 4096
+
+
+CASE_CELLS = 46
+"""The name of a case is not cut below it: the longest of most benches."""
 
 
 def _whole(size_bytes: int) -> str:
@@ -301,24 +303,22 @@ def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
         yield f"not page-locked, so slow: {format_size(gpu.unlockable_bytes)} of the pool; see `kvoffd-cli health`"
 
 
-def _report_table(report: Report) -> Table:
+def _report_table(report: Report) -> Listing:
     """One line per case."""
-    table = plain_table()
-    table.add_column(report.bench, no_wrap=True)
-    with_checksums = any(result.cpu is not None and result.cpu.checksums is not None for result in report.results)
-    for title in ("value", "floor", "value/floor", "daemon CPU", *["of it checksums"] * with_checksums):
-        table.add_column(title, justify="right", no_wrap=True)
-    for result in report.results:
-        checksums = None if result.cpu is None else result.cpu.checksums
-        table.add_row(
-            Text(result.case),
-            _format_value(result, result.value),
-            _format_value(result, result.floor),
-            f"{result.ratio:.2f}",
-            "" if result.cpu is None else f"{format_duration(result.cpu.seconds)}/{result.cpu.per}",
-            *["" if checksums is None else format_duration(checksums)] * with_checksums,
-        )
-    return table
+    results = report.results
+    costs = [result.cpu for result in results]
+    columns = [
+        Column(report.bench, [result.case for result in results], 0, CASE_CELLS),
+        Column("value", [_format_value(result, result.value) for result in results], right=True),
+        Column("floor", [_format_value(result, result.floor) for result in results], 2, right=True),
+        Column("value/floor", [f"{result.ratio:.2f}" for result in results], 1, right=True),
+        Column("daemon CPU", [f"{format_duration(c.seconds)}/{c.per}" if c else "" for c in costs], 3, right=True),
+    ]
+    checksums = [cost.checksums if cost else None for cost in costs]
+    if any(one is not None for one in checksums):
+        cells = ["" if one is None else format_duration(one) for one in checksums]
+        columns.append(Column("of it checksums", cells, 4, right=True))
+    return Listing(columns)
 
 
 def _format_value(result: Result, value: float) -> str:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.cli.console import (
+    Column,
+    Listing,
     add_numbers,
     count_blocks,
     namespace_name,
@@ -27,7 +28,6 @@ from kvoffd_client.cli.json_output import Plain, described, print_json, print_li
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import READY
 from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -73,22 +73,18 @@ def ls(
     return 0
 
 
-def _blocks_table(blocks: Sequence[BlockInfo]) -> Table | Text:
+def _blocks_table(blocks: Sequence[BlockInfo]) -> Listing | Text:
     if not blocks:
         return Text("There is no such block.")
-    table = section("key")
-    table.add_column("state", no_wrap=True)
-    add_numbers(table, ("size", "pins"))
-    table.add_column("", no_wrap=True)
-    for block in blocks:
-        table.add_row(
-            Text(block.key.hex(), no_wrap=True),
-            "ready" if block.state == READY else "writing",
-            format_size(block.slot_bytes),
-            format_count(block.pins),
-            "pinned by an operator" if block.pinned else "",
-        )
-    return table
+    return Listing(
+        [
+            Column("key", [block.key.hex() for block in blocks], 0, 32),
+            Column("state", [block.state.name.lower() for block in blocks]),
+            Column("size", [format_size(block.slot_bytes) for block in blocks], right=True),
+            Column("pins", [format_count(block.pins) for block in blocks], right=True),
+            Column("held", ["by an operator" if block.pinned else "" for block in blocks]),
+        ]
+    )
 
 
 @block_app.command()

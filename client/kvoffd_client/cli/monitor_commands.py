@@ -12,7 +12,15 @@ import typer
 from rich.live import Live
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import make_console, plural, print_line, print_page, printable, short_fingerprint
+from kvoffd_client.cli.console import (
+    PIPE_LIST_CELLS,
+    make_console,
+    plural,
+    print_line,
+    print_page,
+    printable,
+    short_fingerprint,
+)
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.cli.json_output import Plain, print_json
 from kvoffd_client.cli.stats_page import StatsPage
@@ -26,6 +34,8 @@ MIN_INTERVAL_S = 0.1
 """With a shorter interval the counters would show mostly the requests for them."""
 HASH_DIGITS = 12
 """Hex digits shown of a block's hash."""
+EVENT_CELLS, SPAN_CELLS = 80, 97
+"""Width of an event's line without the label of its namespace, with one hash and with two."""
 
 
 def stats(
@@ -152,6 +162,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
     """
     labels: dict[bytes, str] = {}
     last: int | None = None
+    console = make_console(pipe_cells=PIPE_LIST_CELLS)
     with AdminClient(local_directory(context, directory)) as admin:
         admin.health()  # An absent daemon is an error here, not something to wait for.
         for topic, sequence, batch in admin.events():
@@ -163,7 +174,7 @@ def events(context: typer.Context, directory: Directory = None, json: Json = Fal
             if json:
                 print_json(event_object(topic, sequence, batch, labels))
             else:
-                for line in event_lines(topic, sequence, batch, labels):
+                for line in event_lines(topic, sequence, batch, labels, console.width):
                     print_line(line)
     return 0
 
@@ -186,26 +197,34 @@ def describe_gap(sequence: int, last: int | None) -> str:
     return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
 
 
-def event_lines(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> Iterator[str]:
-    """Yield one line for each event: time, sequence number, namespace, what happened."""
+def event_lines(
+    topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str], cells: int = 1000
+) -> Iterator[str]:
+    """Yield one line for each event: time, sequence number, namespace, what happened.
+
+    On a screen of few ``cells`` the label is cut or goes, and of the hashes only the first is shown.
+    """
     fingerprint = topic_fingerprint(topic)
     label = printable(labels.get(fingerprint, ""))
-    name = f"{short_fingerprint(fingerprint)} {label:<{max(map(len, labels.values()), default=0)}}".rstrip()
+    span = cells >= SPAN_CELLS
+    most = min(max(map(len, labels.values()), default=0), cells - (SPAN_CELLS if span else EVENT_CELLS))
+    label = f" {label if len(label) <= most else label[: most - 1] + '…':<{most}}" if most > 1 else ""
+    name = f"{short_fingerprint(fingerprint)}{label}".rstrip()
     clock = time.strftime("%H:%M:%S", time.localtime(batch.ts))
     milliseconds = int(batch.ts % 1 * 1000)
     for event in batch.events:
-        yield f"{clock}.{milliseconds:03}  {sequence:>8}  {name}  {_event_text(event)}"
+        yield f"{clock}.{milliseconds:03}  {sequence:>8}  {name}  {_event_text(event, span=span)}"
 
 
-def _event_text(event: KvEvent) -> str:
+def _event_text(event: KvEvent, *, span: bool) -> str:
     if isinstance(event, AllBlocksCleared):
         return "cleared  all blocks"
     word = "stored " if isinstance(event, BlockStored) else "removed"
     hashes = event.block_hashes
     group = "" if event.group_idx is None else f"group {event.group_idx}  "
     first, last = (block_hash.hex()[:HASH_DIGITS] for block_hash in (hashes[0], hashes[-1])) if hashes else ("", "")
-    span = first if first == last else f"{first} to {last}"
-    return f"{word}  {group}{len(hashes):>6} block{plural(len(hashes)) or ' '}  {span}".rstrip()
+    shown = f"{first} to {last}" if span and first != last else first
+    return f"{word}  {group}{len(hashes):>6} block{plural(len(hashes)) or ' '}  {shown}".rstrip()
 
 
 def event_object(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> dict[str, Plain]:

@@ -62,6 +62,9 @@ class StatsPage:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= WIDE_CELLS
         airy = self._airy and not (console.is_terminal and console.height < AIRY_LINES)
+        errors = _errors(_failures(self.now), whole=True)
+        if self.lines is not None and self._lines_left(len(console.render_lines(errors, options))) < 0:
+            errors = _errors(_failures(self.now), whole=False)
         sections = (
             (Text(self.notice, style="bold red"),) if self.notice else (),
             tuple(_daemon(self.now)),
@@ -70,8 +73,8 @@ class StatsPage:
             (_copies(self.now),),
             (_lookups(self.now),),
             (_disks(self.now),) if self.now.disks else (),
-            _namespaces(self.now.namespaces, self._most_namespaces, wide),
-            (_errors(_failures(self.now), whole=self.lines is None),),
+            _namespaces(self.now.namespaces, self._most_namespaces(len(console.render_lines(errors, options))), wide),
+            (errors,),
             (Text(self.footnote, style="dim"),) if self.footnote else (),
         )
         for index, parts in enumerate(part for part in sections if part):
@@ -83,17 +86,19 @@ class StatsPage:
     def _airy(self) -> bool:
         return self.lines is None or self.lines >= AIRY_LINES
 
-    @property
-    def _most_namespaces(self) -> int:
+    def _most_namespaces(self, error_lines: int) -> int:
         """As many as the screen has lines for beside all the rest."""
-        if self.lines is None:
-            return MAX_NAMESPACES
-        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + max(0, len(_failures(self.now)) - 1)
+        return MAX_NAMESPACES if self.lines is None else min(MAX_NAMESPACES, max(0, self._lines_left(error_lines)))
+
+    def _lines_left(self, error_lines: int) -> int:
+        """Lines of the screen for namespaces, below 0 where there are too few for the rest."""
+        assert self.lines is not None
+        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + error_lines - 1
         rest += (DISK_LINES + self._airy) if self.now.disks else 0
         rest += bool(self.now.health_problems) + bool(self.now.ended_sessions)
         rest += bool(self.now.recent and self.now.recent[-1].misses)
         rest += len(list(_pool_notes(self.now.pool, self.now.blocks)))
-        return min(MAX_NAMESPACES, max(0, self.lines - rest))
+        return self.lines - rest
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> Table:
@@ -158,7 +163,7 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
     }
     yield _pairs("", {name: format_size(size) for name, size in sizes.items()})
     for note, style in _pool_notes(pool, blocks):
-        yield Text(" " * TITLE_CELLS + note, style=style)
+        yield fitting(" " * TITLE_CELLS + note, style)
 
 
 def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
@@ -170,7 +175,7 @@ def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str
         yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
     if blocks.pinned_blocks:
         pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
-        yield f"{pinned} pinned by operators; see kvoffd-cli block ls --pinned", "dim"
+        yield f"{pinned} pinned by operators; see block ls --pinned", "dim"
     if pool.quarantined_bytes:
         lost = format_size(pool.quarantined_bytes)
         yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"
