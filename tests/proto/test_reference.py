@@ -80,7 +80,7 @@ def test_every_error_code_has_a_sentence_of_its_own_on_the_page() -> None:
 
 
 def test_every_state_of_a_key_is_on_the_page() -> None:
-    states = reference().split("#### States of a key")[1].split("####")[0]
+    states = reference().split("#### KeyState")[1].split("####")[0]
     for name in ("absent", "writing", "ready", "pending"):
         assert f"| {getattr(m, name.upper())} | {name} |" in states
 
