@@ -59,7 +59,8 @@ class Job:
         self.sent -= 1
         known = self.outcome
         if known is None:
-            self.outcome = JobResult(self.job_id, result.ok, result.bytes, result.seconds, result.error, result.failed)
+            how = result.ok, result.bytes, result.seconds, result.error, result.failed, result.declined
+            self.outcome = JobResult(self.job_id, *how)
         else:
             self.outcome = JobResult(
                 self.job_id,
@@ -68,6 +69,7 @@ class Job:
                 known.seconds + result.seconds,
                 known.error if known.error is not None else result.error,
                 [*known.failed, *result.failed],
+                [*known.declined, *result.declined],
             )
         if not result.ok and self.is_load:
             self.waiting.clear()

@@ -18,7 +18,8 @@ them: a written shard is held by the block's pins, a shard that is being written
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from itertools import takewhile
+from itertools import groupby, takewhile
+from math import inf
 from typing import TypeAlias
 
 from kvoffd.cache.eviction import choose_victims
@@ -85,12 +86,17 @@ class Blocks:
 
     # --- in --------------------------------------------------------------------------------------
 
-    def take_slots(self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None) -> list[int]:
-        """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending."""
-        count = self._room_in_index(count, protected)
+    def take_slots(
+        self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None, worth: float = inf
+    ) -> list[int]:
+        """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending.
+
+        Only what the policy says is worth less than ``worth`` is evicted.
+        """
+        count = self._room_in_index(count, protected, worth)
         offsets = self._slots.take(slot_bytes, count, node)
         while (lacking := count - len(offsets)) > 0:
-            victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected)
+            victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected, worth)
             if not victims:
                 break
             self.evict(victims)
@@ -98,7 +104,11 @@ class Blocks:
             offsets.extend(self._slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
 
-    def _room_in_index(self, count: int, protected: Set[Block]) -> int:
+    def evictable(self, protected: Set[Block]) -> bool:
+        """Whether any block could be evicted, whatever it is worth."""
+        return any(not block.pins and block not in protected for block in self._policy.candidates())
+
+    def _room_in_index(self, count: int, protected: Set[Block], worth: float) -> int:
         """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
 
         Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
@@ -106,7 +116,7 @@ class Blocks:
         excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
         victims: list[Block] = []
         if excess > 0:
-            for block in self._policy.candidates():
+            for block in self._policy.candidates(worth):
                 if not block.pins and block not in protected:
                     victims.append(block)
                     excess -= len(block.shards)
@@ -155,7 +165,7 @@ class Blocks:
         block.shards[rank].written = False
         block.missing += 1
         if block.state is READY:
-            self._policy.remove(block, evicted=False)
+            self._policy.remove([block], evicted=False)
             self._move([block], READY, WRITING)
             self._listener.removed(block.namespace, block.group, [block.key])
 
@@ -195,8 +205,7 @@ class Blocks:
     def _make_ready(self, tail_first: Sequence[Block]) -> None:
         namespace = tail_first[0].namespace
         self._move(tail_first, WRITING, READY)
-        for block in tail_first:
-            self._policy.insert(block)
+        self._policy.insert(tail_first)
         namespace.counters.stored_blocks += len(tail_first)
         self._listener.stored(namespace, tail_first[0].group, [block.key for block in reversed(tail_first)])
 
@@ -230,7 +239,8 @@ class Blocks:
                 self.block_at[slot.offset] = block
             block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
-            self._policy.insert(block)
+        for _, alike_in_age in groupby(made, key=lambda block: (block.namespace, block.group)):
+            self._policy.insert(list(alike_in_age))
         for namespace in self.index:
             self._listener.cleared(namespace)
         for (namespace, group, _), alike in grouped:
@@ -247,7 +257,7 @@ class Blocks:
         for block in blocks:
             assert block.state is READY
             assert not block.pins
-            self._policy.remove(block, evicted=True)
+        self._policy.remove(blocks, evicted=True)
         for (namespace, group, _), alike in self._leave(blocks):
             namespace.counters.evicted_blocks += len(alike)
             keys = [block.key for block in alike]
@@ -256,9 +266,8 @@ class Blocks:
 
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.INVALIDATED) -> None:
         """Take blocks out of the index, ready or not. The caller tells the listener."""
+        self._policy.remove([block for block in blocks if block.state is READY], evicted=False)
         for block in blocks:
-            if block.state is READY:
-                self._policy.remove(block, evicted=False)
             self.half_stored.pop(block, None)
             if block in self.operator_pinned:
                 del self.operator_pinned[block]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvoffd.cache.admission import Admission, Admitter
 from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
@@ -124,6 +125,7 @@ class BlockCache(LeasedBlocks):
         assert not namespace.held_blocks
         del self._namespaces[namespace.fingerprint]
         self.blocks.remove_namespace(namespace)
+        self.forget_requests(namespace)
         self.slots.forget_namespace(namespace.fingerprint)
 
     @property
@@ -197,13 +199,15 @@ class BlockCache(LeasedBlocks):
         first_blocks: Mapping[int, int],
         same_job: Sequence[StoreTicket] = (),
         node: int | None = None,
+        starts: Sequence[int] | None = (0,),
     ) -> StoreTicket:
         """Take slots for the keys of which this rank's shard is neither written nor being written, evicting if needed.
 
         ``keys`` may be of several jobs: one that comes again is written once. ``first_blocks`` has, by the number of a
         key, from which engine block on it is written, where that is not the first. ``same_job`` are the tickets of the
         jobs' other groups: what they found present is not evicted for this one. Slots on NUMA node ``node`` are taken
-        where there are any. Raises BadGeometry.
+        where there are any. ``starts``: numbers of the keys at which the jobs begin; None where the policy has no say.
+        Raises BadGeometry.
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         blocks = self.blocks
@@ -229,14 +233,19 @@ class BlockCache(LeasedBlocks):
             lacking.append(number)
         protected = set(present).union(*[other.present for other in same_job])
         namespace.nodes[rank] = node
-        room = len(lacking) if not namespace.clearing else 0
-        offsets = blocks.take_slots(slot_bytes, room, protected, node)
-        ticket.copy, ticket.dropped = lacking[: len(offsets)], lacking[len(offsets) :]
-        if ticket.dropped:
-            namespace.counters.dropped_keys += len(ticket.dropped)
-            lost = {keys[number] for number in ticket.dropped}
-            blocks.misses.note(namespace, group, list(lost), MissReason.NO_ROOM)
-            ticket.dropped = sorted([*ticket.dropped, *(number for number in again if keys[number] in lost)])
+        if namespace.clearing:
+            found = Admission(dropped=lacking)
+        else:
+            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected)
+            found = admitter.admit(keys, lacking, starts)
+        offsets = found.offsets
+        ticket.copy = found.admitted
+        namespace.counters.dropped_keys += len(found.dropped)
+        namespace.counters.declined_keys += len(found.declined)
+        if found.dropped:
+            blocks.misses.note(namespace, group, [keys[number] for number in found.dropped], MissReason.NO_ROOM)
+        ticket.dropped = _with_again(keys, found.dropped, again)
+        ticket.declined = _with_again(keys, found.declined, again)
         if narrow:
             offsets = self._reopen(ticket, narrow, offsets)
         ticket.offsets = offsets
@@ -424,3 +433,11 @@ class BlockCache(LeasedBlocks):
         )
         blocks = self.blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, leaving, blocks.pinned_bytes, blocks.quarantined_bytes)
+
+
+def _with_again(keys: Sequence[bytes], numbers: list[int], again: Sequence[int]) -> list[int]:
+    """The numbers, ascending, with those under which one of these keys comes again."""
+    if not numbers or not again:
+        return sorted(numbers)
+    names = {keys[number] for number in numbers}
+    return sorted([*numbers, *(number for number in again if keys[number] in names)])

@@ -19,10 +19,12 @@ def choose_victims(
     slot_bytes: int,
     count: int,
     protected: Set[Block],
+    worth: float,
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 
-    ``block_at`` are the blocks by the offsets of their slots. Neither a pinned block is chosen nor a ``protected`` one.
+    ``block_at`` are the blocks by the offsets of their slots. Neither a pinned block is chosen nor a ``protected`` one,
+    and none of a region's others is but for one that is worth less than ``worth``.
 
     Blocks with a slot of the wanted size go in the policy's order. The older blocks of other sizes that are passed
     over on the way help only by whole regions. A region is taken over once the bytes passed over are as many as it
@@ -33,7 +35,7 @@ def choose_victims(
     passed: list[Block] = []
     passed_bytes = 0
     patience_bytes = 0
-    for block in policy.candidates():
+    for block in policy.candidates(worth):
         if block.pins or block in protected:
             continue
         if gained := sum(shard.slot_bytes == slot_bytes for shard in block.shards.values()):

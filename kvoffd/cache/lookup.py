@@ -11,7 +11,7 @@ import numpy as np
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
 from kvoffd.cache.pins import LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
-from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
@@ -19,6 +19,8 @@ from kvoffd_proto.messages import ABSENT, PENDING
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
+MAX_UNTOLD_REQUESTS = 64
+"""More than lookups that are answered before what they leave behind is done."""
 UNPINNED_AT_ONCE = 20_000
 """A few milliseconds' work."""
 _COUNT_AGAIN_S = 5e-6
@@ -71,6 +73,8 @@ class LeasedBlocks:
         """Blocks with a pin of a lease that ended, which ``expire`` takes back: a session's end waits for no more."""
         self.__leases = LeaseTable(lease_ttl_s, self.memory)
         self.__deferred: _DeferredPins | None = None
+        self.__requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
+        """By lease id: namespace and groups of requests that the policy has not been told of."""
 
     @property
     def blocks(self) -> Blocks:
@@ -97,7 +101,7 @@ class LeasedBlocks:
             if blocks:
                 self.__blocks.pin(blocks)
                 lease.add(group, blocks)
-                lease.untouched.append(blocks)
+                lease.untouched.setdefault(group, []).extend(blocks)
 
     def lookup(
         self,
@@ -110,7 +114,7 @@ class LeasedBlocks:
     ) -> LookupAnswer:
         """Say which keys are ready, and pin those under the lease. ``groups``: (group, keys end to end, root first).
 
-        What a tier below has is requested from it, and pending. ``again``: it was asked before, and counted then. Under
+        What a tier below has is requested from it, and pending. ``again``: the request was counted before. Under
         a lease that lives already nothing is pinned, requested nor counted, and only its own blocks are called ready,
         unless the lookup is to ``extend`` it by other keys. Where the session may not lease so much, each group's last
         ready keys are called absent. Raises BadGeometry, BadKeys; UnknownLease where the lease is another session's or
@@ -151,6 +155,9 @@ class LeasedBlocks:
             self.__deferred = _DeferredPins(lease, groups, states)
         if again:
             return LookupAnswer(states, ready)
+        if len(self.__requests) >= MAX_UNTOLD_REQUESTS:
+            self.__requests.clear()
+        self.__requests[lease_id] = namespace, groups
         counters = namespace.counters
         counters.lookups += 1
         asked = sum(map(len, states))
@@ -231,18 +238,25 @@ class LeasedBlocks:
         self.__blocks.misses.count()
 
     def touch(self, lease_id: int) -> None:
-        """Note the use of what a lease got since the last call, each group's tail first; no lease, no harm.
+        """Tell the policy of a lookup, and note the use of what its lease got by it; no lookup, no harm.
 
         For when the reply is out.
         """
-        lease, tiering = self.leases.get(lease_id), self.blocks.tiering
+        blocks, lease = self.blocks, self.__leases.get(lease_id)
+        ready: dict[int, list[Block]] = {}
         if lease is not None:
-            untouched, lease.untouched = lease.untouched, []
-            for blocks in untouched:
-                ready = [block for block in blocks if block.state is READY]
-                self.policy.touch(ready)
-                if tiering is not None:
-                    tiering.used(ready)
+            untouched, lease.untouched = lease.untouched, {}
+            for group, found in untouched.items():
+                ready[group] = [block for block in found if block.state is READY]
+                if blocks.tiering is not None:
+                    blocks.tiering.used(ready[group])
+        if (request := self.__requests.pop(lease_id, None)) is not None:
+            namespace, groups = request
+            self.policy.requested([Chain(namespace, *part, ready.get(part[0], ())) for part in groups])
+
+    def forget_requests(self, namespace: Namespace) -> None:
+        """Tell the policy nothing more of what was asked for in a namespace."""
+        self.__requests = {at: request for at, request in self.__requests.items() if request[0] is not namespace}
 
     def renew(self, owner: int, lease_ids: Iterable[int]) -> list[int]:
         """Give leases their full time again; returns those that are not alive, or not the owner's.

@@ -128,6 +128,7 @@ class Counters:
     invalidated_blocks: int = 0
     half_stored_blocks: int = 0
     dropped_keys: int = 0
+    declined_keys: int = 0
     misses: Counter[MissReason] = field(default_factory=Counter)
     """Keys in lookups that were not there."""
 

@@ -25,8 +25,8 @@ class Lease:
     """Time of the clock, in seconds, from which the lease may be ended."""
     blocks: dict[int, list[Block]] = field(default_factory=dict)
     """By group, in the order of the request: root first. Once for each time a key was asked for, normally once."""
-    untouched: list[list[Block]] = field(default_factory=list)
-    """The blocks whose use is not noted yet, by request and group."""
+    untouched: dict[int, list[Block]] = field(default_factory=dict)
+    """By group: the blocks whose use is not noted yet."""
     keys: int = 0
     """Ready keys that its lookups were told of."""
     nbytes: int = 0
@@ -187,7 +187,9 @@ class StoreTicket:
     checksums: list[int] = field(default_factory=list)
     """Checksum of the shard for each key to copy, set before the ticket is committed; empty where none are taken."""
     again: list[int] = field(default_factory=list)
-    """Indices of the keys that are copied, or found no room, under an earlier index."""
+    """Indices of the keys that are copied, declined, or found no room, under an earlier index."""
+    declined: list[int] = field(default_factory=list)
+    """Indices of the keys that the policy did not want stored, ascending."""
 
 
 @dataclass(slots=True, eq=False)

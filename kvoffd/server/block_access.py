@@ -208,7 +208,7 @@ class BlockWriter:
         for rank, length in enumerate(lengths):
             node = namespace.nodes.get(rank)  # where the rank's own stores want them
             first_blocks = {0: message.first_block}
-            ticket = self.runner.begin_stores(job, namespace, rank, message.group, job.keys, first_blocks, node)
+            ticket = self.runner.begin_stores(job, namespace, rank, message.group, job.keys, first_blocks, node, None)
             for number, offset in zip(ticket.copy, ticket.offsets, strict=True):
                 shard = message.shards[number][rank]
                 sources.append(address + shard.offset_bytes)

@@ -233,7 +233,7 @@ class Daemon:
         publisher = EventPublisher(config.event_buffer_steps)
         cache = BlockCache(
             pool,
-            make_policy(config.eviction_policy),
+            make_policy(config.eviction_policy, pool.pool_bytes),
             publisher,
             time.monotonic,
             half_stored_timeout_s=config.half_stored_timeout_s,

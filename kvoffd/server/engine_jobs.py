@@ -168,6 +168,7 @@ class StoreJobs(_EngineJob):
             part.keys,
             part.first_blocks,
             registration.memory.node,
+            part.first_key.tolist(),
         )
         slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(owner.pool_address)
         block_bytes = int(layout.page_bytes.sum())
@@ -212,24 +213,32 @@ class StoreJobs(_EngineJob):
 
     def _failed(self, *, after_copy: bool) -> dict[int, list[GroupKeys]]:
         """The keys that found no room and, where the copy failed, those that it was to copy, by store."""
-        failed: dict[int, list[GroupKeys]] = {}
-        for part, ticket in zip(self.groups, self.store_tickets, strict=True):
-            lost = ticket.dropped
-            if after_copy:
-                lost = sorted({*lost, *ticket.copy, *ticket.again})
-            for store, keys in part.keys_by_store(lost) if lost else ():
-                failed.setdefault(store, []).append(keys)
-        return failed
+        lost = [ticket.dropped for ticket in self.store_tickets]
+        if after_copy:
+            lost = [
+                sorted({*ticket.dropped, *ticket.copy, *ticket.again}.difference(ticket.declined))
+                for ticket in self.store_tickets
+            ]
+        return self._by_store(lost)
+
+    def _by_store(self, numbers: Sequence[Sequence[int]]) -> dict[int, list[GroupKeys]]:
+        """Keys given by group and number, by store."""
+        found: dict[int, list[GroupKeys]] = {}
+        for part, chosen in zip(self.groups, numbers, strict=True):
+            for store, keys in part.keys_by_store(chosen) if chosen else ():
+                found.setdefault(store, []).append(keys)
+        return found
 
     def _complete(self, error: ErrorCode, copied: Sequence[int], failed: dict[int, list[GroupKeys]]) -> None:
         """Answer the stores: with ``error`` those that are in ``failed``, with the keys that are not in the pool."""
         self.session.store_bytes -= self.nbytes
         seconds, error = self.seconds, self.told(error)
+        declined = self._by_store([ticket.declined for ticket in self.store_tickets])
         self.answer(
             [
-                JobResult(job_id, False, nbytes, seconds, error, failed[index])
+                JobResult(job_id, False, nbytes, seconds, error, failed[index], declined.get(index, []))
                 if index in failed
-                else JobResult(job_id, True, nbytes, seconds)
+                else JobResult(job_id, True, nbytes, seconds, declined=declined.get(index, []))
                 for index, (job_id, nbytes) in enumerate(zip(self.ids, copied, strict=True))
             ]
         )

@@ -152,9 +152,10 @@ class JobRunner:
         keys: Sequence[bytes],
         first_blocks: Mapping[int, int],
         node: int | None,
+        starts: Sequence[int] | None,
     ) -> StoreTicket:
         """Take slots for a rank's shards of the keys of one group that are absent. See ``BlockCache.begin_stores``."""
-        ticket = self._cache.begin_stores(namespace, rank, group, keys, first_blocks, job.store_tickets, node)
+        ticket = self._cache.begin_stores(namespace, rank, group, keys, first_blocks, job.store_tickets, node, starts)
         job.store_tickets.append(ticket)
         return ticket
 

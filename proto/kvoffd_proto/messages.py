@@ -83,13 +83,18 @@ class JobResult(Wire, frozen=True):
     """How one job ended."""
 
     job_id: JobId
-    ok: Annotated[bool, doc("Load: all bytes are in place. Store: every key was stored or was there already.")]
+    ok: Annotated[
+        bool, doc("Load: all bytes are in place. Store: every key was stored, was there already, or was declined.")
+    ]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
     seconds: Annotated[Seconds, doc("From the daemon's acceptance of the job to its end, in seconds.")]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = field(
         default_factory=list
     )
+    declined: Annotated[
+        list[GroupKeys], doc("Keys of a store that the policy did not want: others in the pool are worth more.")
+    ] = field(default_factory=list)
 
     @property
     def sentence(self) -> str:
@@ -248,9 +253,9 @@ class Lookup(Request[LookupReply], frozen=True):
     namespace: Fingerprint
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=1024)]
-    again: Annotated[bool, doc("The lookup repeats one that had pending keys, and is not counted a second time.")] = (
-        False
-    )
+    again: Annotated[
+        bool, doc("The request was looked up before, and is not counted a second time, nor is what it asks for.")
+    ] = False
     extend: Annotated[bool, doc("The keys are others than those under the lease, and are added to it.")] = False
 
 

@@ -86,6 +86,7 @@ class NamespaceStats(Wire, frozen=True):
         Count, counter("Blocks dropped because a shard of some rank was not stored within half_stored_timeout.")
     ]
     dropped_keys: Annotated[Count, counter("Keys of stores for which the pool had no room.")]
+    declined_keys: Annotated[Count, counter("Keys of stores that the policy did not want in the pool.")] = 0
     keys_pending: Annotated[
         Count, counter("Keys in lookups that were being promoted from disk, or waited for it, when first asked for.")
     ] = 0
@@ -95,8 +96,8 @@ class NamespaceStats(Wire, frozen=True):
     misses: Annotated[
         dict[str, Count],
         counter(
-            "Keys in lookups that were not there, by reason: ``never_stored`` (or left longer ago than the daemon "
-            "remembers: it has a table of the last half million keys that left, since its start), ``evicted``, "
+            "Keys in lookups that were not there, by reason: ``never_stored`` (or declined, or left longer ago than "
+            "is remembered: the daemon has a table of the last half million keys that left), ``evicted``, "
             "``no_room`` in the pool, ``half_stored``, ``invalidated``, ``corrupt``, ``lease_limit`` (it is in the "
             "pool, but the session may lease no more). Of the pending keys, those that did not come up in the end: "
             "``disk_late``, ``disk_failed``, or one of the others.",

@@ -29,7 +29,7 @@ class Heir:
         records = rig.slots.ready_records() if records is None else records
         self.slots = rig.slots.successor(records)
         self.events = FoldedEvents()
-        self.cache = BlockCache(self.slots, make_policy("lru"), self.events, Clock())
+        self.cache = BlockCache(self.slots, make_policy("lru", self.slots.pool_bytes), self.events, Clock())
         self.adoption = self.cache.adopt(list(rig.slots.namespaces.values()) if facts is None else facts, records)
         check_invariants(self.cache)
 

@@ -32,7 +32,7 @@ def heir_of(rig: CacheHarness) -> CacheHarness:
     heir = CacheHarness()
     records = rig.slots.ready_records()
     heir.slots, heir.events = rig.slots.successor(records), FoldedEvents()
-    heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
+    heir.cache = BlockCache(heir.slots, make_policy("lru", heir.slots.pool_bytes), heir.events, Clock())
     heir.cache.adopt(list(rig.slots.namespaces.values()), records)
     return heir
 
@@ -228,7 +228,7 @@ def test_a_slot_without_a_checksum_is_not_adopted() -> None:
     ]
     heir = CacheHarness()
     heir.slots = rig.slots.successor(records)
-    heir.cache = BlockCache(heir.slots, make_policy("lru"), heir.events, Clock())
+    heir.cache = BlockCache(heir.slots, make_policy("lru", heir.slots.pool_bytes), heir.events, Clock())
     adoption = heir.cache.adopt(list(rig.slots.namespaces.values()), records)
     assert (adoption.blocks, adoption.refused_slots) == (1, 1)
     check_invariants(heir.cache)

@@ -69,7 +69,9 @@ def test_what_was_evicted_and_what_found_no_room() -> None:
 def test_half_stored_blocks_and_limits_of_leases() -> None:
     rig = CacheHarness()
     bounds = LeaseBounds(SessionMemory(2**30, 16), 2, 2**40)
-    rig.cache = BlockCache(rig.slots, make_policy("lru"), rig.events, rig.clock, lease_bounds=bounds)
+    rig.cache = BlockCache(
+        rig.slots, make_policy("lru", rig.slots.pool_bytes), rig.events, rig.clock, lease_bounds=bounds
+    )
     namespace = rig.open(world_size=2)
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
     rig.cache.commit_store(ticket)

@@ -439,7 +439,8 @@ class CacheMachine(RuleBasedStateMachine):
     def a_successor_would_find_every_readable_block_and_no_other(self) -> None:
         records = self.rig.slots.ready_records()
         events = FoldedEvents()
-        heir = BlockCache(self.rig.slots.successor(records), make_policy(self.policy), events, self.rig.clock)
+        slots = self.rig.slots.successor(records)
+        heir = BlockCache(slots, make_policy(self.policy, slots.pool_bytes), events, self.rig.clock)
         heir.adopt(self.rig.slots.namespaces.values(), records)
         check_invariants(heir)
         assert events.index == self.rig.events.index

@@ -130,7 +130,14 @@ def _adopted_blocks(table: bytes) -> int:
     pool = make_pool(POOL_BYTES, kept)
     try:
         publisher = EventPublisher(8)
-        cache = BlockCache(pool, make_policy("lru"), publisher, lambda: 0.0, half_stored_timeout_s=1.0, lease_ttl_s=1.0)
+        cache = BlockCache(
+            pool,
+            make_policy("lru", pool.pool_bytes),
+            publisher,
+            lambda: 0.0,
+            half_stored_timeout_s=1.0,
+            lease_ttl_s=1.0,
+        )
         adopt_blocks(cache, pool)
         check_invariants(cache)
         usage = cache.pool_usage()

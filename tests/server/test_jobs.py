@@ -167,6 +167,22 @@ def test_a_full_pool_of_pinned_blocks_drops_keys_and_says_which():
             assert (report.namespaces[0].evicted_blocks, report.namespaces[0].dropped_keys) == (1, 1)
 
 
+def test_a_store_that_the_policy_declines_is_no_error_and_says_which_keys():
+    with DaemonProcess("1MiB", eviction_policy="gate") as daemon, SharedMemory(96 * PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+            worker.open_namespace()
+            scheduler.open_namespace()
+            registration = worker.register(memory)
+            for number in range(2):
+                lookup(scheduler, number, keys(1, 2))
+            lookup(scheduler, 3, keys(1, 2, 3))
+            result = store(worker, registration, 1, keys(1, 2, 3), ids(1, 2, 3))
+            assert (result.ok, result.failed, result.bytes) == (True, [], 2 * PAGE)
+            assert result.declined == [m.GroupKeys(0, key(3))]
+            (space,) = stats(daemon.directory).namespaces
+            assert (space.stored_blocks, space.declined_keys, space.dropped_keys) == (2, 1, 0)
+
+
 def test_completions_are_numbered_and_kept_until_acknowledged(worker, memory):
     registration = worker.register(memory)
     for job in range(5):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.config import Config
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
@@ -42,7 +42,7 @@ def make_config(rng: random.Random) -> Config:
     return Config(
         directory=Path(DIRECTORY),
         pool_bytes=1 << 20,
-        eviction_policy=rng.choice(("lru", "arc")),
+        eviction_policy=rng.choice(POLICY_NAMES),
         credit_bytes=rng.choice((0, 0, 40_000)),
         lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
         half_stored_timeout_s=rng.choice((0.5, 2.0)),
@@ -113,7 +113,7 @@ def make_service(
     publisher = EventPublisher(config.event_buffer_steps, clock)
     cache = BlockCache(
         slots,
-        make_policy(config.eviction_policy),
+        make_policy(config.eviction_policy, slots.pool_bytes),
         publisher,
         clock,
         half_stored_timeout_s=config.half_stored_timeout_s,

@@ -206,7 +206,8 @@ class CacheHarness:
         self.slots = FakeSlots(regions, region_bytes, last_region_bytes)
         self.events = FoldedEvents()
         self.clock = Clock()
-        self.cache = BlockCache(self.slots, make_policy(policy), self.events, self.clock, max_slots=max_slots)
+        made = make_policy(policy, self.slots.pool_bytes)
+        self.cache = BlockCache(self.slots, made, self.events, self.clock, max_slots=max_slots)
 
     def open(
         self, name: str = "a", world_size: int = 1, shard_bytes: Sequence[int] = (SLOT_UNIT,), key_bytes: int = 8

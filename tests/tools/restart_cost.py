@@ -47,7 +47,7 @@ def measure(gib: float, block_bytes: int) -> str:
     backing.close()
     scanned = time.perf_counter()
     publisher = EventPublisher(10_000)
-    cache = BlockCache(pool, make_policy("lru"), publisher, time.monotonic)
+    cache = BlockCache(pool, make_policy("lru", pool.pool_bytes), publisher, time.monotonic)
     recovered = pool.take_recovered()
     adoption = cache.adopt(recovered.namespaces, recovered.slots)
     publisher.flush()

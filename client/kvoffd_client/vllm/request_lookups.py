@@ -292,7 +292,7 @@ class RequestLookups:
         hashes = [hashes_of(keys, self.adapter) for keys in wanted]
         message = [GroupKeys(index, joined) for index, joined in enumerate(hashes) if joined]
         self.timeout_counted = False
-        ticket = self.settings.client.lookup(message, again=self.answer is not None and self.answer.ticket.pending)
+        ticket = self.settings.client.lookup(message, again=self.last_answer is not None)
         # Keys beyond the limit get places behind the last state, which reads as absent.
         self.pending = PendingLookup(ticket, [key for keys in wanted for key in keys] + beyond, self.settings.clock())
 

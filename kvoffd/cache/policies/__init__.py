@@ -1,46 +1,107 @@
-"""Eviction policies. Each is one module here, named as users name the policy, whose class is called ``Policy``.
+"""Policies: what is stored in the pool, and what goes when it is full. Each is one module here, named as users name the
+policy, whose class is called ``Policy``.
 
-To add one, add its module: the setting ``eviction_policy``, its help text and the tests find it by themselves.
+To add one, add its module: the setting ``eviction_policy``, its help text and the tests find it by themselves. A policy
+of another package is found by its entry point in the group ``kvoffd.policies``, which names the class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.metadata import entry_points
+from math import inf
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:  # the names are also needed where the cache is not, by the command line
-    from kvoffd.cache.namespace import Block
+    from kvoffd.cache.namespace import Block, Namespace
 
 DEFAULT_POLICY = "lru"
-POLICY_NAMES = (
-    DEFAULT_POLICY,
-    *sorted(module.name for module in iter_modules(__path__) if module.name != DEFAULT_POLICY),
-)
+ENTRY_POINTS = "kvoffd.policies"
+DECLINED = -1.0
+"""Worth of a block that is not stored, whatever room there is."""
+GHOST_PART = 50
+"""What is remembered of keys without blocks may take one part in so many of the pool's bytes."""
+
+_OWN = tuple(sorted(module.name for module in iter_modules(__path__) if module.name != DEFAULT_POLICY))
+_OTHERS = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+POLICY_NAMES = (DEFAULT_POLICY, *_OWN, *sorted(set(_OTHERS) - {DEFAULT_POLICY, *_OWN}))
+
+
+class Chain(NamedTuple):
+    """What one request asked for of one group, for the first time."""
+
+    namespace: Namespace
+    group: int
+    keys: bytes
+    """End to end, root of the prefix first."""
+    ready: Sequence[Block]
+    """Those of its blocks that it found ready and that still are, in that order."""
+
+
+class Offer(NamedTuple):
+    """Neighbouring keys of a store, and what they are worth."""
+
+    keys: int
+    worth: float
+    """Only blocks that are worth less give way to these; ``inf`` where any block does, DECLINED to store none."""
 
 
 class EvictionPolicy(Protocol):
-    """Keeps the ready blocks in the order in which they should go. Knows nothing of pins, slots or sizes."""
+    """Knows requests, and the ready blocks in the order in which they should go; nothing of pins, slots or sizes."""
 
-    def insert(self, block: Block) -> None:
-        """Add a block that became ready. It must not be there yet."""
+    def requested(self, chains: Sequence[Chain]) -> None:
+        """Note a request, by its groups. A chain's tail becomes older than its root, so that leaves go first."""
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Note a use of ``blocks``, given root first. The tail becomes older than the root, so that leaves go first."""
+    def insert(self, blocks: Sequence[Block]) -> None:
+        """Add blocks of one group that became ready, the oldest first: a chain's tail before its root."""
 
-    def remove(self, block: Block, evicted: bool) -> None:
-        """Remove a block. ``evicted`` says that it went for lack of room, which a policy may remember."""
+    def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
+        """Remove blocks. ``evicted`` says that they went for lack of room, which a policy may remember."""
 
-    def candidates(self) -> Iterator[Block]:
-        """All blocks, next to evict first. The caller may stop anywhere; any change of the policy ends the iterator."""
+    def candidates(self, worth: float = inf) -> Iterator[Block]:
+        """The blocks that are worth less, next to evict first; by default all blocks.
+
+        The caller may stop anywhere; any change of the policy ends the iterator.
+        """
+
+    def offers(self, namespace: Namespace, group: int, keys: Sequence[bytes], starts: Sequence[int]) -> Sequence[Offer]:
+        """What keys are worth that a store offers and that have no block, in their order.
+
+        ``starts``: where the keys of each chain begin, the first at 0. Each rank of the namespace offers a key.
+        """
+
+    def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        """Keys that were offered were not worth the blocks they would have cost: the other ranks should not store them
+        either."""
+
+    @property
+    def ghosts(self) -> int:
+        """Keys without a block that are remembered."""
 
     def __len__(self) -> int:
         """Number of blocks."""
 
 
-def make_policy(name: str) -> EvictionPolicy:
-    """A new policy by its name. Raises ValueError with the names there are."""
+class AdmitsAll:
+    """What a policy does that stores whatever is offered."""
+
+    def offers(self, namespace: Namespace, group: int, keys: Sequence[bytes], starts: Sequence[int]) -> Sequence[Offer]:
+        return (Offer(len(keys), inf),)
+
+    def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        raise AssertionError("nothing is declined")
+
+    @property
+    def ghosts(self) -> int:
+        return 0
+
+
+def make_policy(name: str, pool_bytes: int) -> EvictionPolicy:
+    """A new policy by its name, for a pool of so many bytes. Raises ValueError with the names there are."""
     if name not in POLICY_NAMES:
         raise ValueError(f"There is no eviction policy {name!r}; choose one of {', '.join(POLICY_NAMES)}.")
-    return cast(EvictionPolicy, import_module(f"{__name__}.{name}").Policy())
+    own = name == DEFAULT_POLICY or name in _OWN
+    made = import_module(f"{__name__}.{name}").Policy if own else _OTHERS[name].load()
+    return cast(EvictionPolicy, made(pool_bytes))

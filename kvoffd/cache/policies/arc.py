@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import AdmitsAll, Chain
 
 Ghost = tuple[Namespace, int, bytes]
 """What is remembered of an evicted block: its namespace, group and key."""
 
 
-class Policy:
+class Policy(AdmitsAll):
     """Two queues of blocks, two of ghosts, and the share of the pool that blocks seen once should have.
 
     The paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from
     how many it was seen to hold, and follows when larger or smaller blocks take over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool_bytes: int) -> None:
         self._once: OrderedDict[Block, None] = OrderedDict()
         self._again: OrderedDict[Block, None] = OrderedDict()
         self._once_ghosts: OrderedDict[Ghost, None] = OrderedDict()
@@ -30,7 +32,11 @@ class Policy:
         self._target = 0.0
         self._capacity = 0
 
-    def insert(self, block: Block) -> None:
+    def insert(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._insert(block)
+
+    def _insert(self, block: Block) -> None:
         assert block not in self._once
         assert block not in self._again
         ghost = (block.namespace, block.group, block.key)
@@ -46,22 +52,25 @@ class Policy:
             self._once[block] = None
         self._keep_in_bounds()
 
-    def touch(self, blocks: Sequence[Block]) -> None:
+    def requested(self, chains: Sequence[Chain]) -> None:
         once, again = self._once, self._again
-        for block in reversed(blocks):
-            if block in again:
-                again.move_to_end(block)
-            else:
-                del once[block]
-                again[block] = None
+        for chain in chains:
+            for block in reversed(chain.ready):
+                if block in again:
+                    again.move_to_end(block)
+                else:
+                    del once[block]
+                    again[block] = None
 
-    def remove(self, block: Block, evicted: bool) -> None:
-        queue, ghosts = (self._once, self._once_ghosts) if block in self._once else (self._again, self._again_ghosts)
-        del queue[block]
-        if evicted:
-            ghosts[block.namespace, block.group, block.key] = None
+    def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
+        for block in blocks:
+            first = block in self._once
+            queue, ghosts = (self._once, self._once_ghosts) if first else (self._again, self._again_ghosts)
+            del queue[block]
+            if evicted:
+                ghosts[block.namespace, block.group, block.key] = None
 
-    def candidates(self) -> Iterator[Block]:
+    def candidates(self, worth: float = inf) -> Iterator[Block]:
         once, again = iter(self._once), iter(self._again)
         once_left, again_left = len(self._once), len(self._again)
         while once_left or again_left:

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from kvoffd.cache.namespace import Block
+from kvoffd.cache.policies import AdmitsAll, Chain
 
 
-class Policy:
+class Policy(AdmitsAll):
     """One queue; a use moves a block to its young end, a chain tail first."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool_bytes: int) -> None:
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
-    def insert(self, block: Block) -> None:
-        assert block not in self._queue
-        self._queue[block] = None
-
-    def touch(self, blocks: Sequence[Block]) -> None:
+    def requested(self, chains: Sequence[Chain]) -> None:
         move_to_end = self._queue.move_to_end
-        for block in reversed(blocks):
-            move_to_end(block)
+        for chain in chains:
+            for block in reversed(chain.ready):
+                move_to_end(block)
 
-    def remove(self, block: Block, evicted: bool) -> None:
-        del self._queue[block]
+    def insert(self, blocks: Sequence[Block]) -> None:
+        before = len(self._queue)
+        self._queue.update(dict.fromkeys(blocks))
+        assert len(self._queue) == before + len(blocks)
 
-    def candidates(self) -> Iterator[Block]:
+    def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
+        for block in blocks:
+            del self._queue[block]
+
+    def candidates(self, worth: float = inf) -> Iterator[Block]:
         return iter(self._queue)
 
     def __len__(self) -> int:

@@ -187,8 +187,5 @@ class _GpuCopier:
         try:
             copy.drain()
         except CudaError as error:
-            try:
-                self._driver.wait_stream(self._stream)
-            except CudaError:
-                pass  # the context is lost, and its work with it: the driver has taken it off the GPU
+            # The context is lost, and its work with it: the driver has taken it off the GPU.
             self._driver.lose(error)

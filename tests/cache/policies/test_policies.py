@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import CacheHarness
+from support.cache_harness import CacheHarness, keys_of
+from support.invariants import check_invariants
 
-from kvoffd.cache.namespace import Block
-from kvoffd.cache.policies import POLICY_NAMES, EvictionPolicy, make_policy
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import POLICY_NAMES, Chain, EvictionPolicy, make_policy
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
+from kvoffd.cache.policies.gate import REMEMBERED_POOLS
+from kvoffd_proto.messages import ABSENT, READY
 
 
 def blocks_of(count: int, first: int = 0) -> list[Block]:
@@ -20,18 +23,21 @@ NAMESPACE = CacheHarness().open()
 
 @pytest.fixture(params=POLICY_NAMES)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
-    return make_policy(request.param)
+    return make_policy(request.param, 1 << 20)
 
 
 def fill(policy: EvictionPolicy, blocks: list[Block]) -> None:
-    for block in blocks:
-        policy.insert(block)
+    policy.insert(blocks)
+
+
+def touch(policy: EvictionPolicy, blocks: list[Block]) -> None:
+    policy.requested([Chain(NAMESPACE, 0, b"".join(block.key for block in blocks), blocks)])
 
 
 def test_candidates_are_exactly_the_inserted_blocks(policy: EvictionPolicy) -> None:
     blocks = blocks_of(10)
     fill(policy, blocks)
-    policy.touch(blocks[3:6])
+    touch(policy, blocks[3:6])
     candidates = list(policy.candidates())
     assert len(candidates) == len(policy) == 10
     assert set(candidates) == set(blocks)
@@ -46,16 +52,16 @@ def test_untouched_blocks_go_in_the_order_they_came(policy: EvictionPolicy) -> N
 def test_a_touched_block_goes_after_the_untouched(policy: EvictionPolicy) -> None:
     blocks = blocks_of(5)
     fill(policy, blocks)
-    policy.touch([blocks[0]])
+    touch(policy, [blocks[0]])
     assert list(policy.candidates()) == [*blocks[1:], blocks[0]]
 
 
 def test_a_touched_chain_goes_tail_first(policy: EvictionPolicy) -> None:
     chain = blocks_of(4)
     fill(policy, chain)
-    policy.touch(chain)
+    touch(policy, chain)
     assert list(policy.candidates()) == chain[::-1]
-    policy.touch(chain[:2])
+    touch(policy, chain[:2])
     assert list(policy.candidates()) == [chain[3], chain[2], chain[1], chain[0]]
 
 
@@ -63,9 +69,9 @@ def test_a_touched_chain_goes_tail_first(policy: EvictionPolicy) -> None:
 def test_a_removed_block_is_no_candidate(policy: EvictionPolicy, evicted: bool) -> None:
     blocks = blocks_of(4)
     fill(policy, blocks)
-    policy.touch(blocks[2:])
-    policy.remove(blocks[0], evicted)
-    policy.remove(blocks[3], evicted)
+    touch(policy, blocks[2:])
+    policy.remove([blocks[0]], evicted)
+    policy.remove([blocks[3]], evicted)
     assert list(policy.candidates()) == blocks[1:3]
     assert len(policy) == 2
 
@@ -73,17 +79,17 @@ def test_a_removed_block_is_no_candidate(policy: EvictionPolicy, evicted: bool) 
 @pytest.mark.parametrize("evicted", [True, False])
 def test_a_key_that_went_may_come_again(policy: EvictionPolicy, evicted: bool) -> None:
     first, again = blocks_of(1)[0], blocks_of(1)[0]
-    policy.insert(first)
-    policy.remove(first, evicted)
-    policy.insert(again)
+    policy.insert([first])
+    policy.remove([first], evicted)
+    policy.insert([again])
     assert list(policy.candidates()) == [again]
 
 
 def test_inserting_a_block_twice_is_caught(policy: EvictionPolicy) -> None:
     block = blocks_of(1)[0]
-    policy.insert(block)
+    policy.insert([block])
     with pytest.raises(AssertionError):
-        policy.insert(block)
+        policy.insert([block])
 
 
 def test_an_empty_policy_has_no_candidates(policy: EvictionPolicy) -> None:
@@ -94,63 +100,116 @@ def test_an_empty_policy_has_no_candidates(policy: EvictionPolicy) -> None:
 def test_touching_nothing_changes_nothing(policy: EvictionPolicy) -> None:
     blocks = blocks_of(3)
     fill(policy, blocks)
-    policy.touch([])
+    touch(policy, [])
     assert list(policy.candidates()) == blocks
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match="lru, arc"):
-        make_policy("fifo")
+        make_policy("fifo", 1 << 20)
 
 
 def evict_oldest(policy: EvictionPolicy) -> Block:
     victim = next(policy.candidates())
-    policy.remove(victim, evicted=True)
+    policy.remove([victim], evicted=True)
     return victim
 
 
 def test_arc_keeps_reused_blocks_through_a_scan() -> None:
-    policy = ArcPolicy()
+    policy = ArcPolicy(1 << 20)
     reused = blocks_of(5)
     fill(policy, reused)
-    policy.touch(reused)
+    touch(policy, reused)
     fill(policy, blocks_of(5, first=100))
     for scanned in blocks_of(200, first=200):
         evict_oldest(policy)
-        policy.insert(scanned)
+        policy.insert([scanned])
     assert set(reused) <= set(policy.candidates())
 
 
 def test_arc_gives_once_seen_blocks_more_room_when_their_ghosts_come_back() -> None:
-    policy = ArcPolicy()
+    policy = ArcPolicy(1 << 20)
     reused = blocks_of(4)
     fill(policy, reused)
-    policy.touch(reused)
+    touch(policy, reused)
     fill(policy, blocks_of(4, first=100))
     # Twice the victim comes back at once: it should not have gone, so next a reused block has to give.
     for number in range(2):
         came_back = blocks_of(1, first=100 + number)[0]
         assert evict_oldest(policy).key == came_back.key
-        policy.insert(came_back)
+        policy.insert([came_back])
     assert evict_oldest(policy) in reused
 
 
 def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
-    policy = ArcPolicy()
+    policy = ArcPolicy(1 << 20)
     fill(policy, blocks_of(50))
     for number, block in enumerate(blocks_of(2000, first=100)):
         evict_oldest(policy)
-        policy.insert(block)
+        policy.insert([block])
         if number % 3 == 0:
-            policy.touch([block])
+            touch(policy, [block])
     assert 0 < policy.ghosts <= 100
     assert len(policy) == 50
 
 
 def test_arc_forgets_blocks_that_were_dropped_and_not_evicted() -> None:
-    policy = ArcPolicy()
+    policy = ArcPolicy(1 << 20)
     blocks = blocks_of(10)
     fill(policy, blocks)
     for block in blocks[:5]:
-        policy.remove(block, evicted=False)
+        policy.remove([block], evicted=False)
     assert policy.ghosts == 0
+
+
+def ask(rig: CacheHarness, namespace: Namespace, keys: bytes, again: bool = False) -> bytes:
+    """A request's lookup, all that follows its reply included."""
+    answer = rig.cache.lookup(namespace, 7, 1, [(0, keys)], again=again)
+    rig.cache.touch(7)
+    rig.cache.release(1, [7])
+    return answer.states[0]
+
+
+def test_the_gate_stores_what_is_asked_for_again_and_says_what_it_declines() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace = rig.open(world_size=2)
+    for again in (False, True, True):  # one request, which waits
+        ask(rig, namespace, keys_of(1, 2, 3), again)
+    for rank in range(2):
+        ticket = rig.cache.begin_store(namespace, rank, 0, keys_of(1, 2, 3))
+        assert (ticket.copy, ticket.declined, ticket.dropped) == ([], [0, 1, 2], [])
+        rig.cache.commit_store(ticket)
+    ask(rig, namespace, keys_of(1, 2, 4))
+    for rank in range(2):
+        ticket = rig.cache.begin_store(namespace, rank, 0, keys_of(1, 2, 4))
+        assert (ticket.copy, ticket.declined, ticket.dropped) == ([0, 1], [2], [])
+        rig.cache.commit_store(ticket)
+    assert ask(rig, namespace, keys_of(1, 2, 4)) == bytes([READY, READY, ABSENT])
+    assert (namespace.counters.declined_keys, namespace.counters.dropped_keys) == (8, 0)
+    check_invariants(rig.cache)
+
+
+def test_the_gate_remembers_what_only_a_store_brought() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace = rig.open()
+    assert rig.put(namespace, keys_of(5)) == 0
+    assert ask(rig, namespace, keys_of(5)) == bytes([ABSENT])
+    rig.put(namespace, keys_of(5))
+    assert ask(rig, namespace, keys_of(5)) == bytes([READY])
+
+
+def test_the_gate_remembers_a_bounded_number_of_keys() -> None:
+    rig = CacheHarness(regions=100, policy="gate")  # 400 blocks
+    namespace = rig.open()
+    for first in range(0, 20_000, 10):
+        ask(rig, namespace, keys_of(*range(first, first + 10)))
+    assert 0 < rig.cache.policy.ghosts <= 2 * REMEMBERED_POOLS * 400
+
+
+def test_an_operator_stores_what_a_policy_would_decline() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace = rig.open()
+    ticket = rig.cache.begin_stores(namespace, 0, 0, [keys_of(1), keys_of(2)], {}, starts=None)
+    assert (ticket.copy, ticket.declined) == ([0, 1], [])
+    rig.cache.commit_store(ticket)
+    assert namespace.ready_blocks == 2

@@ -1,0 +1,74 @@
+"""Which keys of a store get a slot: those that the policy admits, as far as there is room."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from math import inf
+
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import DECLINED, EvictionPolicy
+
+
+@dataclass(slots=True)
+class Admission:
+    """What becomes of the keys of a store that lack a shard, by their numbers, ascending."""
+
+    admitted: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Slots for those that are admitted, ascending."""
+    declined: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    """Those for which there is no room."""
+
+
+@dataclass(slots=True, frozen=True)
+class Admitter:
+    """Takes slots for the keys of one store, of one rank and group."""
+
+    blocks: Blocks
+    policy: EvictionPolicy
+    namespace: Namespace
+    group: int
+    slot_bytes: int
+    node: int | None
+    protected: Set[Block]
+    """Not evicted for them."""
+
+    def admit(self, keys: Sequence[bytes], lacking: Sequence[int], starts: Sequence[int] | None) -> Admission:
+        """Take slots for the ``lacking`` ones of ``keys``, given by number. What other ranks store is admitted already.
+
+        ``starts``: numbers of the keys at which chains begin; None to admit all, whatever the policy says.
+        """
+        index = self.blocks.index[self.namespace][self.group]
+        fresh = [number for number in lacking if keys[number] not in index] if starts is not None else []
+        found = Admission()
+        if len(fresh) < len(lacking):
+            others = set(fresh)
+            self._take([number for number in lacking if number not in others], inf, found)
+        if fresh:
+            begins = sorted({bisect_left(fresh, start) for start in starts or ()})
+            names = [keys[number] for number in fresh]
+            at = 0
+            for count, worth in self.policy.offers(self.namespace, self.group, names, begins):
+                self._take(fresh[at : at + count], worth, found)
+                at += count
+            assert at == len(fresh)
+            if found.declined:
+                self.policy.declined(self.namespace, self.group, [keys[number] for number in found.declined])
+        found.admitted.sort()
+        found.offsets.sort()
+        return found
+
+    def _take(self, numbers: Sequence[int], worth: float, found: Admission) -> None:
+        if worth == DECLINED:
+            found.declined += numbers
+            return
+        offsets = self.blocks.take_slots(self.slot_bytes, len(numbers), self.protected, self.node, worth)
+        found.offsets += offsets
+        found.admitted += numbers[: len(offsets)]
+        if left := numbers[len(offsets) :]:
+            room_is_kept = worth != inf and self.blocks.evictable(self.protected)
+            (found.declined if room_is_kept else found.dropped).extend(left)
