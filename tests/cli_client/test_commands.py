@@ -90,6 +90,15 @@ def test_sessions_are_listed(engine: FakeEngine, cli: Cli) -> None:
     assert worker["registered_bytes"] == 512 * 4 * 16384
 
 
+def test_an_engine_is_one_row_with_its_scheduler_and_workers(engine: FakeEngine, cli: Cli) -> None:
+    (row,) = json.loads(cli("sessions", "--engines", "--json")[1])["engines"]
+    assert (row["schedulers"], row["workers"], row["pids"]) == (1, len(engine.workers), [os.getpid()])
+    assert row["registered_bytes"] == len(engine.workers) * 512 * 4 * 16384
+    head, line = cli("sessions", "--engines")[1].splitlines()
+    assert head.split()[:4] == ["engine", "namespace", "schedulers", "workers"]
+    assert line.startswith("fake engine  tiny (")
+
+
 def test_namespaces_are_listed(engine: FakeEngine, cli: Cli) -> None:
     _, out, _ = cli("namespaces")
     assert out.splitlines()[1].startswith("tiny")

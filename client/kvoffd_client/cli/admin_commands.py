@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +28,7 @@ from kvoffd_client.cli.console import (
 from kvoffd_client.cli.json_output import print_json, print_listing, to_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
 from kvoffd_client.namespace_spec import differences
-from kvoffd_proto.messages import NamespaceInfo, ScrubReply, SessionInfo
+from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 NOT_CONFIRMED = 1
@@ -38,13 +40,81 @@ SECRET_MODE = 0o600
 PUBLIC_MODE = 0o644
 
 
-def sessions(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """List the connected clients, oldest first."""
+def sessions(
+    context: typer.Context,
+    directory: Directory = None,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="One row for each engine: its scheduler and workers together.")
+    ] = False,
+    json: Json = False,
+) -> int:
+    """List the connected clients, oldest first.
+
+    With --engines, sessions of one namespace whose names differ in the role alone are one row. Engines of one name,
+    such as two of one model, share it: there are as many as it has schedulers.
+    """
     with open_admin(context, directory) as admin:
         found = admin.sessions().sessions
         labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
-    print_listing({"sessions": found}, _sessions_page(found, labels), as_json=json)
+    if engines:
+        rows = engines_of(found)
+        print_listing({"engines": [asdict(row) for row in rows]}, _engines_page(rows, labels), as_json=json)
+    else:
+        print_listing({"sessions": found}, _sessions_page(found, labels), as_json=json)
     return 0
+
+
+@dataclass
+class EngineRow:
+    """The sessions of an engine, or of several of one name and namespace: counts and bytes are their sums."""
+
+    name: str
+    namespaces: list[bytes]
+    schedulers: int = 0
+    workers: int = 0
+    pids: list[int] = field(default_factory=list)
+    leases: int = 0
+    pinned_bytes: int = 0
+    jobs: int = 0
+    registered_bytes: int = 0
+
+
+def engines_of(found: Sequence[SessionInfo]) -> list[EngineRow]:
+    """The engines among the sessions, oldest first."""
+    rows: dict[tuple[str, tuple[bytes, ...]], EngineRow] = {}
+    for one in found:
+        if one.role not in (Role.SCHEDULER, Role.WORKER):
+            continue
+        name = re.sub(rf" {one.role}( \d+)?$", "", one.name)
+        row = rows.setdefault((name, tuple(one.namespaces)), EngineRow(name, one.namespaces))
+        row.schedulers += one.role == Role.SCHEDULER
+        row.workers += one.role == Role.WORKER
+        if one.pid and one.pid not in row.pids:
+            row.pids.append(one.pid)
+        row.leases += one.leases
+        row.pinned_bytes += one.pinned_bytes
+        row.jobs += one.jobs
+        row.registered_bytes += one.registered_bytes
+    return list(rows.values())
+
+
+def _engines_page(rows: Sequence[EngineRow], labels: Mapping[bytes, str]) -> Listing | Text:
+    if not rows:
+        return Text("No engine is connected.")
+    names = [", ".join(namespace_name(labels.get(one, ""), one) for one in row.namespaces) or "-" for row in rows]
+    return Listing(
+        [
+            Column("engine", [printable(row.name) or "-" for row in rows], 0, 12),
+            Column("namespace", names, 0, 16),
+            Column("schedulers", [format_count(row.schedulers) for row in rows], right=True),
+            Column("workers", [format_count(row.workers) for row in rows], right=True),
+            Column("pids", [", ".join(map(str, row.pids)) or "-" for row in rows], 1, 8),
+            Column("leases", [format_count(row.leases) for row in rows], 3, right=True),
+            Column("pinned", [format_size(row.pinned_bytes) for row in rows], right=True),
+            Column("jobs", [format_count(row.jobs) for row in rows], right=True),
+            Column("memory", [format_size(row.registered_bytes) for row in rows], 2, right=True),
+        ]
+    )
 
 
 def _sessions_page(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> Listing | Text:
