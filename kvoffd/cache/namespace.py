@@ -274,10 +274,10 @@ class Namespace:
         self._block_bytes = None
 
     def block_bytes(self, group: int) -> int:
-        """Pool bytes of a block of the group: of the slots of all ranks that have registered."""
+        """Pool bytes of a block of the group: of the slots of all ranks that have registered, 0 before the first."""
         if self._block_bytes is None:
             known = [sizes for sizes in self._slot_bytes if sizes is not None]
-            self._block_bytes = tuple(map(sum, zip(*known, strict=True)))
+            self._block_bytes = tuple(map(sum, zip(*known, strict=True))) or (0,) * len(self.groups)
         return self._block_bytes[group]
 
     def check_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
+from kvoffd_proto.messages import GroupSpec
 
 
 def missed(rig: CacheHarness, namespace: Namespace, *numbers: int, group: int = 0) -> dict[str, int]:
@@ -109,3 +110,11 @@ def test_a_forgotten_namespace_leaves_nothing() -> None:
     rig.cache.forget_namespace(namespace)
     del namespace
     assert states() is None
+
+
+def test_a_lookup_before_the_first_worker_is_an_ordinary_miss() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace, _ = rig.cache.open_namespace(b"a".ljust(32), "a", 1, 8, [GroupSpec("full", 16)], "{}")
+    assert namespace.block_bytes(0) == 0
+    assert missed(rig, namespace, 1, 2) == {"never_stored": 2}
+    rig.cache.touch(0xFFFF)
