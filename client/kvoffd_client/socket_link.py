@@ -90,7 +90,10 @@ class SocketLink:
         return self._received.pop(0) if self._received else None
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        return self._jobs is not None and self._jobs.send(frames)
+        sent = self._jobs is not None and self._jobs.send(frames)
+        if self._jobs is not None and self._jobs.must_connect:
+            self.wake()  # a sleep that began while nothing waited would not end for it
+        return sent
 
     def close(self) -> None:
         if self._lifeline is not None:

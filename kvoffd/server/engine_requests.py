@@ -26,9 +26,9 @@ from kvoffd_proto.units import printable
 logger = logging.getLogger(__name__)
 
 MAX_PAGES = 65536
+"""Pages in all groups of a registration together: each costs the event loop some microseconds."""
 REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
 """What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
-"""Pages in all groups of a registration together: each costs the event loop some microseconds."""
 _PENDING = bytes([m.PENDING])
 
 

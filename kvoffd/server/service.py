@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator
 from weakref import WeakSet
 
@@ -86,6 +87,8 @@ class Service:
             disks,
         )
         self.sessions = self.context.sessions
+        self._left: deque[Iterator[None]] = deque()
+        """What is left to be done of requests whose senders are gone."""
         self._half_stored_told: WeakSet[Namespace] = WeakSet()
 
     # --- called by the sockets of requests --------------------------------------------------------
@@ -94,24 +97,41 @@ class Service:
         """Answer one request frame. Never raises; every frame gets a reply but jobs that are all accepted.
 
         The request's token says whose it is, unless the sender's connection did: ``session``. Returns what is left to
-        be done of it, a part at each step, before the sender's next frame; None for nothing.
+        be done of it, a part at each step, before the sender's next frame; None for nothing. Where the sender is gone,
+        that is forgotten, and done by ``go_on``.
         """
         self.context.sender = sender
-        request_id, reply = self._answer(frame, session)
+        request, request_id, reply = self._answer(frame, session)
         if isinstance(reply, Iterator):
-            rest = self._go_on(sender, request_id, reply)
+            # Jobs are not accepted once the sender is gone: it may have asked over another connection what became of
+            # them, and heard that they are unknown. Any other request that was begun is done whole.
+            rest = self._parts_of(sender, request_id, reply, whole=not isinstance(request, m.Submit))
             return rest if next(rest, rest) is None else None
         if reply is not None:
             self.context.reply(sender, reply)
         return None
 
-    def _go_on(self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None]) -> Iterator[None]:
+    def go_on(self) -> bool:
+        """Do a part of what is left of a request whose sender is gone; False where nothing is."""
+        if self._left:
+            rest = self._left.popleft()
+            if next(rest, rest) is None:
+                self._left.append(rest)
+        return bool(self._left)
+
+    def _parts_of(
+        self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool
+    ) -> Iterator[None]:
         try:
             for reply in parts:
                 if reply is None:
                     yield
                 else:
                     self.context.reply(sender, reply)
+        except GeneratorExit:
+            if whole:
+                self._left.append(self._parts_of(sender, request_id, parts, whole=whole))
+            raise
         except Exception as error:
             self.context.reply(sender, self.context.refusal(request_id, error))
 
@@ -178,11 +198,11 @@ class Service:
             f"The frame has {frame_bytes} bytes; {limit} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
         )
 
-    def _answer(self, frame: bytes, session: Session | None) -> tuple[int, Answer]:
-        """The request's number and what its handler returned. Its token names the session where that is None."""
+    def _answer(self, frame: bytes, session: Session | None) -> tuple[m.AnyRequest | None, int, Answer]:
+        """The request, its number and what its handler returned. Its token names the session where that is None."""
         context = self.context
         context.requests += 1
-        request_id = 0
+        request, request_id = None, 0
         try:
             if len(frame) > context.config.max_frame_bytes:
                 raise self._too_long(len(frame))
@@ -192,9 +212,9 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
-            return request_id, self._dispatch(request, session or self.sessions.by_token.get(request.token))
+            return request, request_id, self._dispatch(request, session or self.sessions.by_token.get(request.token))
         except Exception as error:
-            return request_id, context.refusal(request_id, error)
+            return request, request_id, context.refusal(request_id, error)
 
     def _dispatch(self, request: m.AnyRequest, session: Session | None) -> Answer:
         if session is None and isinstance(request, m.Health) and request.token == NO_TOKEN:

@@ -199,7 +199,9 @@ class Transport:
         if connection.closed:
             return
         connection.closed = True
-        connection.unfinished = None
+        if connection.unfinished is not None:
+            connection.unfinished = None  # the service goes on with what must be done
+            self.wake()
         door, process = connection.door, connection.process
         self._pause(connection)
         self._loop.remove_writer(connection.stream.fileno())
@@ -263,13 +265,14 @@ class Transport:
             self.wake()
 
     def _serve(self) -> None:
-        self._due = False
+        self._due = more = False
         try:
+            more = self._service.go_on()
             self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
             self.flush()
         except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")
-        if self._turns:
+        if more or self._turns:
             self.wake()
 
     def _serve_one(self, connection: Connection) -> bool:
@@ -289,13 +292,13 @@ class Transport:
         return more
 
     def _take_one(self, connection: Connection) -> bool:
+        if connection.go_on():  # also of who does not read: others may wait for the end of it
+            self.flush()
+            return True
         if connection.replay is not None or self._behind(connection.process):
             connection.process.held.add(connection)
             self._held.add(connection.process)
             return False  # goes on when that is read
-        if connection.go_on():
-            self.flush()
-            return True
         taken = connection.input.next()
         if taken is None:
             self._wait_for_rest(connection)

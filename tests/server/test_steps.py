@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
+from server.test_kv_events import fold, replay
 from support.daemon import DaemonProcess
 from support.waiting import wait_until
 from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
+from kvoffd.cache.cache import CLEARED_AT_ONCE
 from kvoffd_client import SharedMemory
+from kvoffd_proto import codec, zmtp
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
 
@@ -369,3 +374,28 @@ def test_a_fence_tells_how_many_stores_were_never_sent(daemon, worker):
     worker.ask(m.Cancel(worker.next_id(), worker.token, [], 3), m.CancelReply)
     assert stats(daemon.directory).unsent_stores == before.unsent_stores + 3
     assert worker.refused(m.Cancel(worker.next_id(), worker.token, [], -1)).code is ErrorCode.MALFORMED
+
+
+def test_a_reset_whose_sender_went_away_is_done_all_the_same():
+    count = 8 * CLEARED_AT_ONCE
+    blob = keys(*range(count))
+    with DaemonProcess(f"{count * SLOT // 2**20 + 8}MiB") as daemon, SharedMemory(PAGE, "test") as memory:
+        with WireClient(daemon.directory) as worker, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+            worker.open_namespace()
+            scheduler.open_namespace()
+            registration = worker.register(memory, PAGE)
+            part = 2 * CLEARED_AT_ONCE
+            for begin in range(0, count, part):
+                store = one(begin, keys(*range(begin, begin + part)), ids(*[0] * part))
+                assert step(worker, registration, [store])[0][begin].ok
+            assert sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == count
+            with socket.socket(socket.AF_UNIX) as gone:
+                gone.connect(str(daemon.directory / "jobs.sock"))
+                frame = codec.encode(m.Reset(1, scheduler.token, NAMESPACE))
+                gone.sendall(zmtp.opening(b"DEALER"))
+                assert gone.recv(4096)  # what is unread at the end takes along what was sent
+                gone.sendall(zmtp.encode([frame]))
+            wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) < count)
+            wait_until(lambda: sum(one.ready_blocks for one in stats(daemon.directory).namespaces) == 0, 2.0)
+            assert not any(lookup(scheduler, 1, blob[: 32 * 1000]).states[0])
+            assert fold(replay(daemon, 0))[kv_topic(NAMESPACE)] == set()

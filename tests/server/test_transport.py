@@ -32,6 +32,9 @@ class Answering:
         self.handled += 1
         self.context.outbox.replies.append((sender, bytes(REPLY_BYTES)))
 
+    def go_on(self) -> bool:
+        return False
+
     def flush(self) -> Outbox:
         outbox, self.context.outbox = self.context.outbox, Outbox()
         return outbox
