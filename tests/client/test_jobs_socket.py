@@ -14,8 +14,11 @@ import pytest
 import zmq
 from support.waiting import wait_until
 
+from kvoffd_client import ClientOptions
 from kvoffd_client.jobs_socket import JobsSocket
+from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto import zmtp
+from kvoffd_proto.sockets import SocketPaths
 
 MOST_UNSENT = 8
 
@@ -178,3 +181,24 @@ def test_a_message_ends_one_sleep_and_the_leaders_first(path: Path, peer: Peer) 
         assert end.jobs.take(1) == [[b"reply"]]
         assert not end.leader.poll(0)
         assert not end.reader.poll(0)
+
+
+def test_a_message_that_waits_for_a_connection_ends_a_sleep_so_that_one_is_tried_for(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = SocketLink(SocketPaths(path.parent), ClientOptions())
+    try:
+        link.open_sockets([])
+        woken: list[bool] = []
+        monkeypatch.setattr(link, "wake", lambda: woken.append(True))
+        assert link.send((b"request",))
+        assert woken
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.bind(f"ipc://{path}")
+            wait_until(lambda: not link.sleep(0.01) and not link.readable() and bool(router.poll(10)))
+            assert router.recv_multipart()[1:] == [b"request"]
+            woken.clear()
+            assert link.send((b"another",))
+            assert not woken
+    finally:
+        link.shut()
