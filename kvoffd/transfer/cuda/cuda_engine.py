@@ -187,5 +187,8 @@ class _GpuCopier:
         try:
             copy.drain()
         except CudaError as error:
-            # The context is lost, and its work with it: the driver has taken it off the GPU.
+            try:
+                self._driver.wait_stream(self._stream)
+            except CudaError:
+                pass  # the context is lost, and its work with it: the driver has taken it off the GPU
             self._driver.lose(error)

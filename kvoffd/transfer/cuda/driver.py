@@ -93,6 +93,10 @@ class CudaDriver(cuda.CudaLibrary):
         """Sleep until the event has happened: for ever on a GPU that hangs."""
         self._call("cuEventSynchronize", event)
 
+    def wait_stream(self, stream: int) -> None:
+        """Wait until everything in the stream is done: for ever on a GPU that hangs."""
+        self._call("cuStreamSynchronize", stream)
+
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         status = self._copy(destination, source, size, stream)
         if status:

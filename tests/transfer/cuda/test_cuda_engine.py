@@ -229,6 +229,15 @@ def test_an_error_of_the_last_wait_ends_the_transfer_after_its_copies_too(machin
     assert machine.driver.lost is not None
 
 
+def test_where_no_event_can_be_recorded_the_stream_itself_is_waited_for(machine: Machine) -> None:
+    machine.pin()
+    machine.stub.fail("cuEventRecord", 0, UNKNOWN)
+    bad = Job(machine, [4 * KIB] * 8, Direction.LOAD)
+    assert bad.wait() is Outcome.FAILED
+    assert bad.is_copied(), "a copy was left in the stream"
+    assert machine.driver.lost is not None
+
+
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
     machine.stub.fail("cuMemcpyAsync", 1, 1)
     assert Job(machine, [KIB]).wait() is Outcome.FAILED
