@@ -385,13 +385,16 @@ class Blocks:
     def unpin(self, blocks: Iterable[Block]) -> None:
         """Undo one pin for each time a block is named. The last one lets a dropped block's slots go."""
         loose = loose_bytes = 0
+        gone: list[Block] = []
         for block in blocks:
             block.pins -= 1
             if not block.pins:
                 loose += 1
                 loose_bytes += block.slot_bytes
                 if block.state is LEAVING:
-                    self._free_written([block])
+                    gone.append(block)
+        if gone:
+            self._free_written(gone)
         self.pinned_blocks -= loose
         self.pinned_bytes -= loose_bytes
 

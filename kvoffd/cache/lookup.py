@@ -21,8 +21,8 @@ READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
 MAX_UNTOLD_REQUESTS = 64
 """More than lookups that are answered before what they leave behind is done."""
-UNPINNED_AT_ONCE = 20_000
-"""A few milliseconds' work."""
+UNPINNED_AT_ONCE = 4000
+"""Less than a millisecond's work, or ten where the blocks were dropped meanwhile, so that their slots come free."""
 _COUNT_AGAIN_S = 5e-6
 """Pause per key of a session between two exact counts of what it has leased, a hundred times what a count takes."""
 
@@ -70,7 +70,7 @@ class LeasedBlocks:
         self.memory = bounds.memory if bounds is not None else SessionMemory(2**62, 1)
         """What sessions may make the daemon keep."""
         self.ended_pins: deque[list[Block]] = deque()
-        """Blocks with a pin of a lease that ended, which ``expire`` takes back: a session's end waits for no more."""
+        """Blocks with a pin of a lease that ended, for ``unpin_some``: a session's end waits for no more."""
         self.__leases = LeaseTable(lease_ttl_s, self.memory)
         self.__deferred: _DeferredPins | None = None
         self.__requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
@@ -290,11 +290,13 @@ class LeasedBlocks:
         for lease in leases:
             self.leases.remove(lease)
             self.ended_pins += lease.blocks.values()
-        self._unpin_some()
+        self.unpin_some()
         return len(leases)
 
-    def _unpin_some(self) -> None:
-        """Take back pins of leases that ended, at most ``UNPINNED_AT_ONCE`` and one group more."""
+    def unpin_some(self) -> bool:
+        """Take back pins of leases that ended, less than twice ``UNPINNED_AT_ONCE``; True where there are more."""
+        if not self.ended_pins:
+            return False
         blocks, count = self.blocks, 0
         while self.ended_pins and count < UNPINNED_AT_ONCE:
             pinned = self.ended_pins.popleft()
@@ -303,6 +305,7 @@ class LeasedBlocks:
                 pinned = pinned[:UNPINNED_AT_ONCE]
             blocks.unpin(pinned)
             count += len(pinned)
+        return bool(self.ended_pins)
 
 
 def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:

@@ -112,12 +112,15 @@ class Service:
         return None
 
     def go_on(self) -> bool:
-        """Do a part of what is left of a request whose sender is gone; False where nothing is."""
+        """Do a part of what requests have left: those whose senders are gone, and leases that ended. False where that
+        was all.
+        """
+        more = self.context.cache.unpin_some()
         if self._left:
             rest = self._left.popleft()
             if next(rest, rest) is None:
                 self._left.append(rest)
-        return bool(self._left)
+        return more or bool(self._left)
 
     def _parts_of(
         self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool

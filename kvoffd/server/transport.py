@@ -267,8 +267,8 @@ class Transport:
     def _serve(self) -> None:
         self._due = more = False
         try:
-            more = self._service.go_on()
             self._turns.serve(self._serve_one, time.monotonic() + SERVE_S)
+            more = self._service.go_on()
             self.flush()
         except Exception:  # the loop that serves engines must outlive it
             logger.exception("An iteration of the message loop failed.")

@@ -176,4 +176,4 @@ def test_many_ended_pins_are_taken_back_by_and_by(monkeypatch: pytest.MonkeyPatc
     for pinned in (4, 2, 0):
         assert rig.cache.blocks.pinned_blocks == pinned
         check_invariants(rig.cache)
-        rig.cache.expire()
+        assert rig.cache.unpin_some() is (pinned > 2)
