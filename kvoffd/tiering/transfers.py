@@ -60,8 +60,10 @@ class TierTransfers:
         """Take slots for blocks of a tier, all of one group, that fit; evicting if needed.
 
         Keys that the pool has by now, or that a store is writing, are left out; so are the last ones where there is
-        no room for all.
+        no room for all, and all of a namespace that is being cleared.
         """
+        if namespace.clearing:
+            return []
         blocks = self._cache.blocks
         index = blocks.index[namespace][group]
         absent = [source for source in sources if source.id.key not in index]

@@ -7,6 +7,7 @@ from support.cache_harness import SLOT_UNIT, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness, name_of
 
+from kvoffd.cache import cache as cache_module
 from kvoffd.cache.namespace import BlockState, MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierResult
@@ -132,6 +133,20 @@ def test_invalidated_while_it_comes_up_it_is_gone_for_good(rig: TieringHarness) 
     assert rig.states(space, keys_of(1)) == [ABSENT]
     assert rig.states(space, keys_of(2)) == [READY]
     rig.check()
+
+
+def test_nothing_comes_up_between_the_steps_of_a_reset(rig: TieringHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "CLEARED_AT_ONCE", 1)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(3))
+    rig.put(space, keys_of(1, 2))
+    assert rig.states(space, keys_of(1, 2, 3)) == [READY, READY, PENDING]
+    steps = rig.cache.reset(space)
+    next(steps)
+    rig.tiering.pump()
+    rig.finish_promotions()
+    made(steps)
+    assert rig.states(space, keys_of(1, 2, 3)) == [ABSENT, ABSENT, ABSENT], "what was stale is served"
 
 
 def test_a_reset_forgets_what_is_queued_under_way_and_in_the_tier(rig: TieringHarness) -> None:
