@@ -20,18 +20,23 @@ from kvoffd.config import (
     Config,
     ConfigError,
     LoadedConfig,
+    did_you_mean,
     given_log_format,
     load_config,
 )
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
+_UNKNOWN = "unrecognized arguments: "
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
+        if nearest := unknown and did_you_mean(unknown, [setting.flag for setting in SETTINGS]):
+            message = f"{message} ({nearest})"
         _refuse(f"{message}; {self.prog} --help shows what can be given.", given_log_format({}, os.environ))
         self.exit(EXIT_REFUSED)
 

@@ -330,7 +330,10 @@ def _from_file(path: Path) -> _Layer:
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror or error}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigError(f"The configuration file {path} is not valid TOML: {error}.") from error
+        raise ConfigError(
+            f"The configuration file {path} is not valid TOML: {error}. Sizes, durations and other text need quotes, "
+            'as in pool_size = "64MiB".'
+        ) from error
     names = [setting.name for setting in SETTINGS]
     for key, value in table.items():
         _check_known(key, names, f"The key {quoted(key)} (value {quoted(value)}) in {path}")
@@ -356,12 +359,17 @@ def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
     return {name: (text, f"flag {flag_of[name]}") for name, text in flags.items() if text is not None}
 
 
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """A question that names the nearest of ``names``; empty where none is near."""
+    import difflib  # only errors need it
+
+    close = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 def _check_known(key: str, names: Collection[str], where: str) -> None:
     if key not in names:
-        import difflib  # only errors need it
-
-        close = difflib.get_close_matches(key, sorted(names), n=1)
-        advice = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(names))}."
+        advice = did_you_mean(key, names) or f"known are {', '.join(sorted(names))}."
         raise ConfigError(f"{where} is unknown; {advice}")
 
 

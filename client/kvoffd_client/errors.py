@@ -39,9 +39,28 @@ class ForkedProcess(KvoffdClientError):
     """A client was used in a process that was forked after the client was made."""
 
 
+def _lock_holder(directory: str) -> int | None:
+    """The process that has the daemon's lock in ``directory``, as Linux says it: its file is not for every user."""
+    try:
+        lock = os.stat(os.path.join(directory, "kvoffd.lock"))
+        with open("/proc/locks", encoding="ascii") as locks:
+            held = [line.split() for line in locks]
+    except (OSError, ValueError):
+        return None
+    device = os.major(lock.st_dev), os.minor(lock.st_dev)
+    for words in held:  # 1: FLOCK  ADVISORY  WRITE 6997 fe:00:2187672 0 EOF
+        if len(words) == 8 and words[1] == "FLOCK":
+            major, minor, inode = words[5].split(":")
+            if (int(major, 16), int(minor, 16)) == device and int(inode) == lock.st_ino:
+                return int(words[4])
+    return None
+
+
 def why_unreachable(error: OSError, directory: str) -> str:
     """A sentence for a connection that could not be made."""
     if isinstance(error, FileNotFoundError):
+        if pid := _lock_holder(directory):
+            return f"The kvoffd daemon (pid {pid}) in {directory} is starting; its pool is being touched."
         return f"There is no kvoffd daemon in {directory}; start one there, or name its directory."
     if isinstance(error, ConnectionRefusedError):
         return f"The kvoffd daemon in {directory} has ended; start it again."

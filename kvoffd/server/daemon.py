@@ -144,6 +144,7 @@ class Daemon:
         self._scrubbing: asyncio.Task[None] | None = None
         self._probe: SelfProbe | None = None
         """There while the daemon serves."""
+        self._http_problem = ""
         self._http = HttpServer(config.http_address, self._metrics, self._health) if config.http_address else None
 
     async def serve(self) -> None:
@@ -178,7 +179,8 @@ class Daemon:
             # A second daemon on the node must not fail for a page that nobody asked it for.
             if self._config.http_address != Config().http_address:
                 raise
-            logger.warning("No /metrics and no probes are served: %s", error.message)
+            self._http_problem = f"No /metrics and no probes are served: {error.message}"
+            logger.warning("%s", self._http_problem)
 
     async def _metrics(self) -> bytes:
         return await self._serving_probe().metrics()
@@ -215,7 +217,8 @@ class Daemon:
         except BaseException:
             pool.close()
             raise
-        logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
+        if not self._stop.is_set():
+            logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
         return pool
 
     def _tell_touched(self, touched_bytes: int) -> None:
@@ -266,6 +269,7 @@ class Daemon:
             gpus=self._gpus if self._gpus.available else None,
             open_disk=opener(pool, self._inbox.post),
         )
+        self._service.context.http_problem = self._http_problem
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service

@@ -32,6 +32,8 @@ def health_of(context: Context) -> tuple[m.HealthLevel, list[m.HealthProblem]]:
     if context.disks is not None:
         causes += [m.HealthProblem(reason, sentence) for reason, sentence in context.disks.problems]
     causes += _crowded(context)
+    if context.http_problem:
+        causes.append(m.HealthProblem("http_unavailable", context.http_problem))
     if context.sessions.stopping:
         return m.HealthLevel.DOWN, [m.HealthProblem("stopping", "The daemon is stopping."), *causes]
     return (m.HealthLevel.DEGRADED if causes else m.HealthLevel.OK), causes

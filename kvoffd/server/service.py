@@ -215,6 +215,10 @@ class Service:
                 request_id = codec.request_id_of(frame)
                 raise KvoffdError(f"The frame is not a request: {error}.", ErrorCode.MALFORMED) from error
             request_id = request.request_id
+            if session is None and self.sessions.has_left(request.token):
+                # Its last message, such as a heartbeat, crossed the end of the lifeline: nothing is wrong.
+                gone = m.Error(request_id, context.epoch, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
+                return request, request_id, gone
             return request, request_id, self._dispatch(request, session or self.sessions.by_token.get(request.token))
         except Exception as error:
             return request, request_id, context.refusal(request_id, error)

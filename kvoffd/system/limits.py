@@ -39,9 +39,9 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raises PoolTooLarge when ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
         raise PoolTooLarge(
-            f"The pool and its table need {wanted_bytes} bytes ({_gib(wanted_bytes)}), and {limit.bytes} bytes "
-            f"({_gib(limit.bytes)}) are available: {limit.source}. Choose a smaller pool or give the daemon "
-            "more memory."
+            f"The pool with its table needs at least {wanted_bytes} bytes ({_gib(wanted_bytes)}), and "
+            f"{limit.bytes} bytes ({_gib(limit.bytes)}) are available: {limit.source}. "
+            "Choose a smaller pool or give the daemon more memory."
         )
 
 

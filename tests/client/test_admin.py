@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import socket
 import threading
 import time
@@ -57,6 +59,11 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         return str(refusal.value)
 
     assert told().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+    with (tmp_path / "kvoffd.lock").open("w") as lock:  # a daemon that was killed leaves it
+        assert told().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        starting = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} is starting; its pool is being touched."
+        assert told() == starting
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(SocketPaths(tmp_path).lifeline))
         assert told() == f"The kvoffd daemon in {tmp_path} has ended; start it again."

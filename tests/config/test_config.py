@@ -223,6 +223,13 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert str(tmp_path) in refusal(path=tmp_path)  # a directory: root may read any file
 
 
+def test_a_size_without_quotes_is_told_to_have_some(tmp_path: Path) -> None:
+    file = tmp_path / "kvoffd.toml"
+    file.write_text("pool_size = 64MiB\n")
+    with pytest.raises(ConfigError, match='need quotes, as in pool_size = "64MiB"'):
+        load_config({}, {}, file)
+
+
 @pytest.mark.parametrize("content", [b"pool_size = ", b"\xff\xfe", b"a = 1\na = 2\n", b"a = " + b"[" * 100_000])
 def test_a_file_that_is_not_toml_is_refused(content: bytes, file: Path) -> None:
     file.write_bytes(content)

@@ -119,7 +119,7 @@ def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:
         (["--pool-size", "20 bananas"], "bananas"),
         (["--pool-size", "0"], "pool_size"),
         (["--pool-size"], "--pool-size"),
-        (["--pool-siz", "1GiB"], "--pool-siz"),
+        (["--pool-siz", "1GiB"], "--pool-siz 1GiB (did you mean --pool-size?)"),
         (["--unknown"], "--unknown"),
         (["--config", "/nowhere/kvoffd.toml"], "/nowhere/kvoffd.toml"),
         (["--log-level", "loud"], "'loud'"),

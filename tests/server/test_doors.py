@@ -113,12 +113,14 @@ def test_a_foreign_token_is_refused(daemon, worker):
 def test_a_token_dies_with_its_lifeline(daemon, worker):
     with WireClient(daemon.directory) as other:
         token = other.token
+        before = count_of(daemon, ErrorCode.BAD_TOKEN)
         other.stream.close()
         for _ in range(1000):
             reply = worker.raw(codec.encode(m.Stats(1, token)))
             if isinstance(reply, m.Error):
                 break
         assert reply.code is ErrorCode.BAD_TOKEN
+    assert count_of(daemon, ErrorCode.BAD_TOKEN) == before, "what crosses the end of its own lifeline is no error"
 
 
 def test_nothing_is_answered_before_hello(daemon):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from support.daemon import DaemonProcess
 from support.waiting import wait_until
 
+from kvoffd.config import Config
 from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
@@ -19,6 +22,22 @@ BLOCKS = 192
 
 def key(number: int) -> bytes:
     return number.to_bytes(32, "big")
+
+
+def test_a_taken_http_port_is_degraded_and_does_not_keep_the_daemon_from_serving() -> None:
+    address = Config().http_address
+    host, _, port = address.rpartition(":")
+    with socket.socket() as other:
+        try:
+            other.bind((host, int(port)))
+            other.listen()
+        except OSError:
+            pass  # somebody else has it, which does as well
+        with DaemonProcess(http_address=address) as daemon, AdminClient(daemon.directory) as admin:
+            (cause,) = admin.health().causes
+            assert (admin.health().level, cause.reason) == (HealthLevel.DEGRADED, "http_unavailable")
+            assert f"The HTTP address {address} cannot be listened on" in cause.sentence
+            assert admin.stats().health_problems == {"http_unavailable": 1}
 
 
 def test_a_pool_that_one_lease_pins_is_degraded_and_says_who(capsys: pytest.CaptureFixture[str]) -> None:
