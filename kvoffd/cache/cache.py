@@ -340,18 +340,18 @@ class BlockCache(LeasedBlocks):
 
         The steps end with the number of blocks there were. Raises BadGeometry, BadKeys.
         """
-        split = [(group, list(dict.fromkeys(namespace.split(group, keys)))) for group, keys in groups]
-        return self._invalidate(namespace, split)
+        for group, keys in groups:
+            namespace.check_keys(group, keys)
+        return self._invalidate(namespace, groups)
 
-    def _invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, Sequence[bytes]]]) -> Steps:
+    def _invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
         tiering = self.blocks.tiering
         dropped = 0
-        parts = [
-            (group, keys[at : at + CLEARED_AT_ONCE])
-            for group, keys in groups
-            for at in range(0, len(keys), CLEARED_AT_ONCE)
-        ]
-        for number, (group, keys) in enumerate(parts):
+        part_bytes = CLEARED_AT_ONCE * namespace.key_bytes
+        # Cut part by part: single keys take nine times what the message does.
+        parts = ((group, keys[at : at + part_bytes]) for group, keys in groups for at in range(0, len(keys), part_bytes))
+        for number, (group, part) in enumerate(parts):
+            keys = list(dict.fromkeys(namespace.split(group, part)))
             if number:
                 yield
                 if self.find_namespace(namespace.fingerprint) is not namespace:

@@ -15,7 +15,7 @@ from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.engine_memory import EngineMemory, segment_ids
 from kvoffd.server.namespaces import find_or_open
 from kvoffd.server.session import Registration, Session
-from kvoffd.server.submission import Submission
+from kvoffd.server.submission import OBJECT_BYTES, Submission
 from kvoffd.transfer.plan import Direction, build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.blocks import PageSpec, ShardSpec
@@ -250,7 +250,14 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     session.check_namespace(message.namespace)
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
-    count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    nbytes = sum(len(part.keys) for part in message.groups) + OBJECT_BYTES * len(message.groups)
+    memory = context.cache.memory
+    memory.check(session.id, nbytes)
+    memory.take(session.id, nbytes)  # for the turns of others
+    try:
+        count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+    finally:
+        memory.take(session.id, -nbytes)
     yield m.Done(message.request_id, context.epoch, count)
 
 

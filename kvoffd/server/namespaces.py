@@ -46,6 +46,10 @@ def find_or_open(
         known = None
     if known is None:
         yield from _make_room(context, session, message)
+    if session.ended:
+        raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+    if fingerprint not in held and len(held) >= MAX_NAMESPACES_OF_SESSION:  # by its other connections, meanwhile
+        raise KvoffdError(f"The session has {len(held)} namespaces open, its limit.", ErrorCode.TOO_MANY)
     label, description = printable(message.label), printable(message.description)
     opened = cache.open_namespace(fingerprint, label, *geometry, description)
     namespace, created = opened
