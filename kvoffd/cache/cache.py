@@ -11,10 +11,10 @@ from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
-from kvoffd.cache.lookup import LeasedBlocks
+from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards
 from kvoffd.cache.operator_pins import OperatorPins
-from kvoffd.cache.pins import LeaseBounds, LoadTicket, StoreTicket
+from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
@@ -167,7 +167,7 @@ class BlockCache(LeasedBlocks):
     def expire(self) -> int:
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
         now = self._clock()
-        ended = self._end(self.leases.overdue(now))  # and some of what ended before
+        ended = self._end(self.leases.overdue(now, LEASES_AT_ONCE))
         return ended + self.blocks.drop_half_stored(now - self._half_stored_timeout_s)
 
     # --- store -----------------------------------------------------------------------------------
@@ -349,7 +349,9 @@ class BlockCache(LeasedBlocks):
         dropped = 0
         part_bytes = CLEARED_AT_ONCE * namespace.key_bytes
         # Cut part by part: single keys take nine times what the message does.
-        parts = ((group, keys[at : at + part_bytes]) for group, keys in groups for at in range(0, len(keys), part_bytes))
+        parts = (
+            (group, keys[at : at + part_bytes]) for group, keys in groups for at in range(0, len(keys), part_bytes)
+        )
         for number, (group, part) in enumerate(parts):
             keys = list(dict.fromkeys(namespace.split(group, part)))
             if number:
@@ -376,8 +378,15 @@ class BlockCache(LeasedBlocks):
     def reset(self, namespace: Namespace) -> Steps:
         """Forget every block, as when the weights changed: its leases end too, lest one serve what is stale."""
         steps = self.clear(namespace)
-        self._end([lease for lease in self.leases if lease.namespace is namespace])
-        return steps
+        return self._reset([lease for lease in self.leases if lease.namespace is namespace], steps)
+
+    def _reset(self, leases: Sequence[Lease], steps: Steps) -> Steps:
+        for start in range(0, len(leases), LEASES_AT_ONCE):
+            if start:
+                yield
+            # Each may have ended meanwhile, and another one of its owner may have its id.
+            self._end([one for one in leases[start : start + LEASES_AT_ONCE] if self.leases.get(one.lease_id) is one])
+        return (yield from steps)
 
     def clear(self, namespace: Namespace, *, keep_tiers: bool = False) -> Steps:
         """Forget every block of a namespace, in the tiers below too unless they keep theirs. Leases keep theirs.

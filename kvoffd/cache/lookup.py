@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.pins import LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
+from kvoffd.cache.pins import LEASE_BYTES, LEASED_GROUP_BYTES, LEASED_KEY_BYTES, Lease, LeaseBounds, LeaseTable
 from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
@@ -21,8 +21,10 @@ READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
 MAX_UNTOLD_REQUESTS = 64
 """More than lookups that are answered before what they leave behind is done."""
-UNPINNED_AT_ONCE = 4000
-"""Less than a millisecond's work, or ten where the blocks were dropped meanwhile, so that their slots come free."""
+UNPINNED_AT_ONCE, LEASE_PINS = 4000, 10
+"""Less than a millisecond's work, or ten where the blocks were dropped meanwhile; a lease's end counts as so many pins."""
+LEASES_AT_ONCE = 2_000
+"""Leases that are ended in one step."""
 _COUNT_AGAIN_S = 5e-6
 """Pause per key of a session between two exact counts of what it has leased, a hundred times what a count takes."""
 
@@ -69,8 +71,8 @@ class LeasedBlocks:
         self.__blocks = blocks
         self.memory = bounds.memory if bounds is not None else SessionMemory(2**62, 1)
         """What sessions may make the daemon keep."""
-        self.ended_pins: deque[list[Block]] = deque()
-        """Blocks with a pin of a lease that ended, for ``unpin_some``: a session's end waits for no more."""
+        self.ended: deque[Lease] = deque()
+        """Leases that ended and whose pins ``unpin_some`` takes back: what ended them waits for no more."""
         self.__leases = LeaseTable(lease_ttl_s, self.memory)
         self.__deferred: _DeferredPins | None = None
         self.__requests: dict[int, tuple[Namespace, Sequence[tuple[int, bytes]]]] = {}
@@ -141,7 +143,7 @@ class LeasedBlocks:
             nbytes = _block_bytes(namespace, groups, states)
             if (
                 part := self._leasable(
-                    owner, lease, ready, nbytes, lambda: self._loose_bytes(namespace, groups, states)
+                    owner, lease, len(groups), ready, nbytes, lambda: self._loose_bytes(namespace, groups, states)
                 )
             ) < 1.0:
                 self.shortened_lookups += 1
@@ -151,7 +153,7 @@ class LeasedBlocks:
             if lease is None:
                 lease = Lease(lease_id, owner, namespace)
                 leases.add(lease, self._clock())
-            leases.count(lease, ready, nbytes)
+            leases.count(lease, ready, nbytes, len(groups))
             self.__deferred = _DeferredPins(lease, groups, states)
         if again:
             return LookupAnswer(states, ready)
@@ -185,19 +187,19 @@ class LeasedBlocks:
         if blocks:
             nbytes = sum(block.slot_bytes for block in blocks)
             loose_bytes = sum(block.slot_bytes for block in blocks if not block.pins)
-            if self._leasable(owner, None, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
+            if self._leasable(owner, None, 1, len(blocks), nbytes, lambda: loose_bytes) < 1.0:
                 raise KvoffdError(
                     "The session may not hold so many blocks at once; close others, or open fewer.", ErrorCode.TOO_MANY
                 )
             lease = Lease(lease_id, owner, namespace)
             lease.add(group, blocks)
             self.leases.add(lease, self._clock())
-            self.leases.count(lease, len(blocks), nbytes)
+            self.leases.count(lease, len(blocks), nbytes, 1)
             self.blocks.pin(blocks)
         return found
 
     def _leasable(
-        self, owner: int, lease: Lease | None, keys: int, nbytes: int, loose_bytes: Callable[[], int]
+        self, owner: int, lease: Lease | None, groups: int, keys: int, nbytes: int, loose_bytes: Callable[[], int]
     ) -> float:
         """The part of so many more ready keys, with blocks of so many bytes, that a session may lease: 1.0 for all.
 
@@ -206,7 +208,8 @@ class LeasedBlocks:
         if (bounds := self._bounds) is None:
             return 1.0
         key_bytes = lease.key_bytes if lease is not None else LEASED_KEY_BYTES
-        most = min(bounds.max_keys - self.__leases.held(owner).keys, self.memory.room(owner) // key_bytes)
+        room = self.memory.room(owner) - groups * LEASED_GROUP_BYTES - (LEASE_BYTES if lease is None else 0)
+        most = min(bounds.max_keys - self.__leases.held(owner).keys, room // key_bytes)
         part = most / keys
         if self.__blocks.pinned_bytes + nbytes > bounds.max_bytes // 2 and (loose := loose_bytes()):
             part = min(part, self._share_left(owner, bounds, loose) / loose)
@@ -289,23 +292,27 @@ class LeasedBlocks:
     def _end(self, leases: Sequence[Lease]) -> int:
         for lease in leases:
             self.leases.remove(lease)
-            self.ended_pins += lease.blocks.values()
+        self.ended += leases
         self.unpin_some()
         return len(leases)
 
     def unpin_some(self) -> bool:
-        """Take back pins of leases that ended, less than twice ``UNPINNED_AT_ONCE``; True where there are more."""
-        if not self.ended_pins:
-            return False
+        """Take back pins of leases that ended, at most ``UNPINNED_AT_ONCE``. Returns whether some are left."""
         blocks, count = self.blocks, 0
-        while self.ended_pins and count < UNPINNED_AT_ONCE:
-            pinned = self.ended_pins.popleft()
-            if len(pinned) > UNPINNED_AT_ONCE:
-                self.ended_pins.appendleft(pinned[UNPINNED_AT_ONCE:])
-                pinned = pinned[:UNPINNED_AT_ONCE]
-            blocks.unpin(pinned)
-            count += len(pinned)
-        return bool(self.ended_pins)
+        while self.ended and count < UNPINNED_AT_ONCE:
+            lease = self.ended[0]
+            if not lease.blocks:
+                self.leases.forget(self.ended.popleft())
+                count += LEASE_PINS
+                continue
+            group, pinned = next(iter(lease.blocks.items()))
+            some = pinned[count - UNPINNED_AT_ONCE :]
+            del pinned[count - UNPINNED_AT_ONCE :]
+            if not pinned:
+                del lease.blocks[group]
+            blocks.unpin(some)
+            count += len(some)
+        return bool(self.ended)
 
 
 def _block_bytes(namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytes]) -> int:

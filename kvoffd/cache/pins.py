@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from kvoffd.cache.namespace import Block, Namespace, Shard
 from kvoffd.cache.session_memory import SessionMemory
 
+LEASE_BYTES, LEASED_GROUP_BYTES = 1024, 256
+"""Memory of a lease, and of each group that one of its lookups names, about. Measured."""
 LEASED_KEY_BYTES, NAMED_KEY_BYTES = 11, 60
 """Memory of a lease for each key, and for finding it by name once something was loaded. Measured."""
 
@@ -33,6 +35,8 @@ class Lease:
     """Pool bytes of these keys' blocks."""
     named: bool = False
     """Its blocks can be found by key."""
+    books_bytes: int = 0
+    """What it takes of its session's memory, until its last pin is taken back."""
     loaded_ranks: set[int] = field(default_factory=set)
     """Ranks that have loaded under the lease."""
 
@@ -93,14 +97,18 @@ class LeaseTable:
         """What the owner has leased; nothing where it has no lease."""
         return self._by_owner.get(owner) or Held()
 
-    def count(self, lease: Lease, keys: int, nbytes: int) -> None:
-        """Note that a live lease got more."""
+    def count(self, lease: Lease, keys: int, nbytes: int, groups: int) -> None:
+        """Note that a live lease got more, by a lookup of so many groups."""
         held = self._by_owner[lease.owner]
         lease.keys += keys
         lease.nbytes += nbytes
         held.keys += keys
         held.nbytes += nbytes
-        self._memory.take(lease.owner, keys * lease.key_bytes)
+        self._take(lease, keys * lease.key_bytes + groups * LEASED_GROUP_BYTES)
+
+    def _take(self, lease: Lease, more_bytes: int) -> None:
+        lease.books_bytes += more_bytes
+        self._memory.take(lease.owner, more_bytes)
 
     def by_key(self, lease: Lease, group: int) -> dict[bytes, Block]:
         """A lease's blocks of one group. Made when it is first asked for, since the parts of a load ask each.
@@ -109,7 +117,7 @@ class LeaseTable:
         """
         if not lease.named:
             self._memory.check(lease.owner, lease.keys * NAMED_KEY_BYTES)
-            self._memory.take(lease.owner, lease.keys * NAMED_KEY_BYTES)
+            self._take(lease, lease.keys * NAMED_KEY_BYTES)
             lease.named = True
         if (known := lease.by_key.get(group)) is None:
             known = lease.by_key[group] = {block.key: block for block in lease.blocks.get(group, ())}
@@ -121,6 +129,7 @@ class LeaseTable:
         lease.deadline = now + self._ttl_s
         self._leases[lease.lease_id] = lease
         self._by_owner.setdefault(lease.owner, Held()).leases.add(lease.lease_id)
+        self._take(lease, LEASE_BYTES)
 
     def get(self, lease_id: int) -> Lease | None:
         """The lease, if it is alive."""
@@ -137,20 +146,23 @@ class LeaseTable:
         self._leases[lease.lease_id] = self._leases.pop(lease.lease_id)
 
     def remove(self, lease: Lease) -> None:
-        """Remove a lease that ended."""
+        """Remove a lease that ended. ``forget`` follows when its last pin was taken back."""
         del self._leases[lease.lease_id]
         held = self._by_owner[lease.owner]
         held.leases.remove(lease.lease_id)
         held.keys -= lease.keys
         held.nbytes -= lease.nbytes
         held.shared_bytes = 0
-        self._memory.take(lease.owner, -lease.keys * lease.key_bytes)
         if not held.leases:
             del self._by_owner[lease.owner]
 
-    def overdue(self, now: float) -> list[Lease]:
-        """Leases whose deadline has come."""
-        return list(takewhile(lambda lease: lease.deadline <= now, self._leases.values()))
+    def forget(self, lease: Lease) -> None:
+        """Give back what a removed lease took of its session's memory."""
+        self._take(lease, -lease.books_bytes)
+
+    def overdue(self, now: float, most: int) -> list[Lease]:
+        """Leases whose deadline has come, the first ``most`` of them."""
+        return list(takewhile(lambda lease: lease.deadline <= now, islice(self._leases.values(), most)))
 
     def of_owner(self, owner: int) -> list[Lease]:
         """The owner's leases."""

@@ -39,6 +39,8 @@ class EngineMemory:
     """Unmaps it, then has its argument called in the service's thread. No copy of it may be running. Once."""
     segments: Sequence[MappedSegment] = ()
     """The mappings of memory of the host."""
+    descriptors: int = 0
+    """Open for these."""
 
 
 OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
@@ -128,7 +130,7 @@ class MemoryMapper:
             close(lambda: None)
             raise
         spans = [(segment.address, segment.size_bytes) for segment in mapped]
-        return EngineMemory(self._host, spans, None, close, mapped)
+        return EngineMemory(self._host, spans, None, close, mapped, sum(one.descriptors for one in mapped))
 
     def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
         """Memory of a GPU, which that GPU's own thread unmaps."""

@@ -34,10 +34,7 @@ def find_or_open(
     """
     cache, fingerprint = context.cache, message.namespace
     held = session.namespaces
-    if fingerprint not in held and len(held) >= MAX_NAMESPACES_OF_SESSION:
-        raise KvoffdError(
-            f"The session has {len(held)} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
-        )
+    _check_places(context, session, fingerprint)
     geometry = message.world_size, message.key_bytes, message.groups
     known = cache.find_namespace(fingerprint)
     if known is not None and not known.is_same(*geometry) and _idle(known, _opened(context)):
@@ -46,10 +43,9 @@ def find_or_open(
         known = None
     if known is None:
         yield from _make_room(context, session, message)
-    if session.ended:
-        raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
-    if fingerprint not in held and len(held) >= MAX_NAMESPACES_OF_SESSION:  # by its other connections, meanwhile
-        raise KvoffdError(f"The session has {len(held)} namespaces open, its limit.", ErrorCode.TOO_MANY)
+        if session.ended:
+            raise KvoffdError(ErrorCode.SESSION_ENDED.sentence, ErrorCode.SESSION_ENDED)
+        _check_places(context, session, fingerprint)  # the session and its user may have opened others meanwhile
     label, description = printable(message.label), printable(message.description)
     opened = cache.open_namespace(fingerprint, label, *geometry, description)
     namespace, created = opened
@@ -75,6 +71,23 @@ def forget_idle(context: Context, after_s: float = 0.0) -> None:
             _forget(context, namespace)
 
 
+def _check_places(context: Context, session: Session, fingerprint: bytes) -> None:
+    """Raise KvoffdError where the session, or its user, may not open one more namespace."""
+    if fingerprint in session.namespaces:
+        return
+    if (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
+        raise KvoffdError(
+            f"The session has {held} namespaces open, its limit; open another session.", ErrorCode.TOO_MANY
+        )
+    uid, limit = session.peer.uid, context.config.max_namespaces
+    users = {name for other in context.sessions if other.peer.uid == uid for name in other.namespaces}
+    if fingerprint not in users and len(users) >= limit - limit // OTHERS_PART:
+        raise KvoffdError(
+            f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
+            ErrorCode.TOO_MANY,
+        )
+
+
 def _make_room(
     context: Context, session: Session, message: OpenNamespace | RestoreNamespace
 ) -> Generator[None, None, None]:
@@ -86,13 +99,6 @@ def _make_room(
         raise BadGeometry(
             f"The namespace would take {nbytes} bytes of the daemon's memory beside its blocks, and {most_bytes // 8} "
             "are allowed; give it fewer ranks or groups, or a shorter description."
-        )
-    uid = session.peer.uid
-    users = {name for other in context.sessions if other.peer.uid == uid for name in other.namespaces}
-    if len(users) >= limit - limit // OTHERS_PART:
-        raise KvoffdError(
-            f"Sessions of user {uid} have {len(users)} namespaces open, the most for one user; raise max_namespaces.",
-            ErrorCode.TOO_MANY,
         )
     tried = set[Namespace]()
     while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:

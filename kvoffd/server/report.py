@@ -6,6 +6,8 @@ import os
 import resource
 from collections import Counter
 
+from msgspec import structs
+
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.context import Context, answers, filled
@@ -16,6 +18,9 @@ from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
+
+DESCRIPTIONS_BYTES = 1 << 20
+"""Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
 
 
 @answers(m.Stats)
@@ -114,6 +119,11 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
         _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in _shown_sessions(context)))
         for namespace in context.cache.namespaces
     ]
+    room_bytes = DESCRIPTIONS_BYTES
+    for number, info in enumerate(infos):
+        room_bytes -= len(info.description)
+        if room_bytes < 0:
+            infos[number] = structs.replace(info, description="")
     return m.NamespacesReply(message.request_id, context.epoch, infos)
 
 

@@ -77,6 +77,8 @@ class CompletionLog:
         self._session_id = session_id
         self._memory = memory
         self._held_bytes = 0
+        self.keys_bytes = 0
+        """Of the keys that results name."""
         self._topic = events.session_topic(epoch, session_id)
         self._pending: list[JobResult] = []
         self._kept: deque[Completions] = deque()
@@ -86,7 +88,7 @@ class CompletionLog:
     def add(self, results: Sequence[JobResult]) -> None:
         """Put ``results`` into the batch that the next flush publishes."""
         self._pending += results
-        self._hold(_bytes_of(results))
+        self._hold(len(results), _keys_bytes(results))
 
     def flush(self, credit_bytes: int) -> tuple[bytes, bytes, bytes] | None:
         """Close the current batch; return it as the frames to publish, or None when it is empty."""
@@ -104,18 +106,21 @@ class CompletionLog:
         while self._kept and self._kept[0].sequence <= sequence:
             results = self._kept.popleft().results
             self._kept_results -= len(results)
-            self._hold(-_bytes_of(results))
+            self._hold(-len(results), -_keys_bytes(results))
 
-    def _hold(self, more_bytes: int) -> None:
+    def _hold(self, results: int, keys_bytes: int) -> None:
         """Charge the session for its results. Each takes less than its job did, so that this is never refused."""
+        self.keys_bytes += keys_bytes
         if self._memory is not None:
+            more_bytes = results * RESULT_BYTES + keys_bytes
             self._held_bytes += more_bytes
             self._memory.take(self._session_id, more_bytes)
 
     def end(self) -> None:
         """The session is over, and what it still gets is not kept for long."""
-        self._hold(-self._held_bytes)
-        self._memory = None
+        if self._memory is not None:
+            self._memory.take(self._session_id, -self._held_bytes)
+            self._memory = None
 
     def replay(self) -> list[Completions]:
         """All batches that are not acknowledged, oldest first."""
@@ -126,9 +131,8 @@ class CompletionLog:
         return self._kept_results + len(self._pending)
 
 
-def _bytes_of(results: Sequence[JobResult]) -> int:
-    keys_bytes = sum([len(part.keys) for result in results if result.failed for part in result.failed])
-    return len(results) * RESULT_BYTES + keys_bytes
+def _keys_bytes(results: Sequence[JobResult]) -> int:
+    return sum([len(part.keys) for result in results if result.failed for part in result.failed])
 
 
 @dataclass(eq=False)
@@ -312,7 +316,7 @@ class Session:
     def descriptors(self) -> int:
         """Those that the daemon has open for it: attached, or of memory that is registered."""
         memories = (*self.registrations.values(), *self.staging.values())
-        return len(self.segments) + sum(one.descriptors for memory in memories for one in memory.memory.segments)
+        return len(self.segments) + sum(one.memory.descriptors for one in memories)
 
     def close_memory(self) -> None:
         """Unmap all memory as soon as no job touches it, and close what was attached."""

@@ -26,7 +26,8 @@ PART_PIECES = 4096
 """Jobs are planned together until they have so many pieces; then it is others' turn."""
 OBJECT_BYTES = 256
 """What a job of a message takes besides its groups, and a group besides its keys and block ids."""
-MAX_UNACKNOWLEDGED_RESULTS = 65536
+MAX_UNACKNOWLEDGED_RESULTS, MAX_UNACKNOWLEDGED_BYTES = 16_384, 2 << 20
+"""Also because one ReplayReply has all of them."""
 
 
 @dataclass(eq=False)
@@ -129,7 +130,8 @@ class Submission:
             raise KvoffdError(ErrorCode.DUPLICATE_JOB.sentence, ErrorCode.DUPLICATE_JOB)
         if (unfinished := session.unfinished + len(self._part)) >= config.max_jobs_in_flight:
             raise KvoffdError(f"The session has {unfinished} jobs in flight, its limit.", ErrorCode.TOO_MANY)
-        if len(session.completions) >= MAX_UNACKNOWLEDGED_RESULTS:
+        log = session.completions
+        if len(log) >= MAX_UNACKNOWLEDGED_RESULTS or log.keys_bytes >= MAX_UNACKNOWLEDGED_BYTES:
             raise KvoffdError("The session does not acknowledge its completions; send Heartbeat.", ErrorCode.TOO_MANY)
         if storing and session.store_bytes > self.max_store_bytes:
             raise KvoffdError(

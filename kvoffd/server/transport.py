@@ -118,11 +118,12 @@ class Transport:
             self._loop.call_soon(self._serve)
 
     def tick(self) -> None:
-        """Close connections whose frame takes too long to arrive, and those of processes that died.
+        """Go on with what is left, and close connections whose frame takes too long, and those of processes that died.
 
         The loop tells only once of a peer that closed its end with something unread (EPOLLERR; libuv then stops to
         look), and the input that it had sent hides the end of it.
         """
+        self.wake()
         connections = {one.stream.fileno(): one for one in self._connections()}
         if self._closer is not None:
             self._closer.interrupt()
@@ -403,6 +404,11 @@ class Transport:
             self._loop.add_writer(connection.stream.fileno(), self._writable, connection)
         connection.unsent.append(memoryview(data)[sent:])
         self._count_unsent(connection, len(data) - sent + PIECE_BYTES)
+
+        while self._unsent_bytes > MAX_ALL_UNSENT_BYTES + MAX_UNSENT_BYTES:
+            # Who is not behind is still answered, however much that is.
+            most = max(self._connections(), key=lambda one: one.unsent_bytes)
+            self._drop(most, f"{most.unsent_bytes} bytes of its output are not read, and others need the memory")
 
     def _count_unsent(self, connection: Connection, more_bytes: int) -> None:
         connection.unsent_bytes += more_bytes

@@ -12,6 +12,7 @@ from typing import Annotated
 from kvoffd_proto.handles import LayerSpec
 from kvoffd_proto.wire import (
     ADMIN,
+    MAX_GROUPS,
     ByteCount,
     Count,
     Done,
@@ -68,7 +69,7 @@ def shard_bytes_of(shard: ShardSpec) -> int:
     return shard.blocks_per_key * sum(page.page_bytes for page in shard.pages)
 
 
-RankSpec = Annotated[list[ShardSpec], doc(max_length=1024)]
+RankSpec = Annotated[list[ShardSpec], doc(max_length=MAX_GROUPS)]
 
 
 class NamespaceDescribed(Reply, frozen=True):
@@ -102,7 +103,7 @@ class RestoreNamespace(Request[NamespaceOpened], frozen=True):
     label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
     world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
-    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
     shards: Annotated[list[RankSpec], doc("Shards by rank and group.", min_length=1, max_length=4096)]
 

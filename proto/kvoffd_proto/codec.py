@@ -54,6 +54,15 @@ def decode_completions(frame: bytes | memoryview) -> Completions:
         raise CodecError(str(error)) from error
 
 
+def tag_of(frame: bytes | memoryview) -> str:
+    """Return the tag of a frame, which says what message it claims to be, without decoding more; "" where none is."""
+    head = bytes(frame[:_HEAD_BYTES])
+    at = _ARRAY_HEAD_BYTES.get(head[0], 1 if head[0] >> 4 == _FIXARRAY else 0) if head else 0
+    if not at or len(head) <= at or head[at] >> 5 != _FIXSTR:
+        return ""
+    return head[at + 1 : at + 1 + (head[at] & 0x1F)].decode("ascii", "replace")
+
+
 def request_id_of(frame: bytes | memoryview) -> int:
     """Return the request id of a frame that does not decode, so that the refusal can name it; 0 where there is none.
 

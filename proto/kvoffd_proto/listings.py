@@ -71,7 +71,9 @@ class NamespaceInfo(Wire, frozen=True):
     ready_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks that can be read.")]
     writing_blocks: Annotated[Count, doc("Blocks that lack a shard.")]
     sessions: Annotated[Count, doc("Sessions that opened the namespace.")]
-    description: Annotated[str, doc("What the fingerprint was made of, as JSON.")]
+    description: Annotated[
+        str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in one reply, see DescribeNamespace.")
+    ]
 
 
 class NamespacesReply(Reply, frozen=True):

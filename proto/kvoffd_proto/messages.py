@@ -183,7 +183,7 @@ class OpenNamespace(Request[NamespaceOpened], frozen=True):
     label: Annotated[str, doc("Name for operators, such as the model's.", max_length=256)]
     world_size: Annotated[int, doc("Shards that make a block.", ge=1, le=4096)]
     key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=8, le=64)]
-    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupSpec], doc("KV cache groups, by index.", min_length=1, max_length=MAX_GROUPS)]
     description: Annotated[str, doc("What the fingerprint was made of, as JSON, for display.", max_length=65536)]
 
 
@@ -206,7 +206,7 @@ class Register(Request[Registered], frozen=True):
     tensors: Annotated[list[TensorLayout], doc("KV tensors.", min_length=1, max_length=65536)]
     groups: Annotated[
         list[Annotated[list[PageRef], doc(max_length=65536)]],
-        doc("Per group, its layers' pages in slot order.", min_length=1, max_length=1024),
+        doc("Per group, its layers' pages in slot order.", min_length=1, max_length=MAX_GROUPS),
     ]
 
 
@@ -252,7 +252,7 @@ class Lookup(Request[LookupReply], frozen=True):
 
     namespace: Fingerprint
     lease_id: LeaseId
-    groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=1024)]
+    groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
     again: Annotated[
         bool, doc("The request was looked up before, and is not counted a second time, nor is what it asks for.")
     ] = False
@@ -271,7 +271,7 @@ class Invalidate(Request[Done], frozen=True):
     """Drops blocks that proved unusable. A block under another session's lease leaves the index now, the pool later."""
 
     namespace: Fingerprint
-    groups: Annotated[list[GroupKeys], doc("Keys of the blocks to drop.", max_length=1024)]
+    groups: Annotated[list[GroupKeys], doc("Keys of the blocks to drop.", max_length=MAX_GROUPS)]
 
 
 @exchange(Section.SCHEDULER, SCHEDULER)
@@ -284,7 +284,7 @@ class Reset(Request[Done], frozen=True):
 # --- worker --------------------------------------------------------------------------------------
 
 
-MAX_JOBS = 4096
+MAX_JOBS = 2048
 """``max_jobs_per_message`` is never more."""
 
 
@@ -292,7 +292,7 @@ class Store(Wire, frozen=True):
     """Copies engine blocks into the pool."""
 
     job_id: JobId
-    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=MAX_GROUPS)]
 
 
 class Load(Wire, frozen=True):
@@ -303,7 +303,7 @@ class Load(Wire, frozen=True):
 
     job_id: JobId
     lease_id: LeaseId
-    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=1024)]
+    groups: Annotated[list[GroupTransfer], doc("Blocks to copy.", min_length=1, max_length=MAX_GROUPS)]
     keep_lease: Annotated[bool, doc("Other workers load the same shards; the scheduler ends the lease.")] = False
 
 

@@ -84,7 +84,7 @@ def _check_writers(cache: BlockCache, blocks: set[Block]) -> None:
 def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:
     operator_pinned, tiering = cache.blocks.operator_pinned, cache.blocks.tiering
     pins = Counter(block for lease in cache.leases for group in lease.blocks.values() for block in group)
-    pins.update(block for pinned in cache.ended_pins for block in pinned)
+    pins.update(block for lease in cache.ended for group in lease.blocks.values() for block in group)
     pins.update(block for ticket in cache.loads for block in ticket.blocks)
     if isinstance(tiering, TieringManager):
         pins.update(demotion.block for demotion in tiering.transfers.demotions)
