@@ -22,7 +22,7 @@ _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
 MAX_UNTOLD_REQUESTS = 64
 """More than lookups that are answered before what they leave behind is done."""
 UNPINNED_AT_ONCE, LEASE_PINS = 4000, 10
-"""Less than a millisecond's work, or ten where the blocks were dropped meanwhile; a lease's end counts as so many pins."""
+"""Less than a millisecond's work, ten where the blocks were dropped meanwhile; a lease's end counts as so many pins."""
 LEASES_AT_ONCE = 2_000
 """Leases that are ended in one step."""
 _COUNT_AGAIN_S = 5e-6
