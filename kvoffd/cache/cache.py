@@ -347,11 +347,9 @@ class BlockCache(LeasedBlocks):
     def _invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> Steps:
         tiering = self.blocks.tiering
         dropped = 0
-        part_bytes = CLEARED_AT_ONCE * namespace.key_bytes
+        size = CLEARED_AT_ONCE * namespace.key_bytes
         # Cut part by part: single keys take nine times what the message does.
-        parts = (
-            (group, keys[at : at + part_bytes]) for group, keys in groups for at in range(0, len(keys), part_bytes)
-        )
+        parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
         for number, (group, part) in enumerate(parts):
             keys = list(dict.fromkeys(namespace.split(group, part)))
             if number:
