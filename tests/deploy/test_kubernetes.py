@@ -149,7 +149,18 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
         assert quantity(memory) >= config.memory_bytes
-        assert config.memory_bytes <= config.pool_bytes * 1.037 + 576 * MIB, "the formula in deploy/README.md"
+        assert config.memory_bytes <= config.pool_bytes * 1.037 + 576 * MIB, (
+            "what deploy/README.md has for 8 GiB and more"
+        )
+
+
+def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
+    for pool_mib, said in ((256, "946 MiB for a pool of 256 MiB"), (4096, "4.75 GiB for 4 GiB"), (65536, "66.9 GiB")):
+        needed_mib = load_config({"pool_size": f"{pool_mib}MiB"}, {}).config.memory_bytes / MIB
+        assert abs(pool_mib * 1.021 + max(128, pool_mib / 64) + 557 - needed_mib) < 1
+        assert said in (KUBERNETES.parent / "README.md").read_text()
+        number, unit = said.split()[:2]
+        assert float(number) == pytest.approx(needed_mib / {"MiB": 1, "GiB": 1024}[unit], rel=0.001)
 
 
 def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
@@ -264,6 +275,17 @@ def test_on_gpu_nodes_the_daemon_sees_all_gpus_and_takes_none(way: str) -> None:
     assert daemon["resources"] == without["resources"]
     names = [variable["name"] for variable in daemon["env"]]
     assert names.index("POD_IP") < names.index("KVOFFD_HTTP_ADDRESS")  # which refers to it
+
+
+def test_with_gpus_the_sidecar_and_its_engine_are_one_user() -> None:
+    (pod,) = filter(None, map(pod_of, manifests("sidecar-gpu")))
+    assert {(c["securityContext"]["runAsUser"], c["securityContext"]["runAsGroup"]) for c in containers(pod)} == {
+        (10064, 10064)
+    }
+    (engine,) = [c for c in containers(pod) if c["name"] == "vllm"]
+    assert engine["securityContext"]["runAsNonRoot"] is True
+    assert "PYTHONHASHSEED" in environment(engine)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment(engine)
 
 
 def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
