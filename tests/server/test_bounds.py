@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -9,10 +10,12 @@ import pytest
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
+from kvoffd.server.report import DESCRIPTIONS_BYTES
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
+from kvoffd_proto.wire import MAX_GROUPS
 
 PAGE = 8192
 BLOCKS = 64
@@ -151,3 +154,28 @@ def test_a_lease_is_extended_by_keys_of_another_request(
         assert lookup(scheduler, 2**50, 2, 3, 4, extend=True).states == [b"\2\2\0"]
         assert worker.result(load(worker, name, 2**50, m.GroupTransfer(0, keys(1, 2, 3), ids(4, 5, 6)))).ok
         assert stats(daemon.directory).leases == 0
+
+
+def test_a_large_frame_of_small_objects_is_refused_before_it_is_decoded(worker: WireClient) -> None:
+    """A million pages of a registration would keep the loop for a tenth of a second, and the frame is all they cost."""
+    pages = [PageRef(0, PAGE)] * 65_536
+    request = m.Register(9, worker.token, NAMESPACE, b"x" * 16, 0, 1, [MemfdHandle(1, PAGE)], [], [pages] * 16)
+    refused = worker.refused(request)
+    assert refused.code is ErrorCode.TOO_LARGE
+    assert "2097152 are allowed" in refused.message
+    many = [m.GroupTransfer(0, b"", b"")] * (MAX_GROUPS + 1)
+    assert worker.refused(m.Submit(10, worker.token, b"x" * 16, [m.Store(1, many)])).code is ErrorCode.MALFORMED
+
+
+def test_a_listing_has_descriptions_of_a_mebibyte(daemon: DaemonProcess) -> None:
+    with contextlib.ExitStack() as opened:
+        admin = opened.enter_context(WireClient(daemon.directory, m.Role.ADMIN))
+        for session in range(2):
+            client = opened.enter_context(WireClient(daemon.directory, m.Role.SCHEDULER))
+            for number in range(16):
+                name, groups = bytes([session, number]) * 16, [m.GroupSpec("full_attention", 16)]
+                request = m.OpenNamespace(number, client.token, name, "big", 1, 32, groups, "x" * 60_000)
+                client.ask(request, m.NamespaceOpened)
+        listed = admin.ask(m.Namespaces(99, admin.token), m.NamespacesReply).namespaces
+        assert sum(len(one.description) for one in listed) <= DESCRIPTIONS_BYTES
+        assert {len(one.description) for one in listed if one.label == "big"} == {0, 60_000}

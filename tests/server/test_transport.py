@@ -82,6 +82,37 @@ def test_output_that_nobody_reads_is_bounded_over_all_processes(
     assert service.handled == 64
 
 
+def test_who_has_the_most_unread_output_is_cut_off_where_all_have_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks once, while it has nothing unread, and together they pass every bound."""
+    monkeypatch.setattr(transport, "MAX_ALL_UNSENT_BYTES", 2 * REPLY_BYTES)
+    monkeypatch.setattr(transport, "MAX_UNSENT_BYTES", REPLY_BYTES)
+    service = Answering()
+
+    async def ask() -> tuple[int, int]:
+        directory = DaemonDirectory(tmp_path)
+        sockets = transport.Transport(cast("Service", service), directory, 32)
+        monkeypatch.setattr(sockets, "_behind", lambda process: False)  # as if each were a process of its own
+        sockets.open()
+        unread = 0
+        clients = [socket.socket(socket.AF_UNIX) for _ in range(12)]
+        for client in clients:
+            client.connect(str(directory.sockets.jobs))
+            client.sendall(zmtp.opening(b"DEALER") + zmtp.encode([b"ask"]) * 2)
+            await asyncio.sleep(0.02)
+            unread = max(unread, sockets._unsent_bytes)
+        open_now = len(sockets._jobs.connections)
+        for client in clients:
+            client.close()
+        await sockets.close(0.1)
+        return unread, open_now
+
+    unread, open_now = asyncio.run(ask())
+    assert unread <= 3 * REPLY_BYTES
+    assert 2 <= open_now < 12
+
+
 def test_a_request_that_was_begun_is_done_also_for_who_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
