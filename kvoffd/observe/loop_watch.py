@@ -26,6 +26,8 @@ SAMPLED_S = 0.06
 LOGGED_S = 0.1
 LOG_EVERY_S = 10.0
 FRAMES_LOGGED = 6
+STOPPED_SHARE = 0.01
+"""A process that used less of a core than this while its loop was blocked and its other threads slept did not run."""
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -42,7 +44,8 @@ class LoopWatch:
         self.loop_blocked_maximum_seconds = 0.0
         """Longest block since the start, in seconds."""
         self._due_at = 0.0
-        self._sampled: tuple[float, str] | None = None  # the beat that was late, and what ran
+        self._sampled: tuple[float, float, str] | None = None  # the beat that was late, when it was seen, and what ran
+        self._process_s = 0.0
         self._logged_at = -LOG_EVERY_S
         self._unlogged = 0
         self._stopped = threading.Event()
@@ -100,13 +103,18 @@ class LoopWatch:
         # The wait for a CPU since the last beat, of which some may have been before this one was due.
         late_s = max(0.0, now - due_at - (waited_s - self._waited_s))
         self._waited_s = waited_s
-        self.observe(late_s, sampled[1] if sampled and sampled[0] == due_at else "")
+        seen_at, what = sampled[1:] if sampled and sampled[0] == due_at else (now, "")
+        # The thread that looks at the stack came as late as the loop, and nothing ran.
+        idle = time.process_time() - self._process_s < STOPPED_SHARE * late_s
+        if idle and seen_at - due_at > late_s / 2:
+            what = "a stop of the whole process (SIGSTOP, a frozen container or machine)"
+        self.observe(late_s, what)
         self._beat_again(now)
 
     def _beat_again(self, now: float) -> None:
         used_s = time.thread_time()
         works = used_s - self._used_s > WORKING_SHARE * (now - self._beat_at)
-        self._used_s, self._beat_at = used_s, now
+        self._used_s, self._beat_at, self._process_s = used_s, now, time.process_time()
         period_s = BEAT_S if works else IDLE_BEAT_S
         self._due_at = now + period_s
         self._loop.call_later(period_s, self._beat)
@@ -119,10 +127,11 @@ class LoopWatch:
         """Look at the loop's stack while a beat is late. In a thread."""
         while not self._stopped.wait(max(SAMPLED_S / 4, self._due_at + SAMPLED_S - self._clock())):
             due_at = self._due_at
-            late = self._clock() - due_at >= SAMPLED_S
+            now = self._clock()
+            late = now - due_at >= SAMPLED_S
             if late and (self._sampled is None or self._sampled[0] != due_at):
                 frame = sys._current_frames().get(watched)
-                self._sampled = due_at, describe(frame)
+                self._sampled = due_at, now, describe(frame)
 
 
 def describe(frame: FrameType | None) -> str:

@@ -6,6 +6,9 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -55,6 +58,36 @@ def test_a_quiet_loop_is_not_blocked() -> None:
     watch = uvloop.run(watched())
     assert over(watch, "0.1") == 0
     assert 2 <= watch.loop_blocked.buckets["+Inf"] <= 6
+
+
+_WATCHED = """
+import asyncio, logging, sys
+from kvoffd.observe.loop_watch import LoopWatch
+logging.basicConfig(format="%(message)s")
+async def main():
+    watch = LoopWatch()
+    watch.start(asyncio.get_running_loop())
+    await asyncio.sleep(0.6)
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await asyncio.sleep(0.6)
+    watch.stop()
+asyncio.run(main())
+"""
+
+
+def test_a_stopped_process_is_told_as_such() -> None:
+    command = [sys.executable, "-c", _WATCHED]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stopped:
+        assert stopped.stdout is not None
+        assert stopped.stdout.readline() == "ready\n"
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+        time.sleep(1.5)
+        stopped.send_signal(signal.SIGCONT)
+        _, log = stopped.communicate(timeout=30)
+    assert "by a stop of the whole process (SIGSTOP" in log
 
 
 def _spin_for_ever(core: int) -> None:

@@ -15,7 +15,7 @@ from tiers.memory_disk import Killed, MemoryDisk
 from tiers.rig import ONE, OTHER, TierRig, block_of, content
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import DiskError
+from kvoffd.tiers.disk import DiskError, DiskTier
 from kvoffd.tiers.tier import TierResult
 
 DONE = TierResult.DONE
@@ -319,6 +319,17 @@ def test_a_block_has_no_record_before_its_bytes_are_written(rig: TierRig, disk: 
     assert step(rig.tier)
     heir = die_and_return(rig, disk)
     assert not heir.ids()
+
+
+def test_the_wear_outlives_a_kill(rig: TierRig, disk: MemoryDisk) -> None:
+    store(rig, 1, 2, 3)
+    assert isinstance(rig.tier, DiskTier)
+    before = rig.tier.report().lifetime_written_bytes
+    heir = die_and_return(rig, disk)
+    assert isinstance(heir.tier, DiskTier)
+    # The last update itself is not in the head that it wrote.
+    assert before - 32_768 <= heir.tier.report().lifetime_written_bytes <= before
+    assert heir.tier._file.head.written_blocks == 3
 
 
 @pytest.mark.parametrize("restarts", [0, 2])

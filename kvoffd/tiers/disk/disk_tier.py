@@ -21,7 +21,6 @@ from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, Ti
 
 logger = logging.getLogger(__name__)
 
-_HEAD_EVERY_S = 60.0
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at most this fraction of the tier
 
@@ -57,7 +56,8 @@ class DiskReport(NamedTuple):
     hangs: bool
     """Whether a call does not return: until it does, nothing is taken."""
     lifetime_written_bytes: int
-    """Bytes written since the file was made, records included; up to a minute old if the machine fails."""
+    """Bytes written since the file was made, records included. A kill loses those of the last tick or two, a failure of
+    the machine those that its drive had not kept."""
     oldest_age_s: float
     """Time since the oldest block was written, to the hour; 0 without blocks."""
     open_seconds: float
@@ -144,7 +144,6 @@ class DiskTier(Tier):
         self._put_aside_bytes = 0
         self._pause_s = 0.0
         self._write_after = float("-inf")
-        self._head_noted_at = clock()
         # Held while ended jobs are processed: by the daemon's thread, or by the one that closes the tier.
         self._processing = threading.RLock()
         self._draining = self._closed = False
@@ -223,12 +222,8 @@ class DiskTier(Tier):
         return len(removed)
 
     def tick(self) -> None:
-        now = self._clock()
         self.workers.end_late()
         self._check_hanging()
-        if now - self._head_noted_at >= _HEAD_EVERY_S:
-            self._head_noted_at = now
-            self._updates.note_head()
         if not self._index.removed_entries:
             self._updates.drop_floors()
         self._write_records(at_once=True)

@@ -72,15 +72,15 @@ class RecordUpdates:
         if self._running is not None or not self.differs:
             return None
         taken = self._regions.dirty.take(_MOST_REGIONS)
-        writes: list[tuple[int, memoryview]] = []
+        number_before = self.head.number
         try:
-            if self._head_differs:
-                writes.append(self._write_of_head())
+            # With every update: it says how much was written to the drive, also after a kill.
+            writes = [self._write_of_head()]
             for number, units in taken.items():
                 writes += self._writes_of(self._regions[number], units)
         except OSError:
             self._regions.dirty.give_back(taken)
-            self.head.number -= self._head_differs  # its next one must not go where the last one is
+            self.head.number = number_before  # its next one must not go where the last one is
             raise
         self._head_differs = False
         self._running = Update(writes, self._sync, taken)
