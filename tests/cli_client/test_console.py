@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from io import BytesIO, TextIOWrapper
 from typing import cast
@@ -9,6 +10,7 @@ from typing import cast
 import pytest
 
 from kvoffd_client.cli.console import Column, Listing, percent
+from kvoffd_client.cli.json_output import to_json
 from kvoffd_client.cli.text import write_any_locale
 
 
@@ -52,9 +54,25 @@ def test_a_narrow_screen_loses_columns_and_says_which(
     assert told == (f"Not shown on {width} columns: {missing}." if missing else "")
 
 
+@pytest.mark.parametrize(("locale", "written"), [("C", b"85 us ?\n"), ("C.UTF-8", "85 µs 模\n".encode())])
+def test_the_locale_c_gets_ascii_and_json_loses_nothing(locale: str, written: bytes) -> None:
+    stream = TextIOWrapper(BytesIO(), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LC_ALL", locale)
+        patch.setattr("sys.stdout", stream)
+        write_any_locale()
+        print("85 µs 模", flush=True)
+        said = to_json({"name": "模"})
+        print(said, flush=True)
+    output = cast(BytesIO, stream.buffer).getvalue()
+    assert output.startswith(written)
+    assert json.loads(output[len(written) :]) == {"name": "模"}
+
+
 def test_what_a_locale_does_not_have_is_written_plainly() -> None:
     stream = TextIOWrapper(BytesIO(), encoding="ascii")
     with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LC_ALL", raising=False)
         patch.setattr("sys.stdout", stream)
         write_any_locale()
         print("85 µs █▒░ Lla… 模型", flush=True)

@@ -24,7 +24,8 @@ POLL_S = 0.1
 
 DISK_ERRORS = {
     "corrupt": "blocks read back were not as they were written; they were recomputed",
-    "torn": "blocks that were being written when the daemon or machine ended; they were recomputed",
+    "torn": "blocks were not as they were written, and were there when the daemon or machine ended without closing the "
+    "file: a few were being written then, many mean a bad drive; they were recomputed",
     "damaged": "regions whose records are damaged; the blocks in them are lost",
     "started_anew": "the file could not be read and was emptied",
     "truncated": "the file had been cut off; the blocks beyond are lost",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Annotated, get_args, get_origin
 
@@ -45,7 +46,8 @@ def described(description: str) -> Plain:
 
 def to_json(value: object) -> str:
     """Return ``value`` as one line of JSON. Raises TypeError for what has no JSON form."""
-    return json.dumps(to_plain(value), ensure_ascii=False)
+    encoding = sys.stdout.encoding or "utf-8"
+    return json.dumps(to_plain(value), ensure_ascii=encoding.lower() != "utf-8")
 
 
 def print_json(value: object) -> None:

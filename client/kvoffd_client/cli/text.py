@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 from io import TextIOWrapper
 
@@ -19,8 +20,12 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def write_any_locale() -> None:
-    """Let stdout and stderr write a plain character for each that the locale does not have."""
+    """Let stdout and stderr write a plain character for each that the locale does not have.
+
+    Python takes LC_ALL=C for UTF-8; who sets it wants ASCII.
+    """
     codecs.register_error("kvoffd", _plain)
+    encoding = "ascii" if os.environ.get("LC_ALL") in ("C", "POSIX") else None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="kvoffd")
+            stream.reconfigure(encoding=encoding, errors="kvoffd")
