@@ -35,7 +35,7 @@ from kvoffd.settings import (
 )
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.disk.index import index_bytes
-from kvoffd_proto.messages import MAX_JOBS
+from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import exact_duration, exact_size, quoted
 

@@ -18,6 +18,7 @@ import kvoffd_proto.blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
 from kvoffd_proto.health import *
+from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.listings import *
 from kvoffd_proto.stats import *
 from kvoffd_proto.wire import *
@@ -282,10 +283,6 @@ class Reset(Request[Done], frozen=True):
 
 
 # --- worker --------------------------------------------------------------------------------------
-
-
-MAX_JOBS = 2048
-"""``max_jobs_per_message`` is never more."""
 
 
 class Store(Wire, frozen=True):
