@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
@@ -23,6 +22,7 @@ from kvoffd.tiering.manager import TierEvents, TieringManager
 from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
 from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 logger = logging.getLogger(__name__)
@@ -39,22 +39,12 @@ OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 
 
-class State(StrEnum):
-    """Where a directory is in its life."""
-
-    OPENING = "opening"
-    SERVING = "serving"
-    DRAINING = "draining"
-    CLOSING = "closing"
-    FAILED = "failed"
-
-
 @dataclass(eq=False)
 class Disk:
     """One directory."""
 
     size: DiskSize
-    state: State = State.OPENING
+    state: DiskState = DiskState.OPENING
     problem: str = ""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
@@ -91,7 +81,7 @@ class Disks:
     def attach(self, size: DiskSize) -> None:
         """Begin to open a directory. Raises KvoffdError where it is there already."""
         known = self._disks.get(size.directory)
-        if known is not None and known.state is not State.FAILED:
+        if known is not None and known.state is not DiskState.FAILED:
             raise KvoffdError(
                 f"{size.directory} is {known.state} already; detach it first to give it another size.",
                 ErrorCode.BAD_ARGUMENT,
@@ -112,20 +102,20 @@ class Disks:
         disk = self._known(directory)
         if disk.tier is None:
             raise KvoffdError(f"{directory} is {disk.state}; only one that serves can be drained.", ErrorCode.NOT_READY)
-        if disk.state is State.SERVING:
-            disk.state = State.DRAINING
+        if disk.state is DiskState.SERVING:
+            disk.state = DiskState.DRAINING
             disk.tier.drain()
             logger.info("%s is drained: its blocks are still read, nothing more is written.", directory)
 
     def detach(self, directory: str) -> None:
         """Give a directory up, or what failed to be opened. Raises KvoffdError where it is not known."""
         disk = self._known(directory)
-        if disk.state is State.FAILED:
+        if disk.state is DiskState.FAILED:
             del self._disks[directory]
         elif disk.tier is None:
             disk.unwanted = True
-        elif disk.state is not State.CLOSING:
-            disk.state = State.CLOSING
+        elif disk.state is not DiskState.CLOSING:
+            disk.state = DiskState.CLOSING
             disk.tier.drain()
             self._tiers.detach(disk.tier)
             assert self.tiering is not None
@@ -138,7 +128,7 @@ class Disks:
         self._reset_count += 1
         self._resets[fingerprint] = self._reset_count
         for disk in self._disks.values():
-            if disk.state is State.CLOSING and disk.tier is not None:
+            if disk.state is DiskState.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
 
     def cleared(self, fingerprint: bytes | None) -> None:
@@ -147,13 +137,13 @@ class Disks:
         (Those that serve are reached through the cache.)
         """
         for disk in self._disks.values():
-            if disk.state is State.OPENING:
+            if disk.state is DiskState.OPENING:
                 disk.cleared.add(fingerprint)
 
     def tick(self) -> None:
         if self.tiering is not None:
             self.tiering.tick()
-        for disk in [one for one in self._disks.values() if one.state is State.CLOSING]:
+        for disk in [one for one in self._disks.values() if one.state is DiskState.CLOSING]:
             assert disk.tier is not None
             disk.tier.tick()
             figures = disk.tier.stats()
@@ -249,14 +239,14 @@ class Disks:
         self._disks.pop(disk.size.directory, None)
 
     def _failed(self, disk: Disk, problem: str) -> None:
-        disk.state, disk.problem = State.FAILED, problem
+        disk.state, disk.problem = DiskState.FAILED, problem
         logger.error("The disk at %s is not used. %s", disk.size.directory, problem)
         if disk.unwanted:
             self._forget(disk)
 
     def _opened(self, disk: Disk, tier: DiskTier) -> None:
         disk.tier = tier
-        disk.state = State.SERVING
+        disk.state = DiskState.SERVING
         if self._stopping:
             tier.close(0.0)
             return

@@ -204,7 +204,7 @@ def _disk_stats(disk: Disk) -> m.DiskStats:
         disk.size,
         figures,
         directory=disk.size.directory,
-        state="hanging" if report and report.hangs else str(disk.state),
+        state=m.DiskState.HANGING if report and report.hangs else disk.state,
         oldest_seconds=report.oldest_age_s if report else 0.0,
         lifetime_written_bytes=report.lifetime_written_bytes if report else 0,
         direct=report.direct if report else False,

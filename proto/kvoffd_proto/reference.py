@@ -45,6 +45,8 @@ def reference() -> str:
         roles="\n".join(f"| `{role.value}` |" for role in m.Role),
         level_doc=_docstring(m.HealthLevel),
         levels="\n".join(f"| `{level.value}` |" for level in m.HealthLevel),
+        disk_doc=_docstring(m.DiskState),
+        disk_states="\n".join(f"| `{state.value}` |" for state in m.DiskState),
         absent=m.ABSENT,
         writing=m.WRITING,
         ready=m.READY,

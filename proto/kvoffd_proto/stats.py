@@ -6,6 +6,7 @@ A number is defined once, by its field: ``read_blocks: Annotated[Count, counter(
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import field
@@ -218,17 +219,28 @@ class IntegrityStats(Wire, frozen=True):
     ] = 0
 
 
+class DiskState(StrEnum):
+    """Where a directory of the disk tier is in its life."""
+
+    OPENING = "opening"
+    SERVING = "serving"
+    DRAINING = "draining"
+    HANGING = "hanging"
+    CLOSING = "closing"
+    FAILED = "failed"
+
+
 class DiskStats(Wire, frozen=True):
     """One directory of the disk tier. Counters count since the directory was opened."""
 
     directory: Annotated[str, metric_label("Directory that holds the file.", "disk")]
     state: Annotated[
-        str,
+        DiskState,
         gauge(
-            "``opening``, ``serving``, ``draining``, ``hanging``, ``closing`` or ``failed``.",
+            "Where it is in its life; ``hanging`` while a call to its disk does not return.",
             "serving",
             "1 while the directory is read and written, or drained; else 0.",
-            true_for=("serving", "draining"),
+            true_for=(DiskState.SERVING, DiskState.DRAINING),
         ),
     ]
     problem: Annotated[str, doc("Why the directory failed, a sentence; empty otherwise.")]

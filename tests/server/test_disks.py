@@ -15,12 +15,13 @@ from support.waiting import wait_until
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.admin_requests import clear
-from kvoffd.server.disks import Disks, State
+from kvoffd.server.disks import Disks
 from kvoffd.server.recent import Recent
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupSpec
+from kvoffd_proto.stats import DiskState
 
 SIZE = DiskSize("/somewhere", 2**30)
 
@@ -99,7 +100,7 @@ class DisksRig:
         wait_until(lambda: self.calls)
         self.calls.pop()()
 
-    def state(self) -> list[State]:
+    def state(self) -> list[DiskState]:
         return [disk.state for disk in self.disks._disks.values()]
 
 
@@ -114,9 +115,9 @@ def test_nothing_knows_of_tiers_before_the_first_directory(rig: DisksRig) -> Non
     assert rig.disks.tiering is None
     assert rig.rig.cache.blocks.tiering is None
     rig.attach()
-    assert rig.state() == [State.OPENING]
+    assert rig.state() == [DiskState.OPENING]
     rig.opened()
-    assert rig.state() == [State.SERVING]
+    assert rig.state() == [DiskState.SERVING]
 
 
 def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -> None:
@@ -127,7 +128,7 @@ def test_a_directory_that_fails_says_why_and_can_be_tried_again(rig: DisksRig) -
     rig.result = FakeDisk()
     rig.attach()
     rig.opened()
-    assert rig.state() == [State.SERVING]
+    assert rig.state() == [DiskState.SERVING]
     assert rig.disks.problems == []
 
 
@@ -135,7 +136,7 @@ def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: DisksRig
     rig.result = RuntimeError("surprise")
     rig.attach()
     rig.opened()
-    assert rig.state() == [State.FAILED]
+    assert rig.state() == [DiskState.FAILED]
     assert "surprise" in rig.disks.problems[0][1]
 
 
@@ -162,10 +163,10 @@ def test_a_detached_directory_is_closed_once_it_is_idle_and_the_loop_does_not_wa
     rig.opened()
     rig.disks.detach(SIZE.directory)
     rig.disks.tick()
-    assert (rig.state(), disk.closes) == ([State.CLOSING], [])
+    assert (rig.state(), disk.closes) == ([DiskState.CLOSING], [])
     disk.busy, disk.hangs = 0, True
     rig.disks.tick()
-    assert rig.state() == [State.CLOSING]
+    assert rig.state() == [DiskState.CLOSING]
     disk.hangs = False
     rig.disks.tick()
     assert rig.state() == []
