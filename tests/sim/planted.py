@@ -170,8 +170,8 @@ PLANTED = (
         "missed removed event",
         "kvoffd.cache.blocks",
         "Blocks.evict",
-        "self._listener.removed(namespace, group, [block.key for block in alike])",
-        "self._listener.removed(namespace, group, [block.key for block in alike[1:]])",
+        "self._listener.removed(namespace, group, keys)",
+        "self._listener.removed(namespace, group, keys[1:])",
     ),
     Planted(
         "unmapped too early",
@@ -212,7 +212,7 @@ PLANTED = (
         "half-stored blocks stay",
         "kvoffd.cache.blocks",
         "Blocks.drop_half_stored",
-        "self.drop(stale)",
+        "self.drop(stale, MissReason.HALF_STORED)",
         "pass",
     ),
     Planted(
