@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvoffd.server.admission import Sessions
 from kvoffd.server.service import Service
 from kvoffd.transfer.engine import Direction, Outcome
 from kvoffd_proto import codec
@@ -123,6 +124,7 @@ def serve_ended_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
         service.sessions.by_token = Lasting()  # type: ignore[assignment]
 
     monkeypatch.setattr(Service, "__init__", init)
+    monkeypatch.setattr(Sessions, "has_left", lambda sessions, token: False)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_all_of_the_pool_can_be_written(pool: Pool) -> None:
 
 
 def test_a_pool_with_its_table_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(PoolTooLarge, match=r"need .* are available"):
+    with pytest.raises(PoolTooLarge, match=r"needs .* are available"):
         Pool(64 * MIB, limit=MemoryLimit(64 * MIB, "test"))
     Pool(64 * MIB, limit=MemoryLimit(66 * MIB, "test")).close()
     with pytest.raises(PoolTooLarge):
