@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +16,7 @@ with warnings.catch_warnings():
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What the connector logs."""
     from kvoffd_client.vllm.log import logger
 
@@ -26,5 +27,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             lines.append(record.getMessage())
 
     monkeypatch.setattr(logger, "handlers", [Collect()])
-    monkeypatch.setattr(logger, "level", logging.INFO)
-    return lines
+    level = logger.level
+    logger.setLevel(logging.INFO)  # which also forgets what it has found to be below another level
+    yield lines
+    logger.setLevel(level)
