@@ -20,6 +20,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What a test leaves in the environment, as commands that run vLLM do, is not for the engines of other tests."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
     """A running daemon with a pool of 64 MiB."""
