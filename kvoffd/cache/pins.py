@@ -10,7 +10,8 @@ from kvoffd.cache.namespace import Block, Namespace, Shard
 from kvoffd.cache.session_memory import SessionMemory
 
 LEASE_BYTES, LEASED_GROUP_BYTES = 1024, 256
-"""Memory of a lease, and of each group that one of its lookups names, about. Measured."""
+"""Memory of a lease, and of each group that one of its lookups names. Measured: 860 bytes, and 100 a group, 390 once
+its blocks can be found by name."""
 LEASED_KEY_BYTES, NAMED_KEY_BYTES = 11, 60
 """Memory of a lease for each key, and for finding it by name once something was loaded. Measured."""
 

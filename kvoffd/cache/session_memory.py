@@ -16,6 +16,11 @@ RESULT_BYTES = 256
 """What a result takes until it is acknowledged, beside the keys that it names. Measured: 178 bytes."""
 
 
+def copy_bytes(jobs: int, pieces: int) -> int:
+    """What an unfinished copy of so many jobs and pieces takes."""
+    return COPY_BYTES + jobs * JOB_BYTES + pieces * PIECE_BYTES
+
+
 class SessionMemory:
     """The memory that is kept for sessions: leases, unfinished jobs, completions, registrations.
 
@@ -52,6 +57,11 @@ class SessionMemory:
                 f"it may have {room}; wait until what it has under way ends, or raise sessions_size.",
                 ErrorCode.TOO_MANY,
             )
+
+    def claim(self, owner: int, nbytes: int) -> None:
+        """The session wants to hold so many more bytes, and does unless this raises KvoffdError."""
+        self.check(owner, nbytes)
+        self.take(owner, nbytes)
 
     def take(self, owner: int, nbytes: int) -> None:
         """The session holds more, or less where ``nbytes`` is negative."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, LISTED_KEY_BYTES, PIECE_BYTES
+from kvoffd.cache.session_memory import LISTED_KEY_BYTES, copy_bytes
 from kvoffd.config import Config
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError, OutOfBounds
 from kvoffd.server.engine_memory import EngineMemory, MemoryMapper
@@ -91,9 +91,7 @@ class BlockAccess:
         return present, end, len(listing)
 
     def _keep_listing(self, session: Session, keys: list[bytes]) -> None:
-        memory, more_bytes = self._cache.memory, LISTED_KEY_BYTES * (len(keys) - len(session.listing))
-        memory.check(session.id, more_bytes)
-        memory.take(session.id, more_bytes)
+        self._cache.memory.claim(session.id, LISTED_KEY_BYTES * (len(keys) - len(session.listing)))
         session.listing = keys
 
 
@@ -136,7 +134,7 @@ class BlockWriter:
             )
         keys = namespace.split(message.group, message.keys, distinct=True)
         pieces = len(keys) * namespace.world_size * PIECES_PER_KEY
-        self.cache.memory.check(session.id, COPY_BYTES + JOB_BYTES + pieces * PIECE_BYTES)
+        self.cache.memory.check(session.id, copy_bytes(1, pieces))
         lengths = self._check(namespace, message, keys)
         staging = self._staging(session, message)
         job = BlockWrite((next(self._ids),), session, staging, self, keys, answer)

@@ -252,8 +252,7 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     context.check_key_count(namespace, message.groups)
     nbytes = sum(len(part.keys) for part in message.groups) + OBJECT_BYTES * len(message.groups)
     memory = context.cache.memory
-    memory.check(session.id, nbytes)
-    memory.take(session.id, nbytes)  # for the turns of others
+    memory.claim(session.id, nbytes)  # for the turns of others
     try:
         count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
     finally:
@@ -298,7 +297,8 @@ def _parts_of(context: Context, submission: Submission) -> Iterator[m.JobsRefuse
 @answers(m.Cancel)
 def cancel(context: Context, session: Session, message: m.Cancel) -> m.CancelReply:
     """Fail jobs that have not started. Unknown ids have ended and are in neither list."""
-    stores = {job_id for job_id, job in session.jobs.items() if job.direction is Direction.STORE}
+    jobs = session.jobs
+    stores = {job_id for job_id in message.job_ids if job_id in jobs and jobs[job_id].direction is Direction.STORE}
     cancelled, running = context.runner.cancel(session, message.job_ids)
     context.jobs.unsent_stores += message.unsent
     context.jobs.cancelled_stores += len(stores.intersection(cancelled))

@@ -9,7 +9,7 @@ from itertools import islice
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
-from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, PIECE_BYTES
+from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.session import Job, Session
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -62,7 +62,7 @@ class JobRunner:
         job.client_memory.job_started()
         job.session.jobs.update(dict.fromkeys(job.ids, job))
         job.session.pieces += job.pieces
-        job.books_bytes = COPY_BYTES + len(job.ids) * JOB_BYTES + job.pieces * PIECE_BYTES
+        job.books_bytes = copy_bytes(len(job.ids), job.pieces)
         self._cache.memory.take(job.session.id, job.books_bytes)
         self._running[job] = None
         if not plan.pieces:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -41,9 +41,10 @@ class Recent:
         if now - self._sampled_at < SAMPLE_EVERY_S:
             return
         self._sampled_at = now
-        for namespace in self._cache.namespaces:
-            self._of(namespace).sample(_counts(namespace))
-        self._in_all.sample(self._sum())
+        counts = {namespace: _counts(namespace) for namespace in self._cache.namespaces}
+        for namespace, counted in counts.items():
+            self._of(namespace).sample(counted)
+        self._in_all.sample(self._sum(counts))
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Go on to count what the namespace counted: sums never fall."""
@@ -61,19 +62,21 @@ class Recent:
 
     def in_all(self) -> list[RecentStats]:
         """The windows over all namespaces, the shortest first, and what there was since the start."""
-        whole = _stats(0.0, self._clock() - self._started_at, self._sum())
-        return [*(self.over(window_s) for window_s in WINDOWS_S), whole]
+        total = self._sum()
+        windows = [_stats(window_s, *self._in_all.gained(window_s, total)) for window_s in WINDOWS_S]
+        return [*windows, _stats(0.0, self._clock() - self._started_at, total)]
 
     def _of(self, namespace: Namespace) -> CounterWindows:
         if (windows := self._windows.get(namespace)) is None:
             windows = self._windows[namespace] = CounterWindows({}, self._clock)
         return windows
 
-    def _sum(self) -> dict[str, float]:
+    def _sum(self, counts: Mapping[Namespace, dict[str, int]] | None = None) -> dict[str, float]:
+        """What all have counted, benches apart; ``counts`` where each was asked already."""
         total = self._gone.copy()
         for namespace in self._cache.namespaces:
             if not namespace.of_bench:
-                total.update(_counts(namespace))
+                total.update(_counts(namespace) if counts is None else counts[namespace])
         return {**dict.fromkeys(COUNTED, 0), **total, "cpu_seconds": self._cpu_clock()}
 
 

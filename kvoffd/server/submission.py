@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.session_memory import COPY_BYTES, JOB_BYTES, PIECE_BYTES
+from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJobs
 from kvoffd.server.session import Registration, Session
@@ -66,13 +66,11 @@ class Submission:
         jobs: list[Store | Load] = [*self.message.stores, *self.message.loads]
         parts = [part for job in jobs for part in job.groups]
         nbytes = sum([len(part.keys) + len(part.block_ids) for part in parts]) + OBJECT_BYTES * (len(jobs) + len(parts))
-        memory = self.jobs.cache.memory
         try:
-            memory.check(self.session.id, nbytes)
+            self.jobs.cache.memory.claim(self.session.id, nbytes)
         except KvoffdError as error:
             self._no_room = error.message
             return 0
-        memory.take(self.session.id, nbytes)
         return nbytes
 
     def _parts(self) -> Iterator[None]:
@@ -164,8 +162,7 @@ class Submission:
                 f"more than the {config.max_pieces_in_flight} allowed. Wait for completions.",
                 ErrorCode.TOO_MANY,
             )
-        books_bytes = COPY_BYTES + (len(self._part) + 1) * JOB_BYTES + (self._part_pieces + pieces) * PIECE_BYTES
-        self.jobs.cache.memory.check(session.id, books_bytes)
+        self.jobs.cache.memory.check(session.id, copy_bytes(len(self._part) + 1, self._part_pieces + pieces))
         return pieces
 
     # --- loads -----------------------------------------------------------------------------------

@@ -118,12 +118,11 @@ class Transport:
             self._loop.call_soon(self._serve)
 
     def tick(self) -> None:
-        """Go on with what is left, and close connections whose frame takes too long, and those of processes that died.
+        """Close connections whose frame takes too long to arrive, and those of processes that died.
 
         The loop tells only once of a peer that closed its end with something unread (EPOLLERR; libuv then stops to
         look), and the input that it had sent hides the end of it.
         """
-        self.wake()
         connections = {one.stream.fileno(): one for one in self._connections()}
         if self._closer is not None:
             self._closer.interrupt()

@@ -29,13 +29,6 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
-    with WireClient(daemon.directory) as client:
-        client.open_namespace()
-        yield client
-
-
-@pytest.fixture
 def memory() -> Iterator[SharedMemory]:
     with SharedMemory(BLOCKS * PAGE, "bounds") as shared:
         yield shared

@@ -42,20 +42,6 @@ def daemon(shared_daemon: DaemonProcess) -> DaemonProcess:
     return shared_daemon
 
 
-@pytest.fixture
-def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
-    with WireClient(daemon.directory) as client:
-        client.open_namespace()
-        yield client
-
-
-@pytest.fixture
-def scheduler(daemon: DaemonProcess) -> Iterator[WireClient]:
-    with WireClient(daemon.directory, m.Role.SCHEDULER) as client:
-        client.open_namespace()
-        yield client
-
-
 def store(client: WireClient, registration: bytes, job: int, blob: bytes, block_ids: bytes) -> m.JobResult:
     return client.result(
         m.Submit(client.next_id(), client.token, registration, [m.Store(job, [m.GroupTransfer(0, blob, block_ids)])])

@@ -44,20 +44,6 @@ def memory() -> Iterator[SharedMemory]:
         yield shared
 
 
-@pytest.fixture
-def worker(daemon: DaemonProcess) -> Iterator[WireClient]:
-    with WireClient(daemon.directory) as client:
-        client.open_namespace()
-        yield client
-
-
-@pytest.fixture
-def scheduler(daemon: DaemonProcess) -> Iterator[WireClient]:
-    with WireClient(daemon.directory, m.Role.SCHEDULER) as client:
-        client.open_namespace()
-        yield client
-
-
 def page(memory: SharedMemory, block: int) -> bytes:
     return memory.view[block * PAGE : (block + 1) * PAGE].tobytes()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 import time
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
-from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, NO_VLLM, silent_stdout
+from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, load_vllm, silent_stdout
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -175,16 +174,11 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def _start(connector: dict[str, Any], model: str | None, asked: NewPrompts, made: Path) -> LLM:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-    except ImportError as error:
-        raise BenchFailed(NO_VLLM) from error
+    make = load_vllm(ENVIRONMENT)
     (made / "config.json").write_text(json.dumps(TINY_LLAMA))
     longest = max(asked.sizes) + LOADED_ANSWER
     try:
-        return LLM(
+        return make(
             model=model or str(made),
             load_format="auto" if model else "dummy",
             dtype="float32",

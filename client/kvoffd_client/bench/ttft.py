@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -64,15 +64,22 @@ def bench_pool(directory: Path, progress: Progress, model: str, tokens: int, pro
     )
 
 
-def _start(directory: Path, model: str, tokens: int) -> LLM:
-    for name, value in ENVIRONMENT.items():
+def load_vllm(environment: Mapping[str, str]) -> type[LLM]:
+    """Import vLLM with these settings, where the user has no others. Raises BenchFailed."""
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
-        from vllm import LLM
+        import vllm
     except ImportError as error:
         raise BenchFailed(NO_VLLM) from error
+    loaded: type[LLM] = vllm.LLM
+    return loaded
+
+
+def _start(directory: Path, model: str, tokens: int) -> LLM:
+    make = load_vllm(ENVIRONMENT)
     try:
-        return LLM(
+        return make(
             model=model,
             skip_tokenizer_init=True,
             max_model_len=tokens + 1 + ANSWER_TOKENS,
