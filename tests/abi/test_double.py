@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from support.cuda_abi import compiler
-from support.cuda_calls import load
+from support.cuda_calls import copy_batch, load
 from support.cuda_files import include_directory
 from support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
@@ -48,11 +48,8 @@ class Bench:
         self.driver.copy(to, source, size, self.stream)
 
     def batch(self, copies: list[tuple[int, int, int]], stream: int | None = None) -> None:
-        columns = [np.array(column, dtype=np.uint64) for column in zip(*copies, strict=True)]
-        call = self.driver.batch_copy()
-        assert call is not None
-        addresses = [column.ctypes.data for column in columns]
-        call(addresses[0], addresses[1], addresses[2], len(copies), self.stream if stream is None else stream)
+        if status := copy_batch(self.driver, copies, self.stream if stream is None else stream):
+            raise self.driver.error("cuMemcpyBatchAsync", status)
 
     def wait(self) -> None:
         self.driver.record_event(self.event, self.stream)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
+from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd_proto import cuda_driver as cuda
 
 TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
@@ -21,6 +23,19 @@ def load(library: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(library)
     cuda.declare(loaded, {**cuda.PROTOTYPES, **TEST_PROTOTYPES})
     return loaded
+
+
+def copy_batch(driver: CudaDriver, copies: Sequence[tuple[int, int, int]], stream: int) -> int:
+    """Make one batch of (destination, source, size) as the copy loop in C does; its status."""
+    batch = driver.batch_copy()
+    assert batch is not None
+    columns = [(ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)]
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    calls = driver.copy_calls(batch)
+    form = cuda.argument_types(cuda.BATCH_FORMS[batch.form])
+    fail_index = [ctypes.addressof(failed)] if calls.has_fail_index else []
+    arguments = [*columns, len(copies), calls.attributes, ctypes.addressof(first), 1, *fail_index, stream]
+    return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(batch.function)(*arguments))
 
 
 def pinned_properties(device: int, handle_types: int) -> cuda.MemAllocationProp:

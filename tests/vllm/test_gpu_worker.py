@@ -178,9 +178,10 @@ def test_stores_and_loads_go_out_after_their_kernels(harness: Harness) -> None:
 def test_a_fence_waits_a_moment_for_kernels_and_then_takes_jobs_back(harness: Harness) -> None:
     harness.worker.submit_store(1, BLOCKS, KEYED)
     harness.worker.submit_store(2, BLOCKS, KEYED)
-    harness.worker.wait({1})
-    assert harness.clients[0].fences == [([1], 1.5, 1)]
-    assert harness.failures() == {1: ErrorCode.CANCELLED}
+    harness.worker.submit_load(3, LEASED, BLOCKS)
+    harness.worker.wait({1, 3})
+    assert harness.clients[0].fences == [([1, 3], 1.5, 1)], "a load is no store that was dropped"
+    assert harness.failures() == {1: ErrorCode.CANCELLED, 3: ErrorCode.CANCELLED}
     for event in harness.events:
         event.happened.set()
     assert wait_sent(harness.sender, [2], WAIT_S)

@@ -61,6 +61,7 @@ class KvoffdWorker(OffloadingWorker):
         self._asleep = False
         self._unsent: dict[int, Store | Load] = {}
         """Jobs of this step, by id."""
+        self._withdrawn_stores = 0
         # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
         self._local_results: deque[KvoffdTransferResult] = deque()
 
@@ -110,6 +111,7 @@ class KvoffdWorker(OffloadingWorker):
             )
 
         def fail(job_id: int, error: ErrorCode) -> None:
+            self._withdrawn_stores += error is ErrorCode.CANCELLED and isinstance(jobs[job_id], Store)
             self._fail(job_id, tuple([(part.group, part.keys) for part in jobs[job_id].groups]), error)
 
         if self._sender is None:
@@ -136,9 +138,11 @@ class KvoffdWorker(OffloadingWorker):
         """
         self.flush()
         wanted = sorted(job_ids)
-        unsent = self._sender.withdraw(wanted, FENCE_PATIENCE_S) if self._sender is not None else ()
+        self._withdrawn_stores = 0
+        if self._sender is not None:
+            self._sender.withdraw(wanted, FENCE_PATIENCE_S)
         if self._client is not None:
-            self._client.fence(wanted, self._fence_timeout_s, len(unsent))
+            self._client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores)
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Register the KV memory in this namespace, leaving another one. Repeatable."""

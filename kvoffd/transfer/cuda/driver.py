@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import partial, partialmethod
+from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.errors import ErrorCode
+
+_log = logging.getLogger(__name__)
 
 
 class CudaError(cuda.CudaCallFailed, KvoffdError):
@@ -64,6 +68,14 @@ class CudaDriver(cuda.CudaLibrary):
             return self.device_uuid(device)
         return self._bytes(ctypes.sizeof(cuda.Uuid), call, device)
 
+    def leave_context(self, device: int) -> None:
+        """Have no context in this thread, and give one ``retain_context`` back. What fails is logged."""
+        for call, argument in ((self.set_context, 0), (self.release_context, device)):
+            try:
+                call(argument)
+            except CudaError as error:  # as where the context is lost
+                _log.warning("A context of GPU %d could not be given back: %s", device, error.message)
+
     def pci_bus_id(self, device: int) -> str:
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
         return self._text("cuDeviceGetPCIBusId", device)
@@ -103,13 +115,14 @@ class CudaDriver(cuda.CudaLibrary):
             raise self.error("cuMemcpyAsync", status)
 
     def copy_calls(self, batch: BatchCopy | None) -> CopyCalls:
-        """Return the functions that the copy loop in C calls; valid as long as ``batch`` lives."""
+        """Return the functions that the copy loop in C calls."""
         names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "wait": "cuEventSynchronize"}
         calls = CopyCalls(
             **{field: ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for field, name in names.items()}
         )
         if batch is not None:
-            batch.enter(calls)
+            calls.batch, calls.attributes = batch.function, ctypes.addressof(_BATCH_ATTRIBUTES)
+            calls.has_fail_index = batch.form == min(cuda.BATCH_FORMS)
         return calls
 
     def batch_copy(self) -> BatchCopy | None:
@@ -129,7 +142,7 @@ class CudaDriver(cuda.CudaLibrary):
         )
         if error or not function.value:
             return None
-        return BatchCopy(self, function.value, form)
+        return BatchCopy(function.value, form)
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -190,35 +203,17 @@ class CopyCalls(ctypes.Structure):
     )
 
 
-class BatchCopy:
-    """``cuMemcpyBatchAsync``, called with arrays: its cost in Python does not depend on their length.
+class BatchCopy(NamedTuple):
+    """``cuMemcpyBatchAsync`` of a driver: its address, and which of its forms that is; see ``cuda_driver.BATCH_FORMS``.
 
-    The copies of one batch run in any order, the batch itself in the stream's. The call has two forms: the older one
-    also returns the index of the copy that failed.
+    The copies of one batch run in any order, the batch itself in the stream's.
     """
 
-    def __init__(self, driver: CudaDriver, function: int, form: int) -> None:
-        self._driver = driver
-        declared = cuda.BATCH_FORMS[form]
-        self._function = ctypes.CFUNCTYPE(ctypes.c_int, *cuda.argument_types(declared))(function)
-        # One entry of attributes, which holds from copy 0 on: for all of them.
-        self._attributes = cuda.MemcpyAttributes(
-            srcAccessOrder=cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=cuda.MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-        )
-        self._first = ctypes.c_size_t(0)
-        self._fail_index = ctypes.c_size_t(0)
-        self._fixed: tuple[int, ...] = (ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1)
-        if len(declared) > len(cuda.BATCH_FORMS[max(cuda.BATCH_FORMS)]):
-            self._fixed += (ctypes.addressof(self._fail_index),)
+    function: int
+    form: int
 
-    def enter(self, calls: CopyCalls) -> None:
-        """Enter the call, and the attributes that go with it, into the list of functions."""
-        calls.batch = ctypes.cast(self._function, ctypes.c_void_p)
-        calls.attributes, _, _, *fail_index = self._fixed
-        calls.has_fail_index = bool(fail_index)
 
-    def __call__(self, destinations: int, sources: int, sizes: int, count: int, stream: int) -> None:
-        """Put ``count`` copies into the stream. The addresses are of uint64 arrays, read before the call returns."""
-        status = self._function(destinations, sources, sizes, count, *self._fixed, stream)
-        if status:
-            raise self._driver.error("cuMemcpyBatchAsync", status)
+# Of all copies of every batch.
+_BATCH_ATTRIBUTES = cuda.MemcpyAttributes(
+    srcAccessOrder=cuda.MEMCPY_SRC_ACCESS_ORDER_STREAM, flags=cuda.MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+)

@@ -161,11 +161,7 @@ class Gpu:
             _log.error("%s: a copy thread does not end; its context stays.", self.device)
             return
         self._pool.release()
-        try:
-            self._driver.set_context(0)
-            self._driver.release_context(self.device.ordinal)
-        except CudaError as error:
-            _log.warning("%s: its context could not be released: %s", self.device, error.message)
+        self._driver.leave_context(self.device.ordinal)
         _log.info("%s is not in use any more.", self.device)
 
 

@@ -187,8 +187,7 @@ class _PinRun(threading.Thread):
         try:
             context = self._driver.retain_context(self._device)
         except CudaError as error:
-            self.refused_bytes = _bytes_of(self._chunks)
-            _log.warning("The pool is not pinned: %s", error.message)
+            self._refuse(error)
             return
         try:
             self._driver.set_context(context)
@@ -196,10 +195,15 @@ class _PinRun(threading.Thread):
             self._pin()
             self.gpu_bytes = max(0, free_bytes - self._free_bytes())
             self._wait_for_stop()
+        except CudaError as error:
+            self._refuse(error)
         finally:
             self._unpin()
-            self._driver.set_context(0)
-            self._driver.release_context(self._device)
+            self._driver.leave_context(self._device)
+
+    def _refuse(self, error: CudaError) -> None:
+        self.refused_bytes = _bytes_of(self._chunks)
+        _log.warning("The pool is not pinned: %s", error.message)
 
     def _pin(self) -> None:
         started = time.monotonic()

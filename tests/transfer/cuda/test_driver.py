@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from support.copy_buffers import address_of, random_bytes
+from support.cuda_calls import copy_batch
 from support.stub_cuda import Ranges, StubCuda
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
@@ -58,24 +59,21 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     stub.set("version", version)
     stub.start()
     driver = stub.driver()
-    batch = driver.batch_copy()
-    assert batch is not None
+    assert driver.batch_copy() is not None
     assert f"batch form {form}" in stub.log()
     stream, event = driver.create_stream(urgent=True), driver.create_event()
     source = random_bytes(3 * 4096)
     to = np.zeros_like(source)
     stub.adopt(Ranges.DEVICE, address_of(source), source.size)
     stub.adopt(Ranges.HOST, address_of(to), to.size)
-    offset = np.array([0, 4096, 8192], dtype=np.uint64)
-    columns = (offset + np.uint64(address_of(to)), offset + np.uint64(address_of(source)), np.full(3, 4096, np.uint64))
-    batch(columns[0].ctypes.data, columns[1].ctypes.data, columns[2].ctypes.data, 3, stream)
+    copies = [(address_of(to) + offset, address_of(source) + offset, 4096) for offset in (0, 4096, 8192)]
+    assert copy_batch(driver, copies, stream) == 0
     assert not to.any(), "a batch is asynchronous"
     driver.record_event(event, stream)
     driver.wait_event(event)
     assert np.array_equal(to, source)
     stub.fail("cuMemcpyBatchAsync", status=1)
-    with pytest.raises(CudaError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_INVALID_VALUE"):
-        batch(columns[0].ctypes.data, columns[1].ctypes.data, columns[2].ctypes.data, 3, stream)
+    assert copy_batch(driver, copies, stream) == 1
 
 
 @pytest.mark.parametrize("setting", [("version", 12070), ("batch_missing", 1)])

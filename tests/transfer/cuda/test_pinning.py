@@ -110,6 +110,18 @@ def test_without_a_context_nothing_is_pinned_and_said_so(stub: StubCuda, pool: P
     pool.release()
 
 
+@pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuMemHostUnregister"])
+@pytest.mark.parametrize("nth", [1, 2])
+def test_whatever_fails_the_context_is_given_back(stub: StubCuda, pool: PinnedPool, call: str, nth: int) -> None:
+    stub.fail(call, nth, status=999)
+    pool.acquire(0)
+    wait_until(lambda: pool.progress.pinned_bytes + pool.progress.refused_bytes == POOL)
+    assert (pool.problem is not None) == ((call, nth) == ("cuCtxSetCurrent", 1))
+    pool.release()
+    assert pool.close(10)
+    assert stub.contexts() == 0
+
+
 def test_a_gpu_that_hangs_does_not_keep_another_from_the_pool(stub: StubCuda, pool: PinnedPool) -> None:
     stub.set("devices", 2)
     stub.hang("cuMemHostUnregister")
