@@ -93,6 +93,7 @@ class Session:
         self.session_id = 0
         self.token = b""
         self.limits: m.Limits | None = None
+        self.capabilities: frozenset[str] = frozenset()
         self.credit_bytes = 0
         self.lease_ttl_s = 0.0
         self.responsive = True
@@ -262,6 +263,7 @@ class Session:
             self._fail_handshake("Hello", reply, now)
             return
         self.limits = reply.limits
+        self.capabilities = frozenset(reply.capabilities)
         self.credit_bytes = reply.credit_bytes
         self.lease_ttl_s = reply.lease_ttl_ms / 1000
         self._heartbeat_interval_s = reply.heartbeat_interval_ms / 1000

@@ -287,6 +287,11 @@ class SessionClient(Closing, Generic[S]):
         return self._session.credit_bytes if self.ready else 0
 
     @property
+    def capabilities(self) -> frozenset[str]:
+        """What the daemon last said that it can do, and wants to be told; see ``Welcome``."""
+        return self._session.capabilities
+
+    @property
     def problem(self) -> str | None:
         """A sentence that says why the client is not ready; None while it is."""
         return self._session.problem

@@ -18,7 +18,16 @@ from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJob
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import blocks_outside, check_blocks, check_count, outside_error
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BLOCK_ID_BYTES, PIECES_PER_KEY, GroupTransfer, Load, Refusal, Store, Submit
+from kvoffd_proto.messages import (
+    BLOCK_ID_BYTES,
+    PIECES_PER_KEY,
+    TOKEN_ID_BYTES,
+    GroupTransfer,
+    Load,
+    Refusal,
+    Store,
+    Submit,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +74,9 @@ class Submission:
         """Keep the message for others' turns, or refuse its further jobs where it is too long; returns its bytes."""
         jobs: list[Store | Load] = [*self.message.stores, *self.message.loads]
         parts = [part for job in jobs for part in job.groups]
-        nbytes = sum([len(part.keys) + len(part.block_ids) for part in parts]) + OBJECT_BYTES * (len(jobs) + len(parts))
+        nbytes = OBJECT_BYTES * (len(jobs) + len(parts))
+        for part in parts:
+            nbytes += len(part.keys) + len(part.block_ids) + len(part.parents) + len(part.tokens)
         try:
             self.jobs.cache.memory.claim(self.session.id, nbytes)
         except KvoffdError as error:
@@ -141,6 +152,8 @@ class Submission:
             if len(part.block_ids) % BLOCK_ID_BYTES:
                 raise BadBlockIds(f"Block ids are int32; {len(part.block_ids)} bytes are not a whole number of them.")
             keys, blocks = len(part.keys) // namespace.key_bytes, len(part.block_ids) // BLOCK_ID_BYTES
+            if part.parents or part.tokens:
+                _check_origins(part, keys, namespace.groups[part.group].tokens_per_block)
             all_keys += keys
             pieces += blocks * registration.layouts[part.group].page_bytes.size
         if len(job.groups) > 1 and len({part.group for part in job.groups}) < len(job.groups):
@@ -231,6 +244,16 @@ class Submission:
                     sentence = f"A key of group {part.group} occurs twice in one store; send each key once."
                     wrong.setdefault(index, BadKeys(sentence))
         return wrong
+
+
+def _check_origins(part: GroupTransfer, keys: int, tokens_per_block: int) -> None:
+    """Raise BadKeys where parents or token ids are not those of as many keys."""
+    if part.parents and len(part.parents) != len(part.keys):
+        raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; tell all or none.")
+    if part.tokens and len(part.tokens) != keys * tokens_per_block * TOKEN_ID_BYTES:
+        raise BadKeys(
+            f"{len(part.tokens)} bytes of token ids for {keys} keys of {tokens_per_block} tokens; tell all or none."
+        )
 
 
 def _gathered(

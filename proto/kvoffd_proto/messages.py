@@ -69,6 +69,20 @@ class GroupTransfer(Wire, frozen=True):
     keys: Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     first_block: Annotated[int, doc("Engine blocks of key 0 that are left out at its start.", ge=0, lt=65536)] = 0
+    parents: Annotated[
+        bytes,
+        doc(
+            "In a store, where Welcome asks for them: for each key the block hash before it in its prompt, end to end; "
+            "zeros for the first of a prompt. Empty where they are not told."
+        ),
+    ] = b""
+    tokens: Annotated[
+        bytes,
+        doc(
+            "In a store, where Welcome asks for them: the token ids of the keys' blocks, little-endian uint32, end to "
+            "end. Empty where they are not told, as for prompts whose hashes do not follow from their tokens alone."
+        ),
+    ] = b""
 
     @classmethod
     def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
@@ -108,12 +122,22 @@ class JobResult(Wire, frozen=True):
 # --- session -------------------------------------------------------------------------------------
 
 
+WANTS_PARENTS, WANTS_TOKENS = "block_parents", "block_tokens"
+"""Capabilities of a daemon that has a use for the fields of these names in stores; token ids come with parents."""
+
+
 class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
     session_id: SessionId
     daemon_version: Annotated[str, doc("Release of the daemon.")]
-    capabilities: Annotated[list[str], doc("Handle kinds and features, e.g. ``memfd``, ``kv_events``.")]
+    capabilities: Annotated[
+        list[str],
+        doc(
+            "Handle kinds and features, e.g. ``memfd``, ``kv_events``; ``block_parents`` and ``block_tokens`` ask for "
+            "those fields of stores."
+        ),
+    ]
     limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
     lease_ttl_ms: Annotated[int, doc("Lifetime of a lease without renewal, in milliseconds.", ge=1)]

@@ -230,6 +230,13 @@ def test_a_key_twice_in_one_store_is_refused(worker, memory):
     assert worker.refused(store).code is ErrorCode.BAD_KEYS
 
 
+@pytest.mark.parametrize("origins", [(keys(7),), (keys(7, 8, 9),), (b"", bytes(4)), (keys(7, 8), bytes(3))])
+def test_parents_and_tokens_that_do_not_fit_the_keys_are_refused(worker, memory, origins):
+    registration = worker.register(memory)
+    part = m.GroupTransfer(0, keys(1, 2), ids(0, 1), 0, *origins)
+    assert worker.refused(m.Submit(1, worker.token, registration, [m.Store(1, [part])])).code is ErrorCode.BAD_KEYS
+
+
 def test_an_unknown_registration_is_refused(worker):
     store = m.Submit(1, worker.token, b"r" * 16, [m.Store(1, [m.GroupTransfer(0, keys(1), ids(0))])])
     assert worker.refused(store).code is ErrorCode.UNKNOWN_REGISTRATION

@@ -48,6 +48,7 @@ from kvoffd_client.vllm.lora_adapters import LoraAdapters
 from kvoffd_client.vllm.offloading_manager import KvoffdManager
 from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
+from kvoffd_client.vllm.store_origins import tell_origins
 
 SPEC_NAME = "KvoffdSpec"
 OUTPUT_PAUSE_S = 0.00005
@@ -263,6 +264,9 @@ class KvoffdConnector(OffloadingConnector):
             time.sleep(OUTPUT_PAUSE_S)
         self._computed = computes
         meta = super().build_connector_meta(scheduler_output)
+        if meta.store_jobs:
+            scheduler, capabilities = self.connector_scheduler, self._manager.client.capabilities
+            tell_origins(meta.store_jobs, scheduler._req_status, scheduler.config.blocks_per_chunk, capabilities)
         generation, joined = namespace.news()
         if generation is None:
             return meta

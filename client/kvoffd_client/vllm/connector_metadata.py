@@ -30,10 +30,14 @@ class KeyedSpec(LoadStoreSpec):
     Attributes:
         groups: per group on the wire its block hashes, concatenated.
         lease_id: the lease a load reads under; NO_LEASE for stores.
+        parents: per group, of a store, what ``GroupTransfer.parents`` says; empty where the daemon does not ask for it.
+        tokens: as ``parents``, for ``GroupTransfer.tokens``.
     """
 
     groups: tuple[bytes, ...]
     lease_id: int = NO_LEASE
+    parents: tuple[bytes, ...] = ()
+    tokens: tuple[bytes, ...] = ()
 
     @classmethod
     def of(
@@ -103,7 +107,8 @@ def group_transfers(
                 f"Group {index}: {size} blocks that begin {first_block} blocks into the first of {count} keys "
                 f"of {blocks_per_chunk} blocks."
             )
-        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block))
+        origins = [told[index] if told else b"" for told in (keyed.parents, keyed.tokens)]
+        transfers.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
     return transfers
 
 

@@ -48,6 +48,10 @@ class NamespaceClient:
     def credit_bytes(self) -> int:
         return self._client.credit_bytes if self._client is not None else 0
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return self._client.capabilities if self._client is not None else frozenset()
+
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
         assert self._client is not None, "ready before"
         return self._client.lookup(groups, again)

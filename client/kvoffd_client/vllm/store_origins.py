@@ -1,0 +1,76 @@
+"""What stores say of where their blocks come from, to a daemon that asks for it: parents and token ids."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
+
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, KeyedSpec
+from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS
+
+
+def tell_origins(
+    stores: Mapping[int, TransferJob],
+    requests: Mapping[str, RequestOffloadState],
+    blocks_per_chunk: int,
+    capabilities: Collection[str],
+) -> None:
+    """Give the stores of a step, by job id, the parents and token ids of their keys, as far as the daemon wants them.
+
+    Prompts whose hashes do not follow from their tokens alone (adapters, images, salts, embeddings) tell no tokens: who
+    knows the tokens only would take another prompt's blocks for theirs. With an adapter, no parents either.
+    """
+    tokens = WANTS_TOKENS in capabilities
+    if not tokens and WANTS_PARENTS not in capabilities:
+        return
+    for job in stores.values():
+        status = requests.get(job.req_id)
+        if status is None or status.req.lora_request is not None or not isinstance(job.dst_spec, KeyedSpec):
+            continue
+        found = [
+            _origins(status, index, keys, first_block // blocks_per_chunk)
+            for index, (keys, first_block) in enumerate(
+                zip(job.dst_spec.groups, job.src_spec.block_indices, strict=True)
+            )
+        ]
+        job.dst_spec.parents = tuple([parents for parents, _ in found])
+        if tokens and _is_plain(status.req):
+            job.dst_spec.tokens = tuple([_tokens(status, index, at) for index, (_, at) in enumerate(found)])
+
+
+def _origins(status: RequestOffloadState, index: int, keys: bytes, first: int) -> tuple[bytes, list[int]]:
+    """The parents of a store's keys of one group, and the places of their chunks in the request; empty where unknown.
+
+    ``first`` is the place of the first one.
+    """
+    chain = status.group_states[index].offload_keys
+    if not keys or first >= len(chain):
+        return b"", []
+    size = len(chain[0]) - GROUP_ID_BYTES
+    count = len(keys) // size
+    places = list(range(first, first + count))
+    if b"".join([key[:size] for key in chain[first : first + count]]) != keys:  # some between them are stored already
+        suffix, places = chain[0][size:], []
+        for start in range(0, len(keys), size):
+            try:
+                first = chain.index(keys[start : start + size] + suffix, first)
+            except ValueError:  # the end of a prompt, inside a chunk
+                return b"", []
+            places.append(first)
+    root = bytes(size)
+    return b"".join([chain[place - 1][:size] if place else root for place in places]), places
+
+
+def _tokens(status: RequestOffloadState, index: int, places: list[int]) -> bytes:
+    """The token ids of chunks of one group."""
+    per_chunk = status.config.kv_group_configs[index].tokens_per_chunk
+    token_ids = status.req.all_token_ids
+    return b"".join([array("I", token_ids[place * per_chunk : (place + 1) * per_chunk]).tobytes() for place in places])
+
+
+def _is_plain(request: Any) -> bool:
+    return not request.mm_features and not request.cache_salt and request.prompt_embeds is None
