@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
@@ -333,17 +334,87 @@ def test_the_wear_outlives_a_kill(rig: TierRig, disk: MemoryDisk) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_a_slot_that_is_torn_by_a_crash_is_told_from_a_bad_disk(rig: TierRig, disk: MemoryDisk, restarts: int) -> None:
+@pytest.mark.parametrize(("ended", "kind"), [("machine", "torn"), ("daemon", "corrupt")])
+def test_what_a_failing_machine_may_tear_is_told_from_a_bad_disk(
+    rig: TierRig, disk: MemoryDisk, monkeypatch: pytest.MonkeyPatch, restarts: int, ended: str, kind: str
+) -> None:
     store(rig, 1)
+    if ended == "machine":
+        monkeypatch.setattr("kvoffd.tiers.disk.file.read_boot_id", lambda: b"another boot....")
     heir = die_and_return(rig, disk)
     for _ in range(restarts):
         heir.restart()
+    heir = die_and_return(heir, disk)
     disk.flip(bytes(disk.data).index(rig_content(1)), 0)
     assert load(heir, 1) is TierResult.CORRUPT
     store(heir, 2)
     disk.flip(bytes(disk.data).index(rig_content(2)), 0)
     assert load(heir, 2) is TierResult.CORRUPT
-    assert heir.fold.kinds == {"torn": 1, "corrupt": 1}
+    assert heir.fold.kinds == Counter([kind, "corrupt"])
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize(("length", "removed"), [(10_000, 0), (10_000, 1), (20_000, 0)])
+def test_a_kill_tears_nothing_on_a_full_disk(
+    rig: TierRig, disk: MemoryDisk, length: int, removed: int, steps: int
+) -> None:
+    """Blocks are evicted for others, of the same and of another size, whose bytes go where theirs were."""
+    held = 0
+    while not rig.tier.stats().evicted_blocks:
+        held += 1
+        store(rig, held)
+    for number in range(removed):
+        rig.tier.remove([block_of(held - number).id])
+    new = [block_of(number, (length,)) for number in range(held + 1, held + 7)]
+    for block in new:
+        assert rig.write(block) is not None
+    while not rig.posted.empty():
+        rig.posted.get()()
+    for _ in range(steps):
+        step(rig.tier)
+        while not rig.posted.empty():
+            rig.posted.get()()
+    heir = die_and_return(rig, disk)
+    blocks = {block.id: block for block in (*map(block_of, range(1, held + 1)), *new)}
+    assert len(heir.ids()) > held // 2
+    for block_id in heir.ids():
+        ending = heir.read(blocks[block_id])
+        heir.settle()
+        assert ending is not None
+        assert ending.result is DONE
+    assert not heir.fold.kinds
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs", "closes"])
+def test_writes_that_wait_for_records_end_with_them(
+    rig: TierRig, disk: MemoryDisk, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    held = 0
+    while not rig.tier.stats().evicted_blocks:
+        held += 1
+        store(rig, held)
+    endings = [rig.write(block_of(number)) for number in range(held + 1, held + 4)]
+    assert rig.tier.stats().queued_writes == 3
+    if fault == "fails":
+        disk.fault = failing("write", disk.counts["write"] + 1, errno.EIO)
+        rig.settle()
+        assert rig.write(block_of(held + 9)) is None, "not before its records can be written"
+    elif fault == "hangs":
+        assert isinstance(rig.tier, DiskTier)
+        load = rig.tier.workers.load()._replace(longest_s=11.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.tier.workers, "load", lambda: load)
+            rig.tier.tick()
+            rig.settle()
+    else:
+        rig.close()
+    result = {"fails": TierResult.FAILED, "hangs": TierResult.DEADLINE, "closes": TierResult.CANCELLED}[fault]
+    assert [ending.result for ending in endings if ending is not None] == [result] * 3
+    rig.now += 5
+    if fault != "closes":
+        rig.tier.tick()
+        rig.settle()
+        store(rig, held + 9)
 
 
 class Hanging(FileCalls):

@@ -320,10 +320,10 @@ def test_a_region_is_not_cut_anew_while_its_records_are_being_written() -> None:
     assert place is not None
     region, slot = place
     region.entries[slot] = None
-    regions.hold([region.number])
+    regions.hold({region.number: None})
     regions.give_back(region, slot)
     assert regions.take(large) is None
-    regions.end_hold()
+    regions.end_hold(done=True)
     assert regions.take(large) is not None
 
 

@@ -139,8 +139,12 @@ class DiskTier(Tier):
         self._events = DeferredEvents(self, listener, self._wake)
         self._record_writer = RecordWriter(file, index, clock, self._submit, self._events.error)
         self._updates = self._record_writer.updates
+        if file.rebooted:
+            self._updates.note_head()
         self._counts: Counter[str] = Counter()  # by their names in TierStats
         self._under_way: Counter[Kind] = Counter()
+        self._waiting_writes: list[Job] = []
+        """Writes to slots of which the file still has the record of another block."""
         self._put_aside_bytes = 0
         self._pause_s = 0.0
         self._write_after = float("-inf")
@@ -184,7 +188,13 @@ class DiskTier(Tier):
         if entry is None:
             self._counts["refused_writes"] += 1
             return False
-        self._submit(Job(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done))
+        job = Job(Kind.WRITE, entry.offset, buffers, self._clock(), entry=entry, on_done=on_done)
+        if entry.region.is_clear(entry.slot):
+            self._submit(job)
+        else:
+            self._under_way[Kind.WRITE] += 1
+            self._waiting_writes.append(job)
+            self._wake()
         return True
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
@@ -231,6 +241,7 @@ class DiskTier(Tier):
     def stats(self) -> TierStats:
         load = self.workers.load()._asdict()
         del load["longest_s"]
+        load["queued_writes"] += len(self._waiting_writes)
         return TierStats(
             size_bytes=self._file.size_bytes,
             used_bytes=self._index.regions.used_bytes,
@@ -267,6 +278,7 @@ class DiskTier(Tier):
 
     def _close(self, until: float) -> bool:
         self._closed = True
+        self._end_waiting_writes(TierResult.CANCELLED)
         self.workers.end_waiting(TierResult.CANCELLED)
         idle = self.workers.wait_idle(until)
         self._process_ended()
@@ -326,7 +338,30 @@ class DiskTier(Tier):
             self._updates.sync_removed()
             self._wake()
         self._write_records()
+        if self.hangs:
+            self._end_waiting_writes(TierResult.DEADLINE)
+        elif self._waiting_writes and not self._updates.is_running:
+            self._write_after = self._clock() + _LEAST_PAUSE_S
+            self._end_waiting_writes(TierResult.FAILED)
         self._events.deliver()
+
+    def _begin_waiting_writes(self) -> None:
+        """Submits those whose slots the file has no records of any more."""
+        waiting, self._waiting_writes = self._waiting_writes, []
+        for job in waiting:
+            assert job.entry is not None
+            if job.entry.region.is_clear(job.entry.slot):
+                self.workers.submit(job)
+            else:
+                self._waiting_writes.append(job)
+
+    def _end_waiting_writes(self, result: TierResult) -> None:
+        waiting, self._waiting_writes = self._waiting_writes, []
+        for job in waiting:
+            assert job.entry is not None and job.on_done is not None  # noqa: PT018
+            self._under_way[Kind.WRITE] -= 1
+            self._index.not_written(job.entry, put_aside=False)
+            _call_back(partial(job.on_done, result))
 
     def _end(self, ended: Ended) -> None:
         job, result = ended.job, ended.result
@@ -335,6 +370,7 @@ class DiskTier(Tier):
             self._events.error(ended.error_kind, ended.sentence)
         if job.kind is Kind.UPDATE:
             self._record_writer.ended(result is TierResult.DONE, result is TierResult.FAILED)
+            self._begin_waiting_writes()
             return
         assert job.entry is not None and job.on_done is not None  # noqa: PT018
         end = self._end_read if job.kind is Kind.READ else self._end_write
@@ -383,7 +419,7 @@ class DiskTier(Tier):
 
     def _write_records(self, at_once: bool = False) -> None:
         if not self._closed and not self.hangs:
-            self._record_writer.write(at_once)
+            self._record_writer.write(at_once or bool(self._waiting_writes))
 
     def _check_hanging(self) -> None:
         longest_s = self.workers.load().longest_s
@@ -399,3 +435,4 @@ class DiskTier(Tier):
         self.hangs = hangs
         if hangs:
             self.workers.end_waiting(TierResult.DEADLINE)
+            self._wake()

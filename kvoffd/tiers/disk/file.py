@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.slots import PAGE_BYTES, page_up
+from kvoffd.pool.table_format import read_boot_id
 from kvoffd.system.files import (
     FileCalls,
     FileInUse,
@@ -102,6 +103,7 @@ class DiskFile:
         self.direct = False
         """Whether reads and writes go past the page cache."""
         self.calls = calls
+        self.boot_id = read_boot_id()
         self._on_progress = on_progress
         self._should_stop = should_stop
         self.fd = -1
@@ -110,8 +112,10 @@ class DiskFile:
             self.head = self._read_head() or self._start_anew(
                 region_bytes or default_region_bytes(size_bytes), wall_clock()
             )
-            self.was_open = self.head.is_open and self.head.regions > 0
-            """Whether the last daemon ended without closing it: the blocks that it was writing may be torn."""
+            self.rebooted = self.head.boot_id != self.boot_id or not any(self.boot_id)
+            """Whether the machine was started since the file's head was written, or the kernel does not tell."""
+            self.may_be_torn = self.rebooted and self.head.is_open and self.head.regions > 0
+            """Whether the machine ended before the file was closed: its drive may have kept records without blocks."""
             self._fit(size_bytes)
             self.direct = self._probe()
         except OSError as error:
@@ -192,7 +196,7 @@ class DiskFile:
     def _start_anew(self, region_bytes: int, created_at: float) -> Head:
         """Empties the file and writes a new head."""
         self.calls.truncate(self.fd, 0)
-        head = Head(secrets.token_bytes(16), region_bytes, 0, created_at)
+        head = Head(secrets.token_bytes(16), region_bytes, 0, created_at, boot_id=self.boot_id)
         self._write_head(head)
         return head
 

@@ -12,7 +12,8 @@ with the records of its slots. A **slot** holds the shards of one block, by rank
 The records stand together and not beside the data, so that the index of a million blocks is rebuilt from 256 MB that
 are read in a few hundred pieces instead of a million; that a block needs one write and its share of a page of records,
 which it has in common with its neighbours; and that removing a block costs no write to its slot. A record is written
-after its data. Neither waits for the device's cache: after a crash, the checksums of the shards tell on the next read
+after its data, and the one of the slot's last block is cleared before: a daemon that is killed leaves nothing torn.
+Neither waits for the device's cache: after a failure of the machine, the checksums of the shards tell on the next read
 which blocks are torn. Only removing waits for it (fdatasync).
 
 The checksum of a record has a seed made of the file's id, the region, its generation and the slot: so records that an
@@ -35,7 +36,7 @@ from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 
 FILE_NAME = "kvoffd.disk"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"KVOFFDDK"
 MAX_FINGERPRINT_BYTES = 32
 MAX_KEY_BYTES = 64
@@ -49,8 +50,8 @@ _RECORD_MAGIC = b"KVOFFDSL"
 _CHECKSUM = Struct("<Q")
 _CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 # magic, version, number of floors, number of this head, file id, region bytes, regions, generation, written bytes,
-# written blocks, last suspect generation, time of the file's birth, 1 while it is open
-_HEAD = Struct("<8sIIQ16sQQQQQQdB7x")
+# written blocks, last suspect generation, time of the file's birth, 1 while it is open, boot id
+_HEAD = Struct("<8sIIQ16sQQQQQQdB7x16s")
 _FLOOR = Struct("<B32s7xQ")
 assert _HEAD.size + MAX_FLOORS * _FLOOR.size <= _CHECKSUM_AT
 # magic, number, generation, slot bytes, record bytes, slots
@@ -86,9 +87,11 @@ class Head:
     """Since the file was made, records and heads included."""
     written_blocks: int = 0
     suspect_generation: int = 0
-    """Blocks up to this generation may be torn: they were in the file when it was found open."""
+    """Blocks up to this generation may be torn: they were in the file when the machine ended without closing it."""
     is_open: bool = True
     """False when the last daemon closed the file in good order."""
+    boot_id: bytes = bytes(16)
+    """Of the boot of the machine in which the head was written; see ``read_boot_id``."""
     floors: dict[bytes, int] = field(default_factory=dict)
     """Generations by fingerprint of removed namespaces: blocks up to that generation are removed."""
 
@@ -97,7 +100,7 @@ class Head:
         packed = _HEAD.pack(
             *(MAGIC, FORMAT_VERSION, len(self.floors), self.number, self.file_id, self.region_bytes, self.regions),
             *(self.generation, self.written_bytes, self.written_blocks, self.suspect_generation),
-            *(self.created_at, self.is_open),
+            *(self.created_at, self.is_open, self.boot_id),
         )
         floors = b"".join(_FLOOR.pack(len(name), name, floor) for name, floor in self.floors.items())
         return _pack_page(packed + floors)
@@ -128,11 +131,11 @@ def read_head(pages: memoryview) -> Head:
 
 def _unpack_head(page: bytes) -> Head | None:
     _, version, floors, number, file_id, region_bytes, regions, *rest = _HEAD.unpack_from(page)
-    generation, written_bytes, written_blocks, suspect, created_at, is_open = rest
+    generation, written_bytes, written_blocks, suspect, created_at, is_open, boot_id = rest
     if version != FORMAT_VERSION or floors > MAX_FLOORS or region_bytes < PAGE_BYTES or region_bytes % PAGE_BYTES:
         return None
     head = Head(file_id, region_bytes, regions, created_at, number, generation, written_bytes, written_blocks)
-    head.suspect_generation, head.is_open = suspect, bool(is_open)
+    head.suspect_generation, head.is_open, head.boot_id = suspect, bool(is_open), boot_id
     for index in range(floors):
         length, name, floor = _FLOOR.unpack_from(page, _HEAD.size + index * _FLOOR.size)
         head.floors[name[:length]] = floor

@@ -157,7 +157,7 @@ class DiskIndex:
         if entry.ready:
             entry.ready = False
             self._forget_use(entry)
-            self.regions.dirty.mark(entry.region, entry.slot)
+            self.regions.mark_stale(entry.region, entry.slot)
             if not entry.readers:
                 self.regions.give_back(entry.region, entry.slot)
         return known

@@ -95,8 +95,9 @@ def rebuild_index(
             _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
         on_progress("reading the index", (region.number + 1) * head.region_bytes, head.regions * head.region_bytes)
     regions.restore()
-    if file.was_open:
+    if file.may_be_torn:
         head.suspect_generation = regions.generation
+    head.boot_id = file.boot_id
     index = DiskIndex(regions, max_bytes)
     for entry in sorted(found.values(), key=attrgetter("generation")):
         entry.suspect = entry.generation <= head.suspect_generation
@@ -120,24 +121,24 @@ def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found
         record = read_record(records, at, head.shape, seed + slot)
         if record is None:
             if any(records[at : at + head.shape.record_bytes]):
-                regions.dirty.mark(region, slot)
+                regions.mark_stale(region, slot)
             continue
         block_id = record.block.id
         regions.generation = max(regions.generation, record.generation)
         twin = found.get(block_id)
         forgotten = record.generation <= file.head.floors.get(block_id.fingerprint, 0)
         if forgotten or (twin is not None and twin.generation > record.generation):
-            regions.dirty.mark(region, slot)
+            regions.mark_stale(region, slot)
             continue
         if twin is not None:
             del twin.region.entries[twin.slot]
-            regions.dirty.mark(twin.region, twin.slot)
+            regions.mark_stale(twin.region, twin.slot)
         found[block_id] = entry = Entry(record.block, region, slot, record.generation, record.written_at)
         region.entries[slot] = entry
 
 
 def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
     # The region is written over: its blocks might be removed before its records can be read again.
-    regions.dirty.mark_head(region)
+    regions.mark_all_stale(region)
     sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."
     file.notes.errors.append((kind, sentence))

@@ -39,6 +39,11 @@ class RecordUpdates:
         return self._sync
 
     @property
+    def is_running(self) -> bool:
+        """Whether an update is being written."""
+        return self._running is not None
+
+    @property
     def differs(self) -> bool:
         """Whether the file's head or records are out of date."""
         return self._head_differs or self._sync or len(self._regions.dirty) > 0
@@ -92,7 +97,7 @@ class RecordUpdates:
         update = self._running
         assert update is not None
         self._running = None
-        self._regions.end_hold()
+        self._regions.end_hold(done)
         if not done:
             self._regions.dirty.give_back(update.regions)
             self._head_differs = True

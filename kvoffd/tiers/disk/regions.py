@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from kvoffd.pool.slots import PAGE_BYTES, Region, RegionSlots
 from kvoffd.tiers.disk.file_format import REGIONS_AT, RegionHead, SlotShape
 from kvoffd.tiers.tier import TierBlock
+
+HEAD = -1
+"""In place of a slot: the head of its region."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +47,25 @@ class DiskRegion(Region[SlotShape]):
     """Number of the last use of any of its blocks, among all uses."""
     entries: dict[int, Entry | None] = field(default_factory=dict)
     """Slots in use; None for those that were put aside after a failed write."""
+    stale: set[int] = field(default_factory=set)
+    """Slots of which the file may have a record that does not hold any more; HEAD for all of them."""
+    clearing: set[int] = field(default_factory=set)
+    """Those of ``stale`` whose records are being written."""
+
+    def is_clear(self, slot: int) -> bool:
+        """Whether the file has no record of the slot, so that a kill while it is written over leaves nothing torn."""
+        return not {slot, HEAD} & (self.stale | self.clearing)
+
+    def begin_clearing(self, units: set[int] | None) -> None:
+        """Notes that the records of these units are being written; None for the head and all records."""
+        self.clearing = {slot for slot in self.stale if units is None or self.unit_of(slot) in units}
+        self.stale -= self.clearing
+
+    def end_clearing(self, done: bool) -> None:
+        """Notes that they were written, or not."""
+        if not done:
+            self.stale |= self.clearing
+        self.clearing = set()
 
     @property
     def head(self) -> RegionHead:
@@ -149,15 +171,29 @@ class DiskRegions(RegionSlots[DiskRegion, SlotShape]):
         del region.entries[slot]
         self._give_back_run(region, region.offset_of(slot), 1)
 
-    def hold(self, numbers: Iterable[int]) -> None:
+    def mark_stale(self, region: DiskRegion, slot: int) -> None:
+        """Notes that a slot's record in the file, if there is one, does not hold any more."""
+        self.dirty.mark(region, slot)
+        region.stale.add(slot)
+
+    def mark_all_stale(self, region: DiskRegion) -> None:
+        """Notes that no record of a region that is in the file holds any more."""
+        self.dirty.mark_head(region)
+        region.stale = {HEAD}
+
+    def hold(self, taken: Mapping[int, set[int] | None]) -> None:
         """Keeps regions from getting another shape while their records are being written."""
-        self._held = set(numbers)
+        self._held = set(taken)
+        for number, units in taken.items():
+            self[number].begin_clearing(units)
 
     def is_held(self, region: DiskRegion) -> bool:
         return region.number in self._held
 
-    def end_hold(self) -> None:
-        """Ends ``hold``."""
+    def end_hold(self, done: bool) -> None:
+        """Ends ``hold``: the records were written, or not."""
+        for number in self._held:
+            self[number].end_clearing(done)
         self._held.clear()
         for region in self._emptied_while_held:
             super()._region_emptied(region)
@@ -169,13 +205,13 @@ class DiskRegions(RegionSlots[DiskRegion, SlotShape]):
             if region.shape is not None and not region.entries:
                 region.shape = None
                 if region.number in self.dirty:
-                    self.dirty.mark_head(region)
+                    self.mark_all_stale(region)
             elif region.shape is not None:
                 self._restore_region(region, [region.offset_of(slot) for slot in sorted(region.entries)])
         self._find_free_regions()
 
     def _region_emptied(self, region: DiskRegion) -> None:
-        self.dirty.mark_head(region)
+        self.mark_all_stale(region)
         if region.number in self._held:
             self._emptied_while_held.append(region)
         else:
