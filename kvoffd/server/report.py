@@ -97,7 +97,7 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
             one,
             one.peer,
             session_id=one.id,
-            role=one.role or "new",
+            role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
             leases=leases.count_of(one.id),

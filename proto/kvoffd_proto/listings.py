@@ -14,6 +14,7 @@ from kvoffd_proto.wire import (
     GroupSpec,
     Reply,
     Request,
+    Role,
     Seconds,
     Section,
     SessionId,
@@ -27,7 +28,7 @@ class SessionInfo(Wire, frozen=True):
     """One open session."""
 
     session_id: SessionId
-    role: Annotated[str, doc("Role, or ``new`` before Hello.")]
+    role: Annotated[Role | None, doc("Role; nil before Hello.")]
     name: Annotated[str, doc("Name given in Hello.")]
     software: Annotated[str, doc("Versions given in Hello.")]
     pid: Annotated[int, doc("Peer's pid as the kernel tells the daemon; 0 from another pid namespace.", ge=0)]

@@ -151,7 +151,7 @@ class Hello(Request[Welcome], frozen=True):
 
     protocol_version: Annotated[int, doc("The client's protocol version.", ge=0)]
     role: Annotated[Role, doc("Role of the session.")]
-    name: Annotated[str, doc("Shown to operators, e.g. ``vllm:tiny-llama worker 0``.", max_length=128)]
+    name: Annotated[str, doc("Shown to operators, e.g. ``vllm:3fa85f64 tiny-llama worker 0``.", max_length=128)]
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
 
 

@@ -50,8 +50,8 @@ def sessions(
 ) -> int:
     """List the connected clients, oldest first.
 
-    With --engines, sessions of one namespace whose names differ in the role alone are one row. Engines of one name,
-    such as two of one model, share it: there are as many as it has schedulers.
+    With --engines, sessions of one namespace whose names differ in the role alone are one row. The names of vLLM's
+    sessions have the first characters of the engine's id, so that two engines of one model are two rows.
     """
     with open_admin(context, directory) as admin:
         found = admin.sessions().sessions
@@ -66,7 +66,7 @@ def sessions(
 
 @dataclass
 class EngineRow:
-    """The sessions of an engine, or of several of one name and namespace: counts and bytes are their sums."""
+    """The sessions of an engine: those of one namespace whose names differ in the role alone."""
 
     name: str
     namespaces: list[bytes]
@@ -132,7 +132,7 @@ def _sessions_page(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) ->
     return Listing(
         [
             column("id", lambda one: str(one.session_id)),
-            column("role", lambda one: printable(one.role), right=False),
+            column("role", lambda one: one.role or "new", right=False),
             column("name", lambda one: printable(one.name) or "-", 0, 12, right=False),
             column("namespace", names, 0, 16, right=False),
             column("software", lambda one: printable(one.software) or "-", 5, 12, right=False),

@@ -369,7 +369,13 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
     transfer = vllm_config.kv_transfer_config
     return EngineSetup(
-        options, namespace, group_ids, shard_bytes, loads=transfer.is_kv_consumer, stores=transfer.is_kv_producer
+        options,
+        namespace,
+        group_ids,
+        shard_bytes,
+        loads=transfer.is_kv_consumer,
+        stores=transfer.is_kv_producer,
+        engine_id=str(transfer.engine_id),
     )
 
 

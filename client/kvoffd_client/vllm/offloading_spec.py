@@ -46,6 +46,7 @@ class EngineSetup:
         stores: kv_role is kv_producer or kv_both.
         memory: where a worker's KV cache is allocated.
         layers: what the pages of a worker's layers are, per group on the wire; empty until vLLM has allocated them.
+        engine_id: vLLM's, the same in the scheduler and in all workers of an engine.
     """
 
     options: ConnectorOptions
@@ -56,8 +57,11 @@ class EngineSetup:
     stores: bool = True
     memory: SharedKvMemory = field(default_factory=SharedKvMemory)
     layers: tuple[tuple[LayerSpec, ...], ...] = ()
+    engine_id: str = ""
 
 
+ENGINE_ID_SHOWN = 8
+"""Characters of an engine's id in the names of its sessions: engines of one model are told apart by them."""
 SETUP: ContextVar[EngineSetup] = ContextVar("kvoffd_engine_setup")
 """Set by the connector while vLLM builds the spec."""
 
@@ -166,7 +170,7 @@ class KvoffdSpec(OffloadingSpec):
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
         parallel = self.config.parallel
         replica = f" replica {parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
-        return f"vllm:{namespace.label[:90]}{replica} {role}"
+        return f"vllm:{self.setup.engine_id[:ENGINE_ID_SHOWN]} {namespace.label[:80]}{replica} {role}"
 
 
 def _software() -> str:
