@@ -23,9 +23,9 @@ POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""
 
 DISK_ERRORS = {
-    "corrupt": "blocks read back were not as they were written; they were recomputed",
-    "torn": "blocks were not as they were written, and were there when the daemon or machine ended without closing the "
-    "file: a few were being written then, many mean a bad drive; they were recomputed",
+    "corrupt": "blocks read back were not as they were written: a bad drive; they were recomputed",
+    "torn": "blocks that the drive had not kept whole when the machine ended without closing the file; they were "
+    "recomputed",
     "damaged": "regions whose records are damaged; the blocks in them are lost",
     "started_anew": "the file could not be read and was emptied",
     "truncated": "the file had been cut off; the blocks beyond are lost",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -34,10 +35,11 @@ WIDE_CELLS = 116
 """From here on there is room for every column."""
 AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
-FIXED_LINES = 20
-"""Lines of a page without its namespaces, with one error and a notice of two lines."""
-FIXED_LINES_AIRY = FIXED_LINES + 8
-DISK_LINES = 2
+CLOSE = ("ended", "health", "notes", "misses")
+"""Sections without an empty line before them."""
+LEAST_NAMESPACE_LINES = 3
+"""Lines of namespaces for which other sections are made shorter."""
+Section: TypeAlias = tuple[RenderableType, ...]
 MIN_BAR_CELLS = 10
 MAX_NAMESPACES = 12
 """More would push the rest of the page off the screen; those with the most bytes are shown."""
@@ -60,45 +62,53 @@ class StatsPage:
     lines: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide = options.max_width >= WIDE_CELLS
-        airy = self._airy and not (console.is_terminal and console.height < AIRY_LINES)
-        errors = _errors(_failures(self.now), whole=True)
-        if self.lines is not None and self._lines_left(len(console.render_lines(errors, options))) < 0:
-            errors = _errors(_failures(self.now), whole=False)
-        sections = (
-            (Text(self.notice, style="bold red"),) if self.notice else (),
-            tuple(_daemon(self.now)),
-            _pool(self.now.pool, self.now.blocks, options),
-            tuple(_over(self.now.recent, wide)),
-            (_copies(self.now),),
-            (_lookups(self.now),),
-            (_disks(self.now),) if self.now.disks else (),
-            _namespaces(self.now.namespaces, self._most_namespaces(len(console.render_lines(errors, options))), wide),
-            (errors,),
-            (Text(self.footnote, style="dim"),) if self.footnote else (),
-        )
-        for index, parts in enumerate(part for part in sections if part):
-            if index and airy:
+        now, wide = self.now, options.max_width >= WIDE_CELLS
+        sections: dict[str, Section] = {
+            "notice": (Text(self.notice, style="bold red"),) if self.notice else (),
+            "daemon": tuple(_daemon(now)),
+            "ended": tuple(_ended(now)),
+            "health": tuple(_health(now)),
+            "pool": tuple(_pool(now.pool, options)),
+            "notes": tuple(_pool_notes(now.pool, now.blocks)),
+            "over": (_recent(now.recent, wide),),
+            "misses": tuple(_misses(now.recent, wide)),
+            "copies": (_copies(now),),
+            "lookups": (_lookups(now),),
+            "disks": (_disks(now),) if now.disks else (),
+            "namespaces": (),
+            "errors": (_errors(_failures(now)),),
+            "footnote": (Text(self.footnote, style="dim"),) if self.footnote else (),
+        }
+
+        def height(*parts: RenderableType) -> int:
+            return sum(len(console.render_lines(part, options)) for part in parts)
+
+        most, airy = MAX_NAMESPACES, not console.is_terminal or console.height >= AIRY_LINES
+        if self.lines is not None:
+            most, airy = self._fit(sections, self.lines, height)
+        sections["namespaces"] = tuple(_namespaces(now.namespaces, most, wide))
+        for index, (name, parts) in enumerate((name, parts) for name, parts in sections.items() if parts):
+            if index and airy and name not in CLOSE:
                 yield Text()
             yield from parts
 
-    @property
-    def _airy(self) -> bool:
-        return self.lines is None or self.lines >= AIRY_LINES
+    def _fit(self, sections: dict[str, Section], lines: int, height: Callable[..., int]) -> tuple[int, bool]:
+        """Leave out what the screen has no lines for.
 
-    def _most_namespaces(self, error_lines: int) -> int:
-        """As many as the screen has lines for beside all the rest."""
-        return MAX_NAMESPACES if self.lines is None else min(MAX_NAMESPACES, max(0, self._lines_left(error_lines)))
-
-    def _lines_left(self, error_lines: int) -> int:
-        """Lines of the screen for namespaces, below 0 where there are too few for the rest."""
-        assert self.lines is not None
-        rest = (FIXED_LINES_AIRY if self._airy else FIXED_LINES) + error_lines - 1
-        rest += (DISK_LINES + self._airy) if self.now.disks else 0
-        rest += bool(self.now.health_problems) + bool(self.now.ended_sessions)
-        rest += bool(self.now.recent and self.now.recent[-1].misses)
-        rest += len(list(_pool_notes(self.now.pool, self.now.blocks)))
-        return self.lines - rest
+        Returns how many namespaces it has lines for, and whether there are some for empty lines between sections.
+        """
+        failures, found = _failures(self.now), len(self.now.namespaces)
+        shorter: dict[str, Section] = {"errors": (_short_errors(failures),), "ended": (), "misses": (), "notes": ()}
+        # Beside the namespaces there is a line with the titles, and one that says how many others there are.
+        wanted = min(found, MAX_NAMESPACES) + 1 + (found > MAX_NAMESPACES)
+        left = lines - sum(height(*parts) for parts in sections.values())
+        empty_lines = sum(bool(parts) for name, parts in sections.items() if name not in CLOSE)
+        for name, parts in shorter.items():
+            if left >= min(wanted, LEAST_NAMESPACE_LINES):
+                break
+            left += height(*sections[name]) - height(*parts)
+            sections[name] = parts
+        return (MAX_NAMESPACES if left >= wanted else max(0, left - 2)), left >= wanted + empty_lines
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> Table:
@@ -118,8 +128,8 @@ def _section(title: str, numbers: Sequence[str]) -> Table:
     return section(title, numbers, min_cells=TITLE_CELLS - 2)
 
 
-def _daemon(now: StatsReply) -> Iterator[Table | Text]:
-    """Who answers, for how long, at what cost, and what an operator should see to."""
+def _daemon(now: StatsReply) -> Iterator[Table]:
+    """Who answers, for how long, at what cost."""
     pairs = {
         "version": str(fitting(now.daemon_version)),
         "up": format_duration(now.uptime_seconds),
@@ -131,19 +141,23 @@ def _daemon(now: StatsReply) -> Iterator[Table | Text]:
         "pinned": f"{format_count(now.pinned_blocks)} blocks",
     }
     yield _pairs("Daemon", pairs)
-    if now.ended_sessions:
-        ended = ", ".join(f"{format_count(count)} {why.replace('_', ' ')}" for why, count in _ended(now))
-        yield fitting(printable(f"{'Sessions':<{TITLE_CELLS}}that ended: {ended}"), "dim")
+
+
+def _ended(now: StatsReply) -> Iterator[Text]:
+    """How many sessions of engines ended, by reason."""
+    if found := Counter(now.ended_sessions).most_common():
+        ended = ", ".join(f"{format_count(count)} {why.replace('_', ' ')}" for why, count in found)
+        yield fitting(f"{'Sessions':<{TITLE_CELLS}}that ended: {ended}", "dim")
+
+
+def _health(now: StatsReply) -> Iterator[Text]:
+    """What an operator should see to."""
     if now.health_problems:
-        reasons = printable(", ".join(now.health_problems))
+        reasons = ", ".join(now.health_problems)
         yield fitting(f"{'Health':<{TITLE_CELLS}}{now.health.value}: {reasons}; see kvoffd-cli health", "yellow")
 
 
-def _ended(now: StatsReply) -> list[tuple[str, int]]:
-    return Counter(now.ended_sessions).most_common()
-
-
-def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) -> RenderResult:
+def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
     """A bar over the whole pool, and the books."""
     used = pool.pool_bytes - pool.free_bytes
     numbers = f"  {percent(used, pool.pool_bytes)}  {format_size(used)} of {format_size(pool.pool_bytes)}"
@@ -162,12 +176,15 @@ def _pool(pool: PoolStats, blocks: BlockAccessStats, options: ConsoleOptions) ->
         "table": pool.table_bytes,
     }
     yield _pairs("", {name: format_size(size) for name, size in sizes.items()})
-    for note, style in _pool_notes(pool, blocks):
+
+
+def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[Text]:
+    """What is unusual about the pool, a line each."""
+    for note, style in _unusual(pool, blocks):
         yield fitting(" " * TITLE_CELLS + note, style)
 
 
-def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
-    """What is unusual about the pool, a line each, with its style."""
+def _unusual(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
     if pool.spilled_slots:
         yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
     if 0 < pool.page_locked_bytes < pool.pool_bytes:
@@ -195,11 +212,6 @@ def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:
 
 def _cells_of(part: int, whole: int, cells: int) -> int:
     return min(cells, max(1, round(cells * part / whole))) if part > 0 and whole > 0 else 0
-
-
-def _over(recent: Sequence[RecentStats], wide: bool) -> Iterator[Table | Text]:
-    yield _recent(recent, wide)
-    yield from _misses(recent, wide)
 
 
 def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
@@ -311,7 +323,7 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> RenderResult:
+def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iterator[Table | Text]:
     """One line each. Hits are keys that pool or disk had; prefix, those in the pool in the run at a request's start."""
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
@@ -353,33 +365,41 @@ def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, .
     )
 
 
-def _failures(now: StatsReply) -> dict[str, int]:
+def _failures(now: StatsReply) -> Counter[str]:
     """Refusals by code, the replies that clients did not read, what GPUs' drivers refused, errors of disks."""
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)
     found["refused_batches"] += now.store.refused_batches + now.load.refused_batches
     for disk in now.disks:
         found.update({f"disk_{kind}": count for kind, count in disk.errors.items()})
-    return {name: count for name, count in found.items() if count}
+    return +found
 
 
-def _errors(failures: dict[str, int], whole: bool) -> Table | Text:
-    """Failures by code, most frequent first, each with what it means: the whole sentence, or what a line holds."""
+def _short_errors(failures: Counter[str]) -> Table:
+    """Failures by code, most frequent first, for a screen that has no room for what they mean."""
+    grid = Table.grid()
+    grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
+    grid.add_column()
+    counts = ", ".join(f"{format_count(count)} {printable(code)}" for code, count in failures.most_common())
+    grid.add_row("Errors", Text.assemble((counts, "red"), "; `kvoffd-cli stats` explains them"))
+    return grid
+
+
+def _errors(failures: Counter[str]) -> Table | Text:
+    """Failures by code, most frequent first, each with the sentence of what it means."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
     meanings["refused_batches"] = "A CUDA driver refused batches of copies, which were made one by one, slowly."
     meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
-    found = sorted(((-count, code) for code, count in failures.items() if count))
-    if not found:
+    if not failures:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
     grid = Table.grid(padding=GAP)
     grid.add_column(width=TITLE_CELLS - 2, style="bold", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
-    for index, (negative, code) in enumerate(found):
-        meaning = meanings.get(code.lower()) or _disk_meaning(code)
-        explained = Text(meaning, "dim") if whole else fitting(meaning, "dim")
-        grid.add_row("" if index else "Errors", format_count(-negative), fitting(code), explained)
+    for index, (code, count) in enumerate(failures.most_common()):
+        meaning = Text(meanings.get(code.lower()) or _disk_meaning(code), "dim")
+        grid.add_row("" if index else "Errors", format_count(count), fitting(code), meaning)
     return grid
 
 
