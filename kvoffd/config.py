@@ -190,6 +190,11 @@ class Config:
         ("auto", "off"),
         "Whether small pieces are copied in batches where the CUDA driver knows them, or always one by one.",
     )
+    cuda_gather: str = choice_setting(
+        "off",
+        ("off", "on"),
+        "Whether pieces under 32 KiB go by way of a buffer on the GPU, which a kernel of the daemon fills and empties.",
+    )
     pin_pool: str = choice_setting(
         "start",
         ("start", "use"),

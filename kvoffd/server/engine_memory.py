@@ -148,6 +148,7 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pool.pool_bytes,
         library=config.cuda_library,
         batches=config.cuda_batches == "auto",
+        gather=config.cuda_gather == "on",
         pin_linger_s=config.pin_linger_s,
     )
     if gpus.available:

@@ -395,6 +395,25 @@ class CudaLibrary:
         self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
+    def allocate(self, size: int) -> int:
+        """Allocate ordinary memory of the GPU; return its address."""
+        return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", address)
+
+    def allocate_pinned(self, size: int) -> int:
+        """Allocate pinned host memory, which all GPUs see at its address; return that."""
+        return self._number(ctypes.c_void_p, "cuMemHostAlloc", size, MEMHOSTALLOC_PORTABLE)
+
+    def free_pinned(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)
+
+    def load_kernel(self, ptx: str, name: str) -> int:
+        """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
+        module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())
+        return self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
+
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""
         base, size = ctypes.c_uint64(), ctypes.c_size_t()

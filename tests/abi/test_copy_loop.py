@@ -10,7 +10,12 @@ from support.cuda_abi import compiler, header_version
 from support.cuda_files import ROOT, VERSIONS, include_directory
 
 LOOP = ROOT / "kvoffd/transfer/cuda/gpu_copy.c"
-CALLS = {"copy_call": "cuMemcpyAsync", "record_call": "cuEventRecord", "wait_call": "cuEventSynchronize"}
+CALLS = {
+    "copy_call": "cuMemcpyAsync",
+    "record_call": "cuEventRecord",
+    "wait_call": "cuEventSynchronize",
+    "launch_call": "cuLaunchKernel",
+}
 BATCHES = {12080: "batch_call_12080", 13000: "batch_call"}
 
 

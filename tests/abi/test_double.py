@@ -18,13 +18,14 @@ from support.cuda_files import include_directory
 from support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
+from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
 from kvoffd_proto import cuda_driver as cuda
 
 KIB = 1 << 10
 SIZE = 64 * KIB
 CHUNK = 2 << 20
 GONE = 0xDB
-INVALID_VALUE, INVALID_CONTEXT, ALREADY_MAPPED, INVALID_HANDLE, FAULT = 1, 201, 208, 400, 700
+INVALID_VALUE, INVALID_CONTEXT, ALREADY_MAPPED, INVALID_HANDLE, FAULT, MISALIGNED = 1, 201, 208, 400, 700, 716
 
 
 class Bench:
@@ -385,6 +386,58 @@ def test_chunks_are_copied_only_when_access_was_given(bench: Bench) -> None:
     bench.copy(middle, bench.host, 2 * KIB)
     bench.driver.unmap(address, CHUNK)
     bench.refused(FAULT, bench.wait)
+
+
+def test_a_kernel_is_run_as_late_as_a_copy_and_may_use_what_a_gpu_may(bench: Bench) -> None:
+    kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+    table = bench.driver.allocate_pinned(4 * KIB)
+    entries, gpu = DeviceBuffer(table, 48).view.view(np.uint64), bench.gpu
+
+    def launch(where: int = table, threads: int = 32) -> None:
+        value = ctypes.c_uint64(where)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+        shape = (2, 1, 1, threads, 1, 1, 0)
+        assert load(bench.stub.path).cuLaunchKernel(kernel, *shape, bench.stream, arguments, None) == 0
+        value.value = 0  # arguments are taken at once
+
+    gpu.view[:KIB] = 7
+    entries[:] = [gpu.address + 8 * KIB, gpu.address, KIB, gpu.address + 16 * KIB, gpu.address + 16, 32]
+    launch()
+    assert gpu.view[8 * KIB] == 1, "it is asynchronous"
+    entries[3] += 16  # what they point to is read when it runs
+    bench.wait()
+    assert gpu.view[8 * KIB : 9 * KIB + 1].tolist() == [7] * KIB + [1]
+    assert gpu.view[16 * KIB + 15 : 16 * KIB + 49].tolist() == [1, *[7] * 32, 1]
+
+
+@pytest.mark.parametrize(
+    ("entry", "where", "status"),
+    [
+        ((0, 8 * KIB, KIB), None, 0),
+        ((0, SIZE - 16, 32), None, FAULT),
+        ((SIZE, 0, 16), None, FAULT),
+        ((8, 0, 16), None, MISALIGNED),
+        ((0, 0, 16), "registered", FAULT),
+    ],
+)
+def test_a_kernel_beyond_its_memory_is_a_fault(
+    bench: Bench, entry: tuple[int, int, int], where: str | None, status: int
+) -> None:
+    kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+    table = bench.driver.allocate_pinned(4 * KIB) if where is None else bench.host
+    DeviceBuffer(table, 24).view.view(np.uint64)[:] = [
+        bench.gpu.address + entry[0],
+        bench.gpu.address + entry[1],
+        entry[2],
+    ]
+    value = ctypes.c_uint64(table)
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(value))
+    raw = load(bench.stub.path)
+    assert raw.cuLaunchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, bench.stream, arguments, None) == 0
+    if status:
+        bench.refused(status, bench.wait)
+    else:
+        bench.wait()
 
 
 def test_a_machine_without_gpus_does_not_start_cuda() -> None:

@@ -38,6 +38,8 @@ DRIVER_NS = 640
 class CountingDriver:
     """As much of a CudaDriver as an engine asks of one; its streams are numbers."""
 
+    gathers = False
+
     def __init__(self, library: ctypes.CDLL, stream: int) -> None:
         self._library = library
         self._stream = stream

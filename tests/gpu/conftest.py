@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,18 +30,34 @@ def stub_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         machine.daemon.close()
 
 
-@pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.gpu)])
-def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A running daemon that takes GPU memory."""
+DRIVERS = ["stub", pytest.param("real", marks=pytest.mark.gpu)]
+
+
+def machine_of(
+    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **flags: str
+) -> Generator[Machine, None, None]:
+    """A running daemon with these flags, over one of DRIVERS."""
     log: Path | None = None
     library = ""
-    if request.param == "stub":
+    if driver == "stub":
         log = tmp_path / "driver.log"
         monkeypatch.setenv("STUB_LOG", str(log))
         monkeypatch.setenv("STUB_DEVICES", "2")
         library = fresh_stub().path
     elif not real_gpus():
         pytest.skip("no GPU here")
-    machine = Machine(library, log)
+    machine = Machine(library, log, **flags)
     with machine.daemon:
         yield machine
+
+
+@pytest.fixture(params=DRIVERS)
+def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A running daemon that takes GPU memory."""
+    yield from machine_of(request.param, tmp_path, monkeypatch)
+
+
+@pytest.fixture(params=DRIVERS)
+def gathering(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """One that gathers small pieces."""
+    yield from machine_of(request.param, tmp_path, monkeypatch, cuda_gather="on")

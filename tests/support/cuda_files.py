@@ -1,4 +1,4 @@
-"""Where NVIDIA's headers and Debian's driver library are, which `make abi` and `make test` fetch."""
+"""Where NVIDIA's headers and assemblers and Debian's driver library are, which `make abi` and `make test` fetch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DIRECTORY = ROOT / ".cuda"
 sys.path.insert(0, str(ROOT))
 
-from tests.tools.cuda_files import HEADERS, fetch  # noqa: E402
+from tests.tools.cuda_files import ASSEMBLER, HEADERS, fetch  # noqa: E402
 
 VERSIONS = list(HEADERS)
 
@@ -24,6 +24,17 @@ def include_directory(version: str) -> Path:
         _fetch_once()
     if not path.is_dir():
         pytest.skip(f"cuda.h of CUDA {version} could not be fetched (python -m tests.tools.cuda_files .cuda says why)")
+    return path
+
+
+def assembler(version: str) -> Path:
+    """One version's `ptxas`; skips the test where it cannot be had."""
+    path = DIRECTORY / "ptxas" / version / ASSEMBLER
+    if not path.exists():
+        _fetch_once()
+    if not path.exists():
+        pytest.skip(f"{ASSEMBLER} {version} could not be fetched (python -m tests.tools.cuda_files .cuda says why)")
+    path.chmod(0o755)
     return path
 
 

@@ -1,9 +1,9 @@
 """Fetch what the tests hold our CUDA declarations against: `cuda_files.py DIRECTORY`, started by the Makefile.
 
-`DIRECTORY/headers/VERSION` gets `cuda.h` and `cudaTypedefs.h` from NVIDIA's wheels on the package index, and
-`DIRECTORY/driver` Debian's `libcuda.so.1`, by apt and its keys. Neither is kept in the repository: they are not ours to
-give away. What cannot be fetched is said here, and the tests that need it are skipped by name. Imports the standard
-library only.
+`DIRECTORY/headers/VERSION` gets `cuda.h` and `cudaTypedefs.h` from NVIDIA's wheels on the package index,
+`DIRECTORY/ptxas/VERSION` the assembler of GPU code, and `DIRECTORY/driver` Debian's `libcuda.so.1`, by apt and its
+keys. None of it is kept in the repository: it is not ours to give away. What cannot be fetched is said here, and the
+tests that need it are skipped by name. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,8 @@ HEADERS = {
     "newest": "nvidia-cuda-runtime",
 }
 FILES = ("cuda.h", "cudaTypedefs.h")
+ASSEMBLERS = {"12.0": "nvidia-cuda-nvcc-cu12==12.0.*", "newest": "nvidia-cuda-nvcc"}
+ASSEMBLER = "ptxas"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 DRIVER_SOURCE = f"deb [signed-by={KEYRING}] http://deb.debian.org/debian bookworm non-free\n"
 DRIVER_PACKAGE = "libcuda1"
@@ -34,18 +36,27 @@ TIMEOUT_S = 120
 
 def fetch_headers(version: str, directory: Path) -> str | None:
     """Return what went wrong, or None."""
-    target = directory / "headers" / version
-    if all((target / name).exists() for name in FILES):
+    return _fetch_wheel(HEADERS[version], FILES, directory / "headers" / version)
+
+
+def fetch_assembler(version: str, directory: Path) -> str | None:
+    """Return what went wrong, or None."""
+    return _fetch_wheel(ASSEMBLERS[version], (ASSEMBLER,), directory / "ptxas" / version)
+
+
+def _fetch_wheel(wanted: str, files: Sequence[str], target: Path) -> str | None:
+    """Put files of a wheel on the package index into ``target``, by their names; return what went wrong, or None."""
+    if all((target / name).exists() for name in files):
         return None
     with TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
         limits = ["--only-binary", ":all:", "--retries", "1", "--timeout", "15"]
-        if problem := _run([*pip, *limits, "--dest", scratch, HEADERS[version]]):
+        if problem := _run([*pip, *limits, "--dest", scratch, wanted]):
             return problem
         (wheel,) = Path(scratch).glob("*.whl")
         with ZipFile(wheel) as archive:
             members = {Path(name).name: name for name in archive.namelist()}
-            _put(target, {name: archive.read(members[name]) for name in FILES})
+            _put(target, {name: archive.read(members[name]) for name in files})
     return None
 
 
@@ -113,6 +124,8 @@ def fetch(directory: Path) -> dict[str, str]:
     """Fetch what is missing; return what could not be fetched, and why."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         fetched = {f"cuda.h {version}": pool.submit(fetch_headers, version, directory) for version in HEADERS}
+        for version in ASSEMBLERS:
+            fetched[f"{ASSEMBLER} {version}"] = pool.submit(fetch_assembler, version, directory)
         fetched[f"Debian's {DRIVER_PACKAGE}"] = pool.submit(fetch_driver, directory)
         return {what: problem for what, future in fetched.items() if (problem := future.result()) is not None}
 

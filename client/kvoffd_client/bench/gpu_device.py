@@ -34,20 +34,6 @@ SWEEP = Path(__file__).with_name("sweep.ptx")
 class BenchDriver(ExportDriver):
     """The driver library as a bench uses it. See ExportDriver; all of these calls need a current context."""
 
-    def allocate(self, size: int) -> int:
-        """Allocate ordinary memory of the GPU; return its address."""
-        return self._number(ctypes.c_uint64, "cuMemAlloc_v2", size)
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", address)
-
-    def allocate_pinned(self, size: int) -> int:
-        """Allocate pinned host memory; return its address."""
-        return self._number(ctypes.c_uint64, "cuMemHostAlloc", size, cuda.MEMHOSTALLOC_PORTABLE)
-
-    def free_pinned(self, address: int) -> None:
-        self._call("cuMemFreeHost", address)
-
     def create_stream(self) -> int:
         """Create a stream that waits for no other."""
         return self._number(ctypes.c_void_p, "cuStreamCreate", cuda.STREAM_NON_BLOCKING)
@@ -62,11 +48,6 @@ class BenchDriver(ExportDriver):
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         """Put one copy into the stream."""
         self._call("cuMemcpyAsync", destination, source, size, stream)
-
-    def load_kernel(self, ptx: str, name: str) -> int:
-        """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
-        module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())
-        return self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
 
     def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
         """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""

@@ -1,4 +1,4 @@
-"""The engine for one GPU: its copy engines, driven by a load and a store thread. No kernels.
+"""The engine for one GPU: its copy engines, driven by a load and a store thread. No kernels, but for ``Staging``.
 
 Two more threads take the checksums of what the store thread's copies have left in the pool.
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from kvoffd.system.numa import NOWHERE, Locality, run_near
 from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver, CudaError
 from kvoffd.transfer.cuda.gpu_copy import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuCopy, PinnedChunks
+from kvoffd.transfer.cuda.staging import Staging
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.lane import ChecksumThreads, CopyProgress, Lane, Steps
 from kvoffd.transfer.lane_engine import LaneEngine
@@ -129,6 +130,7 @@ class _GpuCopier:
     _locality: Locality
     _step_pieces: int
     _calls: CopyCalls = field(init=False)
+    _staging: Staging | None = None
     _stream: int = 0
     _events: list[int] = field(default_factory=list)
 
@@ -138,6 +140,11 @@ class _GpuCopier:
         self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
         self._events.extend(self._driver.create_event() for _ in range(STEPS_IN_FLIGHT))
         self._calls = self._driver.copy_calls(self._batches.call)
+        if self._driver.gathers:
+            try:
+                self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, self._step_pieces)
+            except CudaError as error:
+                _log.warning("Small pieces are not gathered, since the GPU does not allow it: %s", error.message)
 
     def copy(self, transfer: Transfer, progress: CopyProgress) -> Steps:
         copy = GpuCopy(
@@ -150,6 +157,7 @@ class _GpuCopier:
             self._pinned,
             progress.pace,
             self._step_pieces,
+            self._staging,
         )
         outcome = None
         while outcome is None:
@@ -165,6 +173,8 @@ class _GpuCopier:
 
     def close(self) -> None:
         try:
+            if self._staging is not None:
+                self._staging.close()
             for event in self._events:
                 self._driver.destroy_event(event)
             self._driver.destroy_stream(self._stream)

@@ -31,8 +31,10 @@ class CudaDriver(cuda.CudaLibrary):
 
     Args:
         batches: whether ``batch_copy`` looks for the call at all.
+        gather: see ``gathers``.
 
     Attributes:
+        gathers: whether small pieces are to be staged, see ``Staging``.
         lost: why this process must end, as a call has found first; else None. See ``cuda_driver.RELAUNCH_ERRORS``.
     """
 
@@ -40,8 +42,9 @@ class CudaDriver(cuda.CudaLibrary):
     library_missing = CudaMissing
     setting = "cuda_library"
 
-    def __init__(self, library: str = "", *, batches: bool = True) -> None:
+    def __init__(self, library: str = "", *, batches: bool = True, gather: bool = False) -> None:
         super().__init__(library or cuda.DEFAULT_LIBRARY)
+        self.gathers = gather
         self.lost: CudaError | None = None
         self._batches = batches
         self._copy = self._library.cuMemcpyAsync
@@ -116,9 +119,8 @@ class CudaDriver(cuda.CudaLibrary):
 
     def copy_calls(self, batch: BatchCopy | None) -> CopyCalls:
         """Return the functions that the copy loop in C calls."""
-        names = {"copy": "cuMemcpyAsync", "record": "cuEventRecord", "wait": "cuEventSynchronize"}
         calls = CopyCalls(
-            **{field: ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for field, name in names.items()}
+            **{field: ctypes.cast(getattr(self._library, name), ctypes.c_void_p) for field, name in _COPY_CALLS.items()}
         )
         if batch is not None:
             calls.batch, calls.attributes = batch.function, ctypes.addressof(_BATCH_ATTRIBUTES)
@@ -194,11 +196,19 @@ class CudaDriver(cuda.CudaLibrary):
         self._call("cuMemSetAccess", address, size, ctypes.byref(description), 1)
 
 
+_COPY_CALLS = {
+    "copy": "cuMemcpyAsync",
+    "record": "cuEventRecord",
+    "wait": "cuEventSynchronize",
+    "launch": "cuLaunchKernel",
+}
+
+
 class CopyCalls(ctypes.Structure):
     """The first members of ``struct gpu_copying`` of gpu_copy.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "attributes")),
+        *((name, ctypes.c_void_p) for name in ("copy", "batch", "record", "wait", "launch", "attributes")),
         ("has_fail_index", ctypes.c_uint64),
     )
 

@@ -8,13 +8,15 @@
 #include "../pace.h"
 
 enum { IN_FLIGHT = 3 }; /* steps that the GPU has at a time; see STEPS_IN_FLIGHT */
-enum { BATCH = 1, COPY, RECORD, WAIT }; /* calls that fail; gpu_copy.py names them */
+enum { BATCH = 1, COPY, RECORD, WAIT, LAUNCH }; /* calls that fail; gpu_copy.py names them */
+enum { WORD_BYTES = 16, THREADS = 256 };        /* of the kernel, copy_pieces.ptx */
 
 #if !defined(CUDA_VERSION) /* a test compiles this behind NVIDIA's cuda.h */
 typedef int CUresult;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUstream_st *CUstream;
 typedef struct CUevent_st *CUevent;
+typedef struct CUfunc_st *CUfunction;
 typedef struct CUmemcpyAttributes_st CUmemcpyAttributes;
 #endif
 typedef CUresult copy_call(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream);
@@ -25,6 +27,15 @@ typedef CUresult batch_call_12080(CUdeviceptr *to, CUdeviceptr *from, size_t *si
                                   size_t *fail_index, CUstream stream);
 typedef CUresult record_call(CUevent event, CUstream stream);
 typedef CUresult wait_call(CUevent event);
+typedef CUresult launch_call(CUfunction kernel, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
+                             unsigned threads_y, unsigned threads_z, unsigned shared_bytes, CUstream stream,
+                             void **arguments, void **extra);
+
+/* What the kernel reads of a piece. */
+struct piece {
+    CUdeviceptr to, from;
+    uint64_t size;
+};
 
 /* One plan on its way through one stream. gpu_copy.py has the same structure. */
 struct gpu_copying {
@@ -32,6 +43,7 @@ struct gpu_copying {
     void *batch;          /* NULL where there is none */
     record_call *record;
     wait_call *wait;
+    launch_call *launch;
     CUmemcpyAttributes *attributes; /* of all copies of a batch */
     uint64_t has_fail_index; /* the batch call is that of 12.8 */
     CUstream stream;
@@ -48,6 +60,11 @@ struct gpu_copying {
     CUdeviceptr *to, *from; /* [step_pieces] room for a batch */
     size_t *sizes;
 
+    CUfunction kernel;      /* NULL where no piece is staged */
+    uint64_t staged_bytes;  /* smaller pieces are */
+    CUdeviceptr staging;    /* cut_bytes of the GPU's memory for each event */
+    struct piece *table;    /* [step_pieces] for each event, read by the kernel */
+
     uint64_t use_batch;         /* cleared when a batch is refused that single copies can do */
     uint64_t batches, refused;  /* how many were taken; the status of the refused one */
     uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
@@ -63,19 +80,22 @@ static int fail(struct gpu_copying *c, int call, int status)
     return status;
 }
 
-static int copy_batch(struct gpu_copying *c, uint64_t count)
+/* Copies what is in `to`, `from` and `sizes`. */
+static int copy_many(struct gpu_copying *c, uint64_t count)
 {
     size_t first = 0, fail_index = 0;
-    int status;
+    int status = 0;
 
-    if (c->has_fail_index)
-        status = ((batch_call_12080 *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, &fail_index,
-                                                c->stream);
-    else
-        status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
-    if (!status) {
-        c->batches++;
-        return 0;
+    if (c->use_batch) {
+        if (c->has_fail_index)
+            status = ((batch_call_12080 *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1,
+                                                    &fail_index, c->stream);
+        else
+            status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
+        if (!status) {
+            c->batches++;
+            return 0;
+        }
     }
     /* Copying a piece twice does no harm, so it does not matter how far the batch came. */
     for (uint64_t i = 0; i < count; i++) {
@@ -83,27 +103,51 @@ static int copy_batch(struct gpu_copying *c, uint64_t count)
         if (error)
             return fail(c, COPY, error);
     }
-    /* Single copies do work, so it was the batch. */
-    c->refused = status;
-    c->use_batch = 0;
+    if (status) { /* single copies do work, so it was the batch */
+        c->refused = status;
+        c->use_batch = 0;
+    }
     return 0;
 }
 
-/* Gives the next step to the driver, and an event behind it. */
-static int launch(struct gpu_copying *c, struct pace *p)
+/* Has the kernel copy the first `count` pieces of a table. */
+static int copy_by_kernel(struct gpu_copying *c, struct piece *table, uint64_t count)
 {
-    uint64_t count = 0, nbytes = 0, taken = 0;
+    void *arguments[] = {&table};
+
+    return fail(c, LAUNCH, c->launch(c->kernel, count, 1, 1, THREADS, 1, 1, 0, c->stream, arguments, NULL));
+}
+
+/* Gives the next step to the driver, and an event behind it. */
+static int launch_step(struct gpu_copying *c, struct pace *p)
+{
+    struct piece *table = c->table + c->next_event * p->step_pieces;
+    CUdeviceptr room = c->staging + c->next_event * c->cut_bytes;
+    uint64_t count = 0, staged = 0, nbytes = 0, taken = 0;
+    uint64_t run_end = 0; /* in the pool, of the last copy, if that is of staged pieces */
 
     for (; c->piece < c->pieces && taken < p->step_pieces; taken++) {
         uint64_t to = c->destination[c->piece] + c->piece_done, from = c->source[c->piece] + c->piece_done;
         uint64_t pool = c->from_pool ? from : to, size = c->size[c->piece] - c->piece_done;
+        int pinned;
         if (size > c->cut_bytes - pool % c->cut_bytes)
             size = c->cut_bytes - pool % c->cut_bytes;
         if (taken && nbytes + size > p->step_bytes)
             break;
-        if (c->use_batch && size < c->plain_bytes &&
-            __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED)) {
+        pinned = __atomic_load_n(c->pinned + (pool / c->chunk_bytes - c->first_chunk), __ATOMIC_RELAXED);
+        if (c->kernel && pinned && size < c->staged_bytes && (to | from | size) % WORD_BYTES == 0) {
+            table[staged++] = c->from_pool ? (struct piece){to, room, size} : (struct piece){room, from, size};
+            if (pool == run_end && pool % c->cut_bytes)
+                c->sizes[count - 1] += size;
+            else if (c->from_pool)
+                c->to[count] = room, c->from[count] = from, c->sizes[count++] = size;
+            else
+                c->to[count] = to, c->from[count] = room, c->sizes[count++] = size;
+            room += size;
+            run_end = pool + size;
+        } else if (c->use_batch && pinned && size < c->plain_bytes) {
             c->to[count] = to, c->from[count] = from, c->sizes[count++] = size;
+            run_end = 0;
         } else {
             int status = c->copy(to, from, size, c->stream);
             if (status)
@@ -114,7 +158,11 @@ static int launch(struct gpu_copying *c, struct pace *p)
         if (c->piece_done == c->size[c->piece])
             c->piece++, c->piece_done = 0;
     }
-    if (count && copy_batch(c, count))
+    if (staged && !c->from_pool && copy_by_kernel(c, table, staged))
+        return 1;
+    if (count && copy_many(c, count))
+        return 1;
+    if (staged && c->from_pool && copy_by_kernel(c, table, staged))
         return 1;
     if (fail(c, RECORD, c->record(c->event[c->next_event], c->stream)))
         return 1;
@@ -145,7 +193,7 @@ void kvoffd_gpu_copy(struct gpu_copying *c, struct pace *p)
     while (c->piece < c->pieces && !must_return(p)) {
         if (c->steps == IN_FLIGHT && wait_oldest(c, p))
             return;
-        if (launch(c, p) || nanoseconds() >= until)
+        if (launch_step(c, p) || nanoseconds() >= until)
             return;
     }
 }

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvoffd.system.native import native
 from kvoffd.transfer.cuda.driver import CopyCalls, CudaDriver
+from kvoffd.transfer.cuda.staging import STAGED_BYTES, Staging
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Direction, Plan
 
@@ -29,7 +30,7 @@ STEP_PIECES = 512
 # From this size on one call a piece costs less than the copy itself takes, batches gain nothing.
 PLAIN_BYTES = 256 << 10
 
-_CALLS = ("", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
+_CALLS = ("", "cuMemcpyBatchAsync", "cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", "cuLaunchKernel")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,8 @@ class _GpuCopying(ctypes.Structure):
         ("from_pool", ctypes.c_uint64),
         ("pinned", ctypes.c_void_p),
         *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "cut_bytes", "plain_bytes")),
-        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes")),
+        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "kernel")),
+        *((name, ctypes.c_uint64) for name in ("staged_bytes", "staging", "table")),
         *((name, ctypes.c_uint64) for name in ("use_batch", "batches", "refused", "piece", "piece_done")),
         ("next_event", ctypes.c_uint64),
         ("steps", ctypes.c_uint64),
@@ -76,6 +78,7 @@ class GpuCopy:
         calls: the driver's functions.
         events: STEPS_IN_FLIGHT of them, for nobody else until the copy has ended.
         step_pieces: most pieces in a batch.
+        staging: by way of which small pieces are copied, of as many steps and pieces; None for none.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class GpuCopy:
         pinned: PinnedChunks,
         pace: Pace,
         step_pieces: int = STEP_PIECES,
+        staging: Staging | None = None,
     ) -> None:
         self._driver, self._stream, self._event = driver, stream, events[0]
         self._pace = pace
@@ -115,6 +119,9 @@ class GpuCopy:
             sizes=room[2].ctypes.data,
         )
         setattr(self._copying, "from", room[1].ctypes.data)
+        if staging is not None:
+            self._copying.kernel, self._copying.staged_bytes = staging.kernel, STAGED_BYTES
+            self._copying.staging, self._copying.table = staging.buffer, staging.tables
         self._arguments = (ctypes.byref(self._copying), ctypes.byref(pace))
 
     @property

@@ -168,8 +168,8 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none before ``pin_pool`` or ``map``.
 
-    The pool has been touched already. Deadlines are measured on ``clock``; ``library`` is the path of libcuda,
-    ``batches`` whether copies are made in batches; the pool stays pinned for ``pin_linger_s`` after its last use.
+    The pool has been touched already. Deadlines are measured on ``clock``; ``library``,
+    ``batches`` and ``gather`` are CudaDriver's; the pool stays pinned for ``pin_linger_s`` after its last use.
     """
 
     def __init__(
@@ -180,6 +180,7 @@ class Gpus:
         library: str = "",
         *,
         batches: bool = True,
+        gather: bool = False,
         pin_linger_s: float = 0.0,
     ) -> None:
         self._clock = clock
@@ -190,7 +191,7 @@ class Gpus:
         self._missing = ""
         self._refusal = ""
         try:
-            self._driver: CudaDriver | None = CudaDriver(library, batches=batches)
+            self._driver: CudaDriver | None = CudaDriver(library, batches=batches, gather=gather)
         except CudaMissing as error:
             self._driver, self._missing = None, error.message
         else:

@@ -235,10 +235,10 @@ def run_tests(setup: Setup) -> Found:
     }
 
 
-def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool) -> Report:
+def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool = False, **flags: str) -> Report:
     pool_bytes, job_bytes = (256 * MIB, 4 * MIB) if setup.double else (3 * GIB, 128 * MIB)
     slice_s = 0.1 if setup.double else 0.5
-    with setup.daemon(pool_bytes) as daemon:
+    with setup.daemon(pool_bytes, **flags) as daemon:
         return bench_copy_gpu(
             daemon.directory, lambda what: print(what, file=sys.stderr), sizes, job_bytes, rounds, 0, compute, slice_s
         )
@@ -247,7 +247,7 @@ def _bench(setup: Setup, sizes: list[int], rounds: int, *, compute: bool) -> Rep
 def copy(setup: Setup) -> Found:
     """``bench copy`` with its floors at 4 KiB to 2 MiB: stores, loads, both at once; one at a time."""
     sizes = [16 * KIB, 64 * KIB] if setup.double else [4 * KIB << step for step in range(10)]
-    report = _bench(setup, sizes, 2 if setup.double else 5, compute=False)
+    report = _bench(setup, sizes, 2 if setup.double else 5)
     if setup.plot is not None:
         try:
             check_plot(setup.plot)
@@ -255,6 +255,12 @@ def copy(setup: Setup) -> Found:
         except BenchFailed as error:
             print(error, file=sys.stderr)  # the figures are what counts
     return report.to_object() | {"curves": [asdict(curve) for curve in report.curves]}
+
+
+def gather(setup: Setup) -> Found:
+    """The same for small pieces, with ``cuda_gather``."""
+    sizes = [4 * KIB] if setup.double else [4 * KIB, 8 * KIB, 16 * KIB]
+    return _bench(setup, sizes, 1 if setup.double else 3, cuda_gather="on").to_object()
 
 
 def compute(setup: Setup) -> Found:
@@ -355,7 +361,8 @@ PARTS = {
     "sharing": Part(share_memory, 50),
     "pinning": Part(pin_pools, 70),
     "tests": Part(run_tests, 150),
-    "copy": Part(copy, 110),
+    "copy": Part(copy, 90),
+    "gather": Part(gather, 30),
     "compute": Part(compute, 60),
     "death": Part(die, 80),
     "fault": Part(fault, 40),

@@ -10,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import DeviceBuffer, StubCuda
+from support.stub_cuda import DeviceBuffer, Ranges, StubCuda
 from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, CudaEngine
 from kvoffd.transfer.cuda.gpu_copy import PLAIN_BYTES, STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT
 from kvoffd.transfer.cuda.pinning import PinnedPool
+from kvoffd.transfer.cuda.staging import STAGED_BYTES
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
 
@@ -71,24 +72,31 @@ def machine(stub: StubCuda) -> Iterator[Machine]:
 
 
 class Job:
-    """Pieces of the given sizes, some bytes apart, at the same offsets of pool and GPU."""
+    """Pieces of the given sizes, ``apart`` bytes from each other in the pool and on the GPU."""
 
     def __init__(
-        self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, deadline: float = FOREVER
+        self,
+        machine: Machine,
+        sizes: list[int],
+        direction: Direction = Direction.STORE,
+        deadline: float = FOREVER,
+        apart: tuple[int, int] = (8, 8),
     ) -> None:
         self.outcome: Outcome | None = None
         self.overdue = 0
         self.done = threading.Event()
-        offset = np.cumsum([24, *(size + 8 for size in sizes[:-1])]).astype(np.uint64)
-        assert int(offset[-1]) + sizes[-1] <= POOL
-        pool, gpu = (offset + np.uint64(base) for base in (machine.memory.address, machine.gpu.address))
-        columns = (pool, gpu) if direction is Direction.STORE else (gpu, pool)
-        self.plan = Plan(*columns, np.array(sizes, dtype=np.uint64), sum(sizes))
+        offsets = [np.cumsum([3 * gap, *(size + gap for size in sizes[:-1])]).astype(np.uint64) for gap in apart]
+        assert int(max(offset[-1] for offset in offsets)) + sizes[-1] <= POOL
+        views, bases = [machine.pool, machine.gpu.view], [machine.memory.address, machine.gpu.address]
+        if direction is Direction.LOAD:
+            offsets, views, bases = offsets[::-1], views[::-1], bases[::-1]
+        columns = [offset + np.uint64(base) for offset, base in zip(offsets, bases, strict=True)]
+        self.plan = Plan(columns[0], columns[1], np.array(sizes, dtype=np.uint64), sum(sizes))
         self.expected_to = np.zeros(POOL, dtype=np.uint8)
         self.source = random_bytes(POOL, 5)
-        for begin, size in zip(offset.tolist(), sizes, strict=True):
-            self.expected_to[begin : begin + size] = self.source[begin : begin + size]
-        self._from, self._to = (machine.gpu.view, machine.pool)[:: 1 if direction is Direction.STORE else -1]
+        for to, begin, size in zip(offsets[0].tolist(), offsets[1].tolist(), sizes, strict=True):
+            self.expected_to[to : to + size] = self.source[begin : begin + size]
+        self._to, self._from = views
         self._from[:] = self.source
         self._to[:] = 0
         self.transfer = Transfer(direction, self.plan, deadline, self._on_done, self._on_overdue)
@@ -333,6 +341,95 @@ def test_the_pool_may_be_pinned_in_the_middle_of_a_transfer(machine: Machine) ->
     assert job.is_copied()
     assert machine.stub.calls("cuMemcpyBatchAsync") > 0
     assert machine.stub.calls("cuMemcpyAsync") > 0
+
+
+# --- small pieces by way of a buffer ------------------------------------------------------------------
+
+PAGES = [16, 48, STAGED_BYTES - 16, KIB] * (STEPS_IN_FLIGHT + 1) * (STEP_PIECES // 4)
+"""More than there are buffers for, and more bytes than lie between two multiples of STEP_BYTES."""
+ONE_RUN = (0, 16)
+"""In the pool they follow each other."""
+
+
+@pytest.fixture
+def gathering(machine: Machine) -> Machine:
+    machine.driver.gathers = True
+    machine.pin()
+    return machine
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(("version", "seed"), [(12070, 0), (12080, 1), (13000, 2)])
+def test_small_pieces_of_a_run_are_gathered(gathering: Machine, direction: Direction, version: int, seed: int) -> None:
+    gathering.stub.set("version", version)
+    gathering.stub.set("seed", seed)
+    job = Job(gathering, PAGES, direction, apart=ONE_RUN)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    log = gathering.stub.log()
+    launches = [int(line.split()[1]) for line in log if line.startswith("launch ")]
+    assert 0 <= sum(launches) - len(PAGES) <= POOL // STEP_BYTES, "some are cut where pinned chunks meet"
+    assert max(launches) <= STEP_PIECES
+    copies = sum(line.startswith("copy ") or " of " in line for line in log)
+    assert copies <= 2 * len(launches), "a step is one copy, or two where pinned chunks meet"
+    assert gathering.engine.load_of(direction).bytes == sum(PAGES)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_what_a_kernel_cannot_gather_goes_as_before(gathering: Machine, direction: Direction) -> None:
+    sizes = [4 * KIB, 300 * KIB, 16, STAGED_BYTES, 4 * KIB + 8, 8 * KIB, 64 * KIB] * 20
+    job = Job(gathering, sizes, direction, apart=ONE_RUN)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    assert 0 < sum(int(line.split()[1]) for line in gathering.stub.log() if line.startswith("launch ")) < len(sizes)
+
+
+@pytest.mark.parametrize("missing", ["cuLaunchKernel", "cuEventSynchronize"])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_what_is_missing_of_a_gathering_shows_in_the_bytes(
+    gathering: Machine, direction: Direction, missing: str
+) -> None:
+    gathering.stub.ignore(missing)
+    job = Job(gathering, PAGES, direction, apart=ONE_RUN)
+    assert job.wait() is Outcome.DONE
+    assert not job.is_copied()
+
+
+def test_what_is_not_pinned_is_not_gathered(machine: Machine) -> None:
+    machine.driver.gathers = True
+    job = Job(machine, PAGES, apart=ONE_RUN)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    assert machine.stub.calls("cuLaunchKernel") == 0
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuMemAlloc_v2", "cuMemHostAlloc"])
+def test_a_gpu_without_room_for_the_buffer_is_used_without(
+    gathering: Machine, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    gathering.stub.fail(call, 0, 2)
+    job = Job(gathering, PAGES, apart=ONE_RUN)
+    assert job.wait() is Outcome.DONE
+    assert job.is_copied()
+    assert gathering.stub.calls("cuLaunchKernel") == 0
+    assert f"not gathered, since the GPU does not allow it: {call} failed: CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
+    assert gathering.stub.ranges(Ranges.DEVICE) == 1
+
+
+def test_a_kernel_that_does_not_start_fails_its_transfer(gathering: Machine) -> None:
+    gathering.stub.fail("cuLaunchKernel", 2, UNKNOWN)
+    assert Job(gathering, PAGES, apart=ONE_RUN).wait() is Outcome.FAILED
+    good = Job(gathering, PAGES, apart=ONE_RUN)
+    assert good.wait() is Outcome.DONE
+    assert good.is_copied()
+
+
+def test_the_buffer_is_given_up(gathering: Machine) -> None:
+    before = [gathering.stub.ranges(kind) for kind in (Ranges.DEVICE, Ranges.HOST)]
+    assert Job(gathering, PAGES, apart=ONE_RUN).wait() is Outcome.DONE
+    assert gathering.stub.ranges(Ranges.DEVICE) == before[0] + 2
+    assert gathering.engine.close(10)
+    assert [gathering.stub.ranges(kind) for kind in (Ranges.DEVICE, Ranges.HOST)] == before
 
 
 def test_buffers_of_the_test_are_what_they_seem(machine: Machine) -> None:

@@ -1,0 +1,50 @@
+"""The kernels that we ship are what NVIDIA's assembler takes, for every GPU that they may run on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.cuda_files import assembler
+
+from kvoffd.transfer.cuda.staging import KERNEL
+from kvoffd_client.bench.gpu_device import SWEEP
+
+# The oldest driver assembles what it is given for the GPUs of its time.
+CARDS = {
+    "12.0": ("75", "80", "86", "89", "90"),
+    "newest": ("75", "80", "86", "87", "89", "90", "100", "103", "120", "121"),
+}
+
+
+def assemble(version: str, card: str, kernel: Path, into: Path) -> str:
+    """What the assembler says; nothing where it is content."""
+    command = [assembler(version), "--warning-as-error", f"--gpu-name=sm_{card}", kernel, "-o", into / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (into / "out").exists()
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kernel", [KERNEL, SWEEP], ids=lambda path: path.stem)
+@pytest.mark.parametrize("version", CARDS)
+def test_kernels_are_assembled_for_every_card(version: str, kernel: Path, tmp_path: Path) -> None:
+    for card in CARDS[version]:
+        assert assemble(version, card, kernel, tmp_path) == ""
+        (tmp_path / "out").unlink()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("ld.global.v4.u32", "ld.global.v8.u32"),
+        ("%size, [%piece+16]", "%thread, [%piece+16]"),
+        ("bra NEXT", "bra BEGIN"),
+        (".reg .pred %done;", ""),
+    ],
+)
+def test_a_mistake_is_seen(right: str, wrong: str, tmp_path: Path) -> None:
+    assert right in KERNEL.read_text()
+    kernel = tmp_path / "wrong.ptx"
+    kernel.write_text(KERNEL.read_text().replace(right, wrong))
+    assert "error" in assemble("newest", "90", kernel, tmp_path)
