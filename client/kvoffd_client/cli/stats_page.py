@@ -18,6 +18,7 @@ from kvoffd_client.cli.console import (
     count_blocks,
     fitting,
     percent,
+    plural,
     printable,
     section,
     short_fingerprint,
@@ -341,7 +342,7 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iter
     if most:
         yield table
     if len(namespaces) > most:
-        others = f"{len(namespaces) - most} {'smaller' if most else 'namespaces'}"
+        others = f"{len(namespaces) - most} {'smaller' if most else f'namespace{plural(len(namespaces))}'}"
         yield Text(f"and {others}; `kvoffd-cli namespaces` lists all", style="dim")
 
 
