@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
 from kvoffd import __version__
 from kvoffd.cli import make_parser
-from kvoffd_client.cli.app import app
+from kvoffd_client.cli.app import command_tree
 
 
 @dataclass
@@ -149,7 +147,7 @@ def below(program: Command) -> list[Command]:
 
 def main(directory: Path) -> int:
     daemon = of_argparse("kvoffd", make_parser(), "keeps the KV cache blocks of LLM engines in host memory")
-    console = of_click("kvoffd-cli", get_command(app), "shows and administers the kvoffd daemon")
+    console = of_click("kvoffd-cli", command_tree(), "shows and administers the kvoffd daemon")
     for name in ("man", "completions"):
         (directory / name).mkdir(parents=True)
     for program in (daemon, console):

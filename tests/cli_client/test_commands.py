@@ -267,24 +267,18 @@ def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "part"),
-    [("health", ""), ("sessions", "sessions"), ("namespaces", "namespaces"), ("scrub", "")],
+    ("given", "told"),
+    [
+        (["--json", "stats"], "--json is no option of all commands; write it behind one: kvoffd-cli stats --json."),
+        (["--json"], "No such option: --json"),
+        (["stats", "--jsn"], "No such option: --jsn"),
+    ],
 )
-def test_help_names_the_keys_of_every_listing(engine: FakeEngine, cli: Cli, command: str, part: str) -> None:
-    _, out, _ = cli(command, "--json")
-    found = json.loads(out)
-    keys = [f"{part}[].{key}" for key in found[part][0]] if part else list(found)
-    _, text, _ = cli(command, "--help")
-    assert keys
-    for key in keys:
-        assert f"  {key}: " in text
-
-
-def test_help_documents_every_key_of_the_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["stats", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert "namespaces[].prefix_keys_ready: " in out
-    assert "pool.free_bytes: " in out
+def test_an_option_in_a_wrong_place_is_told_its_place(
+    capsys: pytest.CaptureFixture[str], given: list[str], told: str
+) -> None:
+    assert main(given) == 2
+    assert capsys.readouterr().err.startswith(f"kvoffd-cli: {told}")
 
 
 def test_scrub_tells_what_was_compared(engine: FakeEngine, cli: Cli) -> None:

@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 
 from kvoffd_client import DaemonUnavailable
+from kvoffd_client.cli.json_output import to_json
 from kvoffd_client.cli.monitor_commands import (
     describe_gap,
     event_lines,
@@ -40,7 +41,7 @@ def test_one_line_per_event() -> None:
 
 
 def test_objects_are_json_with_hex() -> None:
-    found = json.loads(json.dumps(event_object(TOPIC, 812, BATCH, {FINGERPRINT: "tiny"})))
+    found = json.loads(to_json(event_object(TOPIC, 812, BATCH, {FINGERPRINT: "tiny"})))
     assert found["namespace"] == FINGERPRINT.hex()
     assert (found["sequence"], found["label"], found["time"]) == (812, "tiny", 1_700_000_000.25)
     assert [event["type"] for event in found["events"]] == ["stored", "removed", "cleared"]

@@ -7,7 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,15 @@ from kvoffd_client.cli.console import (
     print_line,
     printable,
     short_fingerprint,
+)
+from kvoffd_client.cli.json_objects import (
+    Cleared,
+    Difference,
+    Differences,
+    EngineRow,
+    Engines,
+    Namespaces,
+    Sessions,
 )
 from kvoffd_client.cli.json_output import print_json, print_listing, to_json
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
@@ -58,25 +66,10 @@ def sessions(
         labels = {} if json else {one.namespace: one.label for one in admin.namespaces().namespaces}
     if engines:
         rows = engines_of(found)
-        print_listing({"engines": [asdict(row) for row in rows]}, _engines_page(rows, labels), as_json=json)
+        print_listing(Engines(rows), _engines_page(rows, labels), as_json=json)
     else:
-        print_listing({"sessions": found}, _sessions_page(found, labels), as_json=json)
+        print_listing(Sessions(found), _sessions_page(found, labels), as_json=json)
     return 0
-
-
-@dataclass
-class EngineRow:
-    """The sessions of an engine: those of one namespace whose names differ in the role alone."""
-
-    name: str
-    namespaces: list[bytes]
-    schedulers: int = 0
-    workers: int = 0
-    pids: list[int] = field(default_factory=list)
-    leases: int = 0
-    pinned_bytes: int = 0
-    jobs: int = 0
-    registered_bytes: int = 0
 
 
 def engines_of(found: Sequence[SessionInfo]) -> list[EngineRow]:
@@ -164,7 +157,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
         return 0
     with open_admin(context, directory) as admin:
         found = admin.namespaces().namespaces
-    print_listing({"namespaces": found}, _namespaces_page(found), as_json=json)
+    print_listing(Namespaces(found), _namespaces_page(found), as_json=json)
     return 0
 
 
@@ -185,7 +178,6 @@ def diff(
     first, second = (resolve_namespace(found, wanted) for wanted in (one, other))
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
     fields = differences(first.description, second.description)
-    listing: dict[str, object] = {"differences": [{"field": name, "a": a, "b": b} for name, a, b in fields]}
     if first.namespace == second.namespace:
         page: Listing | Text = Text(f"{names[0]} is one namespace.")
     elif not fields:
@@ -194,7 +186,7 @@ def diff(
         titles = ("field", *names)
         cells = zip(*((name, _shown(a), _shown(b)) for name, a, b in fields), strict=True)
         page = Listing([Column(title, list(column), 0, 12) for title, column in zip(titles, cells, strict=True)])
-    print_listing(listing, page, as_json=json)
+    print_listing(Differences([Difference(*one) for one in fields]), page, as_json=json)
     return int(first.namespace != second.namespace)
 
 
@@ -268,7 +260,7 @@ def clear(
             return NOT_CONFIRMED
         dropped = admin.clear(None if chosen is None else chosen.namespace)
     if json:
-        print_json({"namespace": chosen.namespace if chosen else None, "cleared_blocks": dropped})
+        print_json(Cleared(chosen.namespace if chosen else None, dropped))
     else:
         were = "was" if dropped == 1 else "were"
         print_line(f"{count_blocks(dropped)} {were} dropped from {name}.")

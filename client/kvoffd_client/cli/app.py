@@ -10,23 +10,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from kvoffd_client.cli import admin_commands, block_commands, monitor_commands
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
-from kvoffd_client.cli.json_output import json_keys
+from kvoffd_client.cli.reference import JSON, epilog_of
 from kvoffd_client.cli.target import CliError, Directory, remote_daemon
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import (
-    BelowStats,
-    DiskStats,
-    HealthReply,
-    NamespaceInfo,
-    ScrubReply,
-    SessionInfo,
-    StatsReply,
-)
 
 EXIT_REFUSED = 2
 COMPLETION = "_KVOFFD_CLI_COMPLETE"
@@ -45,16 +37,16 @@ app = typer.Typer(
 # In the order in which --help lists them.
 app.command()(block_commands.export)
 app.command(name="import")(block_commands.import_)
-app.command(epilog=json_keys(StatsReply))(monitor_commands.stats)
-app.command(epilog=json_keys(HealthReply))(monitor_commands.health)
-app.command(epilog=json_keys(SessionInfo, "sessions[]."))(admin_commands.sessions)
-app.add_typer(admin_commands.namespaces_app, name="namespaces", epilog=json_keys(NamespaceInfo, "namespaces[]."))
+app.command()(monitor_commands.stats)
+app.command()(monitor_commands.health)
+app.command()(admin_commands.sessions)
+app.add_typer(admin_commands.namespaces_app, name="namespaces")
 app.command()(admin_commands.clear)
-app.command(epilog=json_keys(ScrubReply))(admin_commands.scrub)
+app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.add_typer(bench_app, name="bench")
-app.add_typer(disk_app, name="disk", epilog=json_keys(DiskStats, "disks[].") + json_keys(BelowStats, "below.", ""))
+app.add_typer(disk_app, name="disk")
 app.add_typer(block_app, name="block")
 
 
@@ -64,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 is success, 2 an error with one sentence on stderr, 130 Ctrl-C; each command's help names the others.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    command = command_tree(keys="--help" in given, brief="-h" in given)
     try:
         # Not Command.main(), which has its own way with Ctrl-C and with a reader that closes its pipe.
-        command = typer.main.get_command(app)
         if COMPLETION in os.environ:
             command.main(given, "kvoffd-cli")
         with command.make_context("kvoffd-cli", _root_options_first(given)) as context:
@@ -87,7 +79,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Typer has its own copy of click or uses the installed one, depending on its release: known by what it can do.
         if (words := getattr(error, "format_message", None)) is None:
             raise
+        option = getattr(error, "option_name", None)
+        name = next((word for word in given if word in command.commands), None)
+        if option in given and name is not None and given.index(option) < given.index(name):
+            return _refuse(f"{option} is no option of all commands; write it behind one: kvoffd-cli {name} {option}.")
         return _refuse(f"{str(words()).rstrip('.')}; --help shows what can be given.")
+
+
+def command_tree(*, keys: bool = True, brief: bool = False) -> TyperGroup:
+    """All commands. With ``keys`` their help ends with those of their JSON; ``brief``, with where they are."""
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    if keys or brief:
+        _add_keys(root, "", keys)
+    return root
+
+
+def _add_keys(group: TyperGroup, words: str, keys: bool) -> None:
+    for name, command in group.commands.items():
+        if f"{words}{name}" in JSON:
+            command.epilog = epilog_of(f"{words}{name}") if keys else "--help names the keys of --json too."
+        if isinstance(command, TyperGroup):
+            _add_keys(command, f"{words}{name} ", keys)
 
 
 def _root_options_first(given: Sequence[str]) -> list[str]:

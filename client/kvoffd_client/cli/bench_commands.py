@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
+import msgspec
 import typer
 
 from kvoffd_client.admin_client import AdminClient
@@ -34,6 +35,7 @@ from kvoffd_client.bench import (
     POOL_BYTES,
 )
 from kvoffd_client.cli.console import Column, Listing, print_line, print_list
+from kvoffd_client.cli.json_objects import BenchReport
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
@@ -264,7 +266,7 @@ def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bo
     if plot is not None:
         draw_plot(report, plot)
     if as_json:
-        print_json(report.to_object())
+        print_json(msgspec.convert(report.to_object(), BenchReport))
     else:
         print_list(_report_table(report))
         print_line(f"\nfloor: {report.floor}")

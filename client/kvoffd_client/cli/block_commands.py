@@ -24,7 +24,17 @@ from kvoffd_client.cli.console import (
     progress_bar,
     section,
 )
-from kvoffd_client.cli.json_output import Plain, described, print_json, print_listing
+from kvoffd_client.cli.json_objects import (
+    BlockLayer,
+    BlockParts,
+    Blocks,
+    BlockShard,
+    ExportDone,
+    FileBlock,
+    FileContent,
+    ImportDone,
+)
+from kvoffd_client.cli.json_output import print_json, print_listing
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
@@ -67,7 +77,7 @@ def ls(
         fingerprint = _fingerprint(client, namespace)
         found = list(islice(client.list_blocks(fingerprint, group, prefix, pinned=pinned), limit + 1))
     more, found = len(found) > limit, found[:limit]
-    print_listing({"blocks": found, "more": more}, _blocks_table(found), as_json=json)
+    print_listing(Blocks(found, more), _blocks_table(found), as_json=json)
     if more and not json:
         print_line(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return 0
@@ -117,27 +127,12 @@ def show(
     return 0 if sound else DAMAGED
 
 
-def _block_object(block: Block, sound: bool) -> dict[str, Plain]:
-    shards: list[Plain] = [
-        {
-            "rank": shard.rank,
-            "bytes": int(shard.data.nbytes),
-            "checksum": f"{shard.checksum:016x}",
-            "layers": [
-                {"name": layer.name, "dtype": layer.dtype, "shape": list(layer.shape), "layout": layer.layout}
-                for layer in shard.layers
-            ],
-        }
-        for shard in block.shards
-    ]
-    return {
-        "namespace": block.geometry.fingerprint.hex(),
-        "group": block.group,
-        "key": block.key.hex(),
-        "first_block": block.first_block,
-        "sound": sound,
-        "shards": shards,
-    }
+def _block_object(block: Block, sound: bool) -> BlockParts:
+    shards = []
+    for shard in block.shards:
+        layers = [BlockLayer(layer.name, layer.dtype, list(layer.shape), layer.layout) for layer in shard.layers]
+        shards.append(BlockShard(shard.rank, int(shard.data.nbytes), f"{shard.checksum:016x}", layers))
+    return BlockParts(block.geometry.fingerprint, block.group, block.key, block.first_block, sound, shards)
 
 
 def _print_block(block: Block, sound: bool) -> None:
@@ -291,17 +286,7 @@ def export(
     with _open_client(context, directory) as client, progress_bar(f"exporting to {file.name}") as progress:
         done = export_blocks(client, _fingerprint(client, namespace), file, prefix or [], progress=progress)
     if json:
-        print_json(
-            {
-                "file": str(file),
-                "blocks": done.blocks,
-                "bytes": done.nbytes,
-                "resumed": done.resumed,
-                "evicted": done.evicted,
-                "damaged": done.damaged,
-                "late": done.late,
-            }
-        )
+        print_json(ExportDone(str(file), done.blocks, done.nbytes, done.resumed, done.evicted, done.damaged, done.late))
         return 0
     resumed = f", {format_count(done.resumed)} of them from an earlier attempt" if done.resumed else ""
     print_line(f"{format_count(done.blocks)} blocks ({format_size(done.nbytes)}) are in {file}{resumed}.")
@@ -355,16 +340,9 @@ def import_(
         with progress_bar(f"importing {file.name}") as progress:
             done = import_blocks(client, source, fingerprint, beside=beside, progress=progress)
     if json:
+        namespace_of = source.geometry.fingerprint
         print_json(
-            {
-                "file": str(file),
-                "namespace": source.geometry.fingerprint.hex(),
-                "created": done.created,
-                "blocks": done.blocks,
-                "bytes": done.nbytes,
-                "present": done.present,
-                "no_room": done.no_room,
-            }
+            ImportDone(str(file), namespace_of, done.created, done.blocks, done.nbytes, done.present, done.no_room)
         )
     else:
         label = namespace_name(source.geometry.label, source.geometry.fingerprint)
@@ -382,17 +360,16 @@ def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
     geometry, entries = source.geometry, source.entries
     counts = [sum(entry.group == group for entry in entries) for group in range(len(geometry.groups))]
     if as_json:
-        blocks: list[Plain] = [{"group": entry.group, "key": entry.key.hex()} for entry in entries]
         print_json(
-            {
-                "file": str(file),
-                "namespace": geometry.fingerprint.hex(),
-                "label": geometry.label,
-                "world_size": geometry.world_size,
-                "description": described(geometry.description),
-                "bytes": source.data_bytes,
-                "blocks": blocks,
-            }
+            FileContent(
+                str(file),
+                geometry.fingerprint,
+                geometry.label,
+                geometry.world_size,
+                geometry.description,
+                source.data_bytes,
+                [FileBlock(entry.group, entry.key) for entry in entries],
+            )
         )
         return
     print_line(f"{format_count(len(entries))} blocks ({format_size(source.data_bytes)})")

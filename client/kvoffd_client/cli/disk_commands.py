@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import AdminRequests
 from kvoffd_client.cli.console import percent, print_line, printable
+from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_proto.messages import BelowStats, DiskStats
@@ -50,8 +51,7 @@ def show(context: typer.Context, directory: Directory = None, json: Json = False
         return 0
     with open_admin(context, directory) as admin:
         reply = admin.stats()
-    listing: dict[str, object] = {"disks": reply.disks, "below": reply.below}
-    print_listing(listing, disks_page(reply.disks, reply.below), as_json=json)
+    print_listing(Disks(reply.disks, reply.below), disks_page(reply.disks, reply.below), as_json=json)
     return FAILED if any(disk.state in ("failed", "hanging") for disk in reply.disks) else 0
 
 

@@ -55,7 +55,7 @@ def print_json(value: object) -> None:
     print_line(to_json(value))
 
 
-def print_listing(listing: dict[str, object], table: RenderableType, *, as_json: bool) -> None:
+def print_listing(listing: Struct, table: RenderableType, *, as_json: bool) -> None:
     """Print what a command found as JSON or as a table."""
     if as_json:
         print_json(listing)
@@ -73,8 +73,3 @@ def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]
             value_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
             brackets = "[]" if get_origin(value_type) is list else ""
             yield from describe(inner, f"{prefix}{field.name}{brackets}.")
-
-
-def json_keys(struct: type[Struct], prefix: str = "", title: str = "\b\nKeys of --json:") -> str:
-    """The end of a command's help: each key of its JSON with what it is."""
-    return title + "".join(f"\n  {key}: {text}" for key, text in describe(struct, prefix))

@@ -22,7 +22,8 @@ from kvoffd_client.cli.console import (
     short_fingerprint,
 )
 from kvoffd_client.cli.health import health_lines, health_status
-from kvoffd_client.cli.json_output import Plain, print_json
+from kvoffd_client.cli.json_objects import Event, Events
+from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory, open_admin
 from kvoffd_client.errors import DaemonUnavailable, RequestTimeout
@@ -227,27 +228,15 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
     return f"{word}  {group}{len(hashes):>6} block{plural(len(hashes)) or ' '}  {shown}".rstrip()
 
 
-def event_object(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> dict[str, Plain]:
-    """Return the message as ``--json`` prints it, with hashes in hex."""
+def event_object(topic: bytes, sequence: int, batch: EventBatch, labels: Mapping[bytes, str]) -> Events:
+    """Return the message as ``--json`` prints it."""
     fingerprint = topic_fingerprint(topic)
-    return {
-        "sequence": sequence,
-        "time": batch.ts,
-        "namespace": fingerprint.hex(),
-        "label": labels.get(fingerprint),
-        "events": [_plain_event(event) for event in batch.events],
-    }
+    return Events(sequence, batch.ts, fingerprint, labels.get(fingerprint), [_one_event(one) for one in batch.events])
 
 
-def _plain_event(event: KvEvent) -> Plain:
+def _one_event(event: KvEvent) -> Event:
     if isinstance(event, AllBlocksCleared):
-        return {"type": "cleared"}
-    plain: dict[str, Plain] = {
-        "type": "removed" if isinstance(event, BlockRemoved) else "stored",
-        "group": event.group_idx,
-        "medium": event.medium,
-    }
-    if isinstance(event, BlockStored):
-        plain["tokens_per_block"] = event.block_size
-    plain["block_hashes"] = [block_hash.hex() for block_hash in event.block_hashes]
-    return plain
+        return Event("cleared")
+    if isinstance(event, BlockRemoved):
+        return Event("removed", event.group_idx, event.medium, None, event.block_hashes)
+    return Event("stored", event.group_idx, event.medium, event.block_size, event.block_hashes)

@@ -1,0 +1,224 @@
+"""The objects that commands print with ``--json`` and the wire does not have: each key is a field with its meaning."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Struct, field
+
+from kvoffd_proto.blocks import BlockInfo
+from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, NamespaceInfo, SessionInfo
+from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
+
+Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]
+File = Annotated[str, doc("The file, as it was named.")]
+
+
+class Sessions(Struct, frozen=True):
+    """Of ``sessions``."""
+
+    sessions: Annotated[list[SessionInfo], doc("Open sessions, oldest first.")]
+
+
+class EngineRow(Struct):
+    """The sessions of an engine: those of one namespace whose names differ in the role alone."""
+
+    name: Annotated[str, doc("Name of its sessions without the role.")]
+    namespaces: Annotated[list[Fingerprint], doc("Namespaces that its sessions have opened.")]
+    schedulers: Annotated[Count, doc("Sessions of schedulers.")] = 0
+    workers: Annotated[Count, doc("Sessions of workers.")] = 0
+    pids: Annotated[list[int], doc("Processes, as far as they are of the daemon's pid namespace.")] = field(
+        default_factory=list
+    )
+    leases: Annotated[Count, doc("Live leases.")] = 0
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes of the blocks under these leases.")] = 0
+    jobs: Annotated[Count, doc("Unfinished jobs.")] = 0
+    registered_bytes: Annotated[ByteCount, doc("Bytes of memory that the daemon has mapped for it.")] = 0
+
+
+class Engines(Struct, frozen=True):
+    """Of ``sessions --engines``."""
+
+    engines: Annotated[list[EngineRow], doc("Connected engines, oldest first.")]
+
+
+class Namespaces(Struct, frozen=True):
+    """Of ``namespaces``."""
+
+    namespaces: Annotated[list[NamespaceInfo], doc("Open namespaces, in the order in which they were opened.")]
+
+
+class Difference(Struct, frozen=True):
+    """A field of two fingerprints."""
+
+    field: Annotated[str, doc("Name of the field.")]
+    a: Annotated[object, doc("Its value in A; null where A does not have it.")]
+    b: Annotated[object, doc("Its value in B; null where B does not have it.")]
+
+
+class Differences(Struct, frozen=True):
+    """Of ``namespaces diff``."""
+
+    differences: Annotated[
+        list[Difference], doc("Fields that differ. None where A and B are one, or their descriptions do not tell.")
+    ]
+
+
+class Cleared(Struct, frozen=True):
+    """Of ``clear``."""
+
+    namespace: Annotated[bytes | None, doc("Fingerprint of the namespace; null for all.")]
+    cleared_blocks: Annotated[Count, doc("Blocks that were dropped.")]
+
+
+class Event(Struct, frozen=True):
+    """A KV cache event."""
+
+    type: Annotated[Literal["stored", "removed", "cleared"], doc("What happened: stored, removed or cleared.")]
+    group: Annotated[int | None, doc("KV cache group; null where all were cleared.")] = None
+    medium: Annotated[str | None, doc("Where the blocks are or were: CPU for the pool, STORAGE for disks.")] = None
+    tokens_per_block: Annotated[int | None, doc("Tokens of a block that was stored.")] = None
+    block_hashes: Annotated[list[bytes], doc("Keys of the blocks.")] = field(default_factory=list)
+
+
+class Events(Struct, frozen=True):
+    """Of ``events``: one line for each message."""
+
+    sequence: Annotated[Count, doc("Number of the message; the next one has the next, others did not arrive.")]
+    time: Annotated[Seconds, doc("Seconds since 1970.")]
+    namespace: Annotated[bytes, doc("The namespace's fingerprint.")]
+    label: Annotated[str | None, doc("Name of the namespace for operators; null where it is not open any more.")]
+    events: Annotated[list[Event], doc("What happened, in order.")]
+
+
+class Disks(Struct, frozen=True):
+    """Of ``disk``."""
+
+    disks: Annotated[list[DiskStats], doc("Directories of the disk tier.")]
+    below: Annotated[BelowStats | None, doc("Traffic with the disks; null while there is no disk.")]
+
+
+class Blocks(Struct, frozen=True):
+    """Of ``block ls``."""
+
+    blocks: Annotated[list[BlockInfo], doc("Blocks, in the order in which they were stored.")]
+    more: Annotated[bool, doc("Whether there are more than --limit.")]
+
+
+class BlockLayer(Struct, frozen=True):
+    """A layer of a shard."""
+
+    name: Annotated[str, doc("The layer's name in the engine.")]
+    dtype: Annotated[str, doc("Type of its numbers.")]
+    shape: Annotated[list[int], doc("Its dimensions, engine blocks first.")]
+    layout: Annotated[str, doc("What the other dimensions are; empty where the engine did not say.")]
+
+
+class BlockShard(Struct, frozen=True):
+    """The part of a block that one worker stored."""
+
+    rank: Annotated[int, doc("Rank of the worker.")]
+    bytes: Annotated[ByteCount, doc("Bytes of the shard.")]
+    checksum: Annotated[str, doc("XXH3 of them, 64 bits in hex.")]
+    layers: Annotated[list[BlockLayer], doc("Its layers, in the order of memory.")]
+
+
+class BlockParts(Struct, frozen=True):
+    """Of ``block show``."""
+
+    namespace: Fingerprint
+    group: Annotated[int, doc("KV cache group.")]
+    key: Key
+    first_block: Annotated[int, doc("Which of the engine's blocks under the key is the first one stored.")]
+    sound: Annotated[bool, doc("Whether all bytes match their checksums.")]
+    shards: Annotated[list[BlockShard], doc("One for each rank.")]
+
+
+class ExportDone(Struct, frozen=True):
+    """Of ``export``."""
+
+    file: File
+    blocks: Annotated[Count, doc("Blocks in the file.")]
+    bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
+    resumed: Annotated[Count, doc("How many of them an earlier attempt had written.")]
+    evicted: Annotated[Count, doc("Blocks that left the pool before they were written.")]
+    damaged: Annotated[list[Key], doc("Keys of blocks that do not match their checksums; they were left out.")]
+    late: Annotated[Count, doc("Blocks that came after the first attempt, for which the file has no room.")]
+
+
+class ImportDone(Struct, frozen=True):
+    """Of ``import``."""
+
+    file: File
+    namespace: Fingerprint
+    created: Annotated[bool, doc("Whether the namespace was not open before.")]
+    blocks: Annotated[Count, doc("Blocks that were put into the pool.")]
+    bytes: Annotated[ByteCount, doc("Bytes of these blocks.")]
+    present: Annotated[Count, doc("Blocks that were in the pool already.")]
+    no_room: Annotated[Count, doc("Blocks that found no room.")]
+
+
+class FileBlock(Struct, frozen=True):
+    """A block in a file."""
+
+    group: Annotated[int, doc("KV cache group.")]
+    key: Key
+
+
+class FileContent(Struct, frozen=True):
+    """Of ``import --list``."""
+
+    file: File
+    namespace: Fingerprint
+    label: Annotated[str, doc("Name of the namespace for operators.")]
+    world_size: Annotated[int, doc("Shards that make a block.")]
+    description: Annotated[str, doc("What the fingerprint was made of.")]
+    bytes: Annotated[ByteCount, doc("Bytes of the blocks.")]
+    blocks: Annotated[list[FileBlock], doc("The blocks, in the order of the file.")]
+
+
+class Machine(Struct, frozen=True):
+    """What a bench ran on."""
+
+    cpu: Annotated[str, doc("Model of the CPU.")]
+    cpus: Annotated[Count, doc("CPUs that the bench may use.")]
+    memory_bytes: Annotated[ByteCount, doc("Memory of the machine.")]
+    kernel: Annotated[str, doc("Release of Linux.")]
+    python: Annotated[str, doc("Release of Python.")]
+    libzmq: Annotated[str, doc("Release of libzmq.")]
+    pyzmq: Annotated[str, doc("Release of pyzmq.")]
+    kvoffd: Annotated[str, doc("Release of kvoffd.")]
+
+
+class BenchResult(Struct, frozen=True):
+    """A case of a bench."""
+
+    case: Annotated[str, doc("What was measured.")]
+    value: Annotated[float, doc("The measured value.")]
+    unit: Annotated[str, doc("Unit of value and floor.")]
+    floor: Annotated[float, doc("What the machine can do at best, measured in the same run.")]
+    ratio: Annotated[float, doc("value / floor.")]
+    cpu_seconds: Annotated[float | None, doc("CPU time of the daemon for each of cpu_per; null if not measured.")] = (
+        None
+    )
+    cpu_per: Annotated[str | None, doc("What cpu_seconds are for: a lookup, a job, a GB.")] = None
+    checksum_cpu_seconds: Annotated[float | None, doc("The part of cpu_seconds that went into checksums.")] = None
+
+
+class BenchGpu(Struct, frozen=True):
+    """The GPU of a bench."""
+
+    name: Annotated[str, doc("Name of the GPU.")]
+    uuid: Annotated[str, doc("UUID of the GPU, or of the MIG instance.")]
+    driver: Annotated[str, doc("Release of the driver and the CUDA version it knows.")]
+    unlockable_bytes: Annotated[ByteCount, doc("Bytes of the pool that the driver would not pin.")]
+    daemon_bytes: Annotated[ByteCount | None, doc("The daemon's memory on the GPU; null if not measured.")]
+
+
+class BenchReport(Struct, frozen=True):
+    """Of each ``bench``."""
+
+    bench: Annotated[str, doc("Name of the bench.")]
+    machine: Annotated[Machine, doc("What it ran on.")]
+    results: Annotated[list[BenchResult], doc("The cases, in the order in which they were measured.")]
+    gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
