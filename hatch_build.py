@@ -16,7 +16,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-SOURCES = ["kvoffd/cache/key_states.c", "kvoffd/transfer/host_copy.c", "kvoffd/transfer/cuda/gpu_copy.c"]
+SOURCES = [
+    "kvoffd/cache/key_states.c",
+    "kvoffd/transfer/host_copy.c",
+    "kvoffd/transfer/cuda/gpu_copy.c",
+    "kvoffd/transfer/cuda/counting_calls.c",
+]
 LIBRARY = "kvoffd/libkvoffd.so"
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-shared"]
 

@@ -17,6 +17,7 @@ LOOKUP_CLIENTS = 4
 HOST_PIECES = (16 * KIB, 64 * KIB, 256 * KIB, MIB)
 HOST_JOB_BYTES = 64 * MIB
 GPU_PIECES = (16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, MIB)
+LANE_PIECES = (8 * KIB, 32 * KIB, 64 * KIB, 256 * KIB)
 GPU_JOB_BYTES = 128 * MIB
 STREAM_JOBS = 6
 """Jobs of a stream of stores or of loads, for each copy thread."""

@@ -27,6 +27,7 @@ from kvoffd_client.bench import (
     HOST_PIECES,
     JOBS_STEP_S,
     KIB,
+    LANE_PIECES,
     LOOKUP_CLIENTS,
     LOOKUP_ENGINES,
     LOOKUP_KEY_COUNTS,
@@ -74,6 +75,9 @@ With --memory cuda the engine's memory lies on a GPU, jobs have {_whole(GPU_JOB_
 {_whole(POOL_BYTES["copy --memory cuda"])} are stored, and the floor is one large copy from or to pinned memory. The
 daemon's memory on the GPU (its context, its mappings, and what the driver keeps there about the pinned pool) is
 measured where the daemon has no GPU in use yet.
+
+With --lanes no memory is copied at all, and no daemon is asked: the daemon's copy threads for so many GPUs run over a
+driver that only counts, which shows what their own work allows.
 """
 
 FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
@@ -123,12 +127,22 @@ def copy(
     compute: Annotated[
         bool, typer.Option("--compute", help="Measure also how much a process that computes on the GPU slows.")
     ] = False,
+    lanes: Annotated[
+        int, typer.Option("--lanes", min=0, max=64, help="Measure the ceiling for so many GPUs instead of copies.")
+    ] = 0,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw throughput against piece size.")
     ] = None,
     json: Json = False,
 ) -> int:
     """Measure stores and loads; see COPY_HELP."""
+    if lanes:
+        from kvoffd_client.bench.lanes import bench_lanes
+
+        if memory != "host" or gpu or compute or plot is not None:
+            raise CliError("--lanes copies nothing; give --piece-size and --json only with it.")
+        pieces = _parse_piece_sizes(piece_size or [], GPU_JOB_BYTES) or LANE_PIECES
+        return _print_report(bench_lanes(_print_progress, lanes, pieces), as_json=json)
     bench = _copy_bench(memory, piece_size or [], threads, gpu, compute=compute)
     most_bytes = POOL_BYTES["copy" if memory == "host" else "copy --memory cuda"]
     return run_bench(bench, local_directory(context, directory), most_bytes, as_json=json, plot=plot)
@@ -265,6 +279,10 @@ def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bo
     report = bench(directory, _print_progress)
     if plot is not None:
         draw_plot(report, plot)
+    return _print_report(report, as_json=as_json)
+
+
+def _print_report(report: Report, *, as_json: bool) -> int:
     if as_json:
         print_json(msgspec.convert(report.to_object(), BenchReport))
     else:

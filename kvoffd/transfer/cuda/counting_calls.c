@@ -1,13 +1,17 @@
-/* Copy calls that only count: what is left of a lane's time is the daemon's own. See lanes.py. */
+/* Calls of a driver that copies nothing and counts: what is left of a lane's time is the daemon's own.
+ *
+ * See lane_ceiling.py. A stream is a number below STREAMS.
+ */
 #include <stddef.h>
 #include <stdint.h>
 
-/* By stream, each in cache lines of its own. The streams are those numbers. */
-static struct {
-    uint64_t bytes, pieces, calls, unused[13];
-} counts[64];
+enum { STREAMS = 128 };
 
-int count_copy(unsigned long long to, unsigned long long from, size_t size, void *stream)
+static struct {
+    uint64_t bytes, pieces, calls, unused[13]; /* cache lines of its own */
+} counts[STREAMS];
+
+int kvoffd_count_copy(unsigned long long to, unsigned long long from, size_t size, void *stream)
 {
     (void)to, (void)from;
     counts[(uintptr_t)stream].bytes += size;
@@ -17,8 +21,8 @@ int count_copy(unsigned long long to, unsigned long long from, size_t size, void
 }
 
 /* Reads what a driver must read of each piece. */
-int count_batch(unsigned long long *to, unsigned long long *from, size_t *size, size_t count, void *attributes,
-                size_t *first, size_t attributes_count, void *stream)
+int kvoffd_count_batch(unsigned long long *to, unsigned long long *from, size_t *size, size_t count, void *attributes,
+                       size_t *first, size_t attributes_count, void *stream)
 {
     uint64_t bytes = 0, seen = 0;
 
@@ -31,19 +35,20 @@ int count_batch(unsigned long long *to, unsigned long long *from, size_t *size, 
     return 0;
 }
 
-int count_record(void *event, void *stream)
+int kvoffd_count_record(void *event, void *stream)
 {
     (void)event, (void)stream;
     return 0;
 }
 
-int count_wait(void *event)
+int kvoffd_count_wait(void *event)
 {
     (void)event;
     return 0;
 }
 
-void counted(uint64_t stream, uint64_t out[3])
+/* Tells bytes, pieces and calls of a stream. */
+void kvoffd_counted(uint64_t stream, uint64_t out[3])
 {
     out[0] = counts[stream].bytes, out[1] = counts[stream].pieces, out[2] = counts[stream].calls;
 }
