@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from support.daemon import DaemonProcess
 from support.models import make_demo_llama
+from support.waiting import wait_until
 
+from kvoffd_client import AdminClient
 from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
 from kvoffd_client.bench.results import BenchFailed, Progress, Report
 from kvoffd_client.bench.ttft import bench_pool
@@ -47,6 +49,10 @@ def test_a_real_engine_is_faster_with_its_blocks_in_the_pool(tmp_path: Path) -> 
         command += ["--directory", str(daemon.directory)]
         # In a process of its own: what vLLM warns of is not this test's business.
         ran = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        with AdminClient(daemon.directory) as admin:
+            wait_until(lambda: not admin.namespaces().namespaces, 10.0)
+            stats = admin.stats()
+    assert (stats.pool.free_bytes, stats.recent[-1].keys_asked) == (stats.pool.pool_bytes, 0), "counted apart, and gone"
     assert ran.returncode == 0, ran.stderr[-4000:]
     cold, warm = json.loads(ran.stdout)["results"]
     assert warm["value"] < cold["value"] / 2

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
-from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, load_vllm, silent_stdout
+from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, load_vllm, own_namespace, silent_stdout
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -88,11 +88,16 @@ def bench_engine(directory: Path, progress: Progress, asked: NewPrompts, model: 
     core in a process of its own. ``model`` None means a tiny one. Raises BenchFailed, DaemonUnavailable.
     """
     found: dict[tuple[str, Case], list[float]] = {(name, case): [] for name in (IDLE, KVOFFD) for case in asked.cases}
-    with silent_stdout(), tempfile.TemporaryDirectory(prefix="kvoffd-bench-") as made:
+    with (
+        silent_stdout(),
+        tempfile.TemporaryDirectory(prefix="kvoffd-bench-") as made,
+        own_namespace(directory, "engine") as label,
+    ):
         engines = []
         for name in (IDLE, KVOFFD):
             progress(f"starting vLLM: {name}")
-            engines.append((name, Engine(_start(_connector(name, directory), model, asked, Path(made)), asked)))
+            llm = _start(_connector(name, directory, label), label, model, asked, Path(made))
+            engines.append((name, Engine(llm, asked)))
         for number in range(asked.rounds):
             progress(f"round {number + 1} of {asked.rounds}")
             # In another order each time, so that what grows or fades meets both alike.
@@ -100,7 +105,7 @@ def bench_engine(directory: Path, progress: Progress, asked: NewPrompts, model: 
                 time.sleep(TURN_PAUSE_S)
                 for case in asked.cases:
                     found[name, case] += engine.first_tokens(case, asked.prompts)
-        del engines, engine
+        del engines, engine, llm
     return Report("engine", FLOOR, [result for case in asked.cases for result in _results(case, found)])
 
 
@@ -173,13 +178,14 @@ def _prompt(tokens: int) -> list[int]:
     return random.choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=tokens)
 
 
-def _start(connector: dict[str, Any], model: str | None, asked: NewPrompts, made: Path) -> LLM:
+def _start(connector: dict[str, Any], label: str, model: str | None, asked: NewPrompts, made: Path) -> LLM:
     make = load_vllm(ENVIRONMENT)
     (made / "config.json").write_text(json.dumps(TINY_LLAMA))
     longest = max(asked.sizes) + LOADED_ANSWER
     try:
         return make(
             model=model or str(made),
+            served_model_name=label,
             load_format="auto" if model else "dummy",
             dtype="float32",
             block_size=BLOCK_TOKENS,
@@ -196,8 +202,9 @@ def _start(connector: dict[str, Any], model: str | None, asked: NewPrompts, made
         raise BenchFailed(f"vLLM did not start with the model {model} ({reason}); its own words are above.") from error
 
 
-def _connector(name: str, directory: Path) -> dict[str, Any]:
+def _connector(name: str, directory: Path, salt: str) -> dict[str, Any]:
     if name == IDLE:
         module = "kvoffd_client.bench.idle_connector"
         return {"kv_connector": "IdleConnector", "kv_connector_module_path": module}
-    return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": {"directory": str(directory)}}
+    options = {"directory": str(directory), "salt": salt}
+    return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": options}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result
+from kvoffd_proto.messages import BENCH_LABEL
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -38,9 +40,9 @@ def bench_pool(directory: Path, progress: Progress, model: str, tokens: int, pro
     """
     # One token more than whole blocks have: vLLM always computes the last one.
     texts = [random.choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=tokens + 1) for _ in range(prompts + 1)]
-    with silent_stdout():
+    with silent_stdout(), own_namespace(directory, "pool") as label:
         progress("starting vLLM")
-        llm = _start(directory, model, tokens)
+        llm = _start(directory, label, model, tokens)
         progress("prompts that nobody has computed")
         # An engine's first request pays for more than its prompt.
         _first_tokens(llm, texts[:1])
@@ -76,11 +78,25 @@ def load_vllm(environment: Mapping[str, str]) -> type[LLM]:
     return loaded
 
 
-def _start(directory: Path, model: str, tokens: int) -> LLM:
+@contextmanager
+def own_namespace(directory: Path, bench: str) -> Iterator[str]:
+    """Yield a label and salt for a bench's engines: the daemon counts them apart. Drop their blocks at the end."""
+    label = f"{BENCH_LABEL}{bench} {secrets.token_hex(4)}"
+    try:
+        yield label
+    finally:
+        with AdminClient(directory) as admin:
+            for one in admin.namespaces().namespaces:
+                if one.label == label:
+                    admin.clear(one.namespace)
+
+
+def _start(directory: Path, label: str, model: str, tokens: int) -> LLM:
     make = load_vllm(ENVIRONMENT)
     try:
         return make(
             model=model,
+            served_model_name=label,
             skip_tokenizer_init=True,
             max_model_len=tokens + 1 + ANSWER_TOKENS,
             enforce_eager=True,
@@ -90,7 +106,11 @@ def _start(directory: Path, model: str, tokens: int) -> LLM:
                 "kv_connector": "KvoffdConnector",
                 "kv_role": "kv_both",
                 # A bench waits for slow answers instead of calling them misses.
-                "kv_connector_extra_config": {"directory": str(directory), "lookup_deadline_ms": 2000.0},
+                "kv_connector_extra_config": {
+                    "directory": str(directory),
+                    "salt": label,
+                    "lookup_deadline_ms": 2000.0,
+                },
             },
         )
     except (ValueError, RuntimeError, OSError) as error:

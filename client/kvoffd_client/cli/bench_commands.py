@@ -228,7 +228,8 @@ def engine(
     """Measure what prompts that nobody has computed feel of kvoffd.
 
     Time to the first token in two vLLM engines that take turns, one with kvoffd and one with a connector that does
-    nothing, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed.
+    nothing, while nothing else runs and while other requests do. Starts the engines itself; vLLM must be installed. A
+    full pool evicts other blocks for what they compute, which is dropped at the end.
     """
     from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
 
@@ -250,7 +251,8 @@ def pool(
     """Measure vLLM with and without blocks in the pool.
 
     Time to the first token of long prompts that nobody has computed before, against the same prompts after the engine
-    lost its own cache. Starts a vLLM of its own; vLLM must be installed.
+    lost its own cache. Starts a vLLM of its own; vLLM must be installed. A full pool evicts other blocks for what it
+    computes, which is dropped at the end.
     """
     from kvoffd_client.bench.ttft import bench_pool
 
