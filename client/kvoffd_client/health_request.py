@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvoffd_proto import zmtp
-from kvoffd_proto.messages import Health, HealthReply
+from kvoffd_proto.health import Health, HealthReply
 from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
 
 HEALTH_TIMEOUT_S = 1.0

@@ -20,7 +20,16 @@ from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
 
-HEAVY = {"asyncio", "kvoffd_client.admin_client", "kvoffd_proto.codec", "numpy", "rich", "typer", "zmq"}
+HEAVY = {
+    "asyncio",
+    "kvoffd_client.admin_client",
+    "kvoffd_proto.codec",
+    "kvoffd_proto.messages",
+    "numpy",
+    "rich",
+    "typer",
+    "zmq",
+}
 
 
 def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:

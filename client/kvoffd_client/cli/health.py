@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvoffd_client.cli.text import printable
 from kvoffd_client.health_request import ask_health
-from kvoffd_proto.messages import HealthLevel, HealthReply
+from kvoffd_proto.health import HealthLevel, HealthReply
 from kvoffd_proto.sockets import default_directory
 
 STATUS = {HealthLevel.OK: 0, HealthLevel.DEGRADED: 1, HealthLevel.DOWN: 2}
