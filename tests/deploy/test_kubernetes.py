@@ -294,3 +294,57 @@ def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     (init,) = [c for c in pod["initContainers"] if c["name"] == "own-directory"]
     assert "chcon --type=container_file_t --range=s0 /run/kvoffd /pool" in init["command"][-1]
+
+
+def forbidden(pod: Manifest) -> set[str]:
+    """What the level `restricted` of https://kubernetes.io/docs/concepts/security/pod-security-standards/ forbids of it."""
+    found = {name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)}
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    found |= {kind for volume in pod["volumes"] for kind in volume if kind not in allowed | {"name"}}
+    for container in containers(pod):
+        security = pod["securityContext"] | container["securityContext"]
+        capabilities = security.get("capabilities", {})
+        checks = {
+            "root": security.get("runAsNonRoot") is not True or security.get("runAsUser") == 0,
+            "privileged": security.get("privileged", False),
+            "escalation": security.get("allowPrivilegeEscalation") is not False,
+            "seccomp": security.get("seccompProfile", {}).get("type") not in ("RuntimeDefault", "Localhost"),
+            "capabilities": "ALL" not in capabilities.get("drop", ())
+            or not set(capabilities.get("add", ())) <= {"NET_BIND_SERVICE"},
+            "selinux": security.get("seLinuxOptions", {}).get("type", "container_t") != "container_t",
+            "hostPort": any("hostPort" in port for port in container.get("ports", [])),
+        }
+        found |= {name for name, violated in checks.items() if violated}
+    return found
+
+
+@needs_kustomize
+@pytest.mark.parametrize(
+    ("way", "needed"),
+    [
+        ("sidecar", set()),
+        ("sidecar-gpu", set()),
+        ("engine", {"hostPath"}),
+        ("daemonset", {"hostPath", "root", "capabilities"}),
+        ("daemonset-gpu", {"hostPath", "root", "capabilities"}),
+        ("daemonset-selinux", {"hostPath", "root", "capabilities", "selinux"}),
+    ],
+)
+def test_pods_need_no_more_than_what_the_readme_says_of_podsecurity(way: str, needed: set[str]) -> None:
+    """Only the DaemonSet's directories and the one chown of its init container, in a namespace that allows them."""
+    documents = manifests(way)
+    (pod,) = filter(None, map(pod_of, documents))
+    assert forbidden(pod) == needed
+    (namespace,) = {document["metadata"].get("namespace", "") for document in documents if pod_of(document)}
+    assert namespace == ("kvoffd" if needed else "")
+    labels = manifest("daemonset", "Namespace")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "privileged"
