@@ -297,7 +297,7 @@ def test_on_selinux_nodes_the_directories_are_for_all_containers() -> None:
 
 
 def forbidden(pod: Manifest) -> set[str]:
-    """What PodSecurity's level `restricted` forbids of it: kubernetes.io/docs/concepts/security/pod-security-standards."""
+    """What PodSecurity's level `restricted` forbids of it (kubernetes.io/docs, "Pod Security Standards")."""
     found = {name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name)}
     allowed = {
         "configMap",
