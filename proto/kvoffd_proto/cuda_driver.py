@@ -22,6 +22,7 @@ IPC_HANDLE_SIZE = 64
 
 ERROR_INVALID_VALUE = 1
 ERROR_OUT_OF_MEMORY = 2
+ERROR_DEVICE_UNAVAILABLE = 46
 ERROR_NO_DEVICE = 100
 ERROR_INVALID_CONTEXT = 201
 ERROR_MAP_FAILED = 205
@@ -42,6 +43,7 @@ ERROR_LAUNCH_FAILED = 719
 ERROR_TENSOR_MEMORY_LEAK = 721
 ERROR_NOT_PERMITTED = 800
 ERROR_NOT_SUPPORTED = 801
+ERROR_SYSTEM_NOT_READY = 802
 ERROR_MPS_CONNECTION_FAILED = 805
 ERROR_MPS_RPC_FAILURE = 806
 ERROR_MPS_SERVER_NOT_READY = 807
@@ -49,6 +51,8 @@ ERROR_MPS_MAX_CLIENTS_REACHED = 808
 ERROR_MPS_MAX_CONNECTIONS_REACHED = 809
 ERROR_MPS_CLIENT_TERMINATED = 810
 ERROR_EXTERNAL_DEVICE = 911
+
+DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
 POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
 POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE = 10
@@ -96,6 +100,14 @@ _MPS = (
 )
 _MPS_FULL = "The MPS server has as many clients as it takes; see nvidia-cuda-mps-control."
 _ADVICE = {
+    ERROR_DEVICE_UNAVAILABLE: (
+        "The GPU may be in a compute mode that lets one process have it (nvidia-smi -q -d COMPUTE), and daemon and "
+        "engine are two: set it to DEFAULT, or make both clients of MPS."
+    ),
+    ERROR_SYSTEM_NOT_READY: (
+        "Where GPUs are joined by NVSwitch, CUDA needs nvidia-fabricmanager: see that service, and start this process "
+        "again when it runs."
+    ),
     ERROR_MPS_CONNECTION_FAILED: _MPS,
     ERROR_MPS_RPC_FAILURE: _MPS,
     ERROR_MPS_SERVER_NOT_READY: _MPS,
@@ -112,7 +124,8 @@ _NO_GPU = (
 )
 _NO_START = (
     "The driver does not start: see nvidia-smi where it runs. Its kernel module may be missing or of another version, "
-    "or this process may not open /dev/nvidia*."
+    "or this process may not open /dev/nvidia*. When that is mended, start this process again: a driver may remember "
+    "that it failed."
 )
 
 
@@ -177,6 +190,7 @@ TYPES: dict[str, type] = {
     "CUevent": ctypes.c_void_p,
     "CUmodule": ctypes.c_void_p,
     "CUfunction": ctypes.c_void_p,
+    "CUdevice_attribute": ctypes.c_int,
     "CUpointer_attribute": ctypes.c_int,
     "CUmemGenericAllocationHandle": ctypes.c_uint64,
     "CUmemAllocationHandleType": ctypes.c_int,
@@ -196,10 +210,12 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuDeviceGetUuid_v2": ("CUuuid *", "CUdevice"),
     "cuDeviceGetName": ("char *", "int", "CUdevice"),
     "cuDeviceGetPCIBusId": ("char *", "int", "CUdevice"),
+    "cuDeviceGetAttribute": ("int *", "CUdevice_attribute", "CUdevice"),
     "cuDevicePrimaryCtxGetState": ("CUdevice", "unsigned int *", "int *"),
     "cuDevicePrimaryCtxRetain": ("CUcontext *", "CUdevice"),
     "cuDevicePrimaryCtxRelease_v2": ("CUdevice",),
     "cuCtxGetCurrent": ("CUcontext *",),
+    "cuCtxGetDevice": ("CUdevice *",),
     "cuCtxSetCurrent": ("CUcontext",),
     "cuCtxGetStreamPriorityRange": ("int *", "int *"),
     # Streams, events, copies, kernels.

@@ -108,7 +108,14 @@ def test_the_compiler_refuses_a_mistake_in_it(right: str, wrong: str) -> None:
 
 # These make or choose a context, or only tell of devices; cuda.h lists INVALID_CONTEXT for them all the same.
 WITHOUT_CONTEXT = {
-    *("cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetName", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2"),
+    *(
+        "cuDeviceGet",
+        "cuDeviceGetCount",
+        "cuDeviceGetName",
+        "cuDeviceGetAttribute",
+        "cuDevicePrimaryCtxRetain",
+        "cuDevicePrimaryCtxRelease_v2",
+    ),
     "cuCtxSetCurrent",
 }
 # cuda.h does not list it for these; their streams have one.
@@ -170,6 +177,17 @@ def test_copies_beyond_what_was_registered_or_allocated_are_refused(bench: Bench
     bench.refused(INVALID_VALUE, bench.batch, [(bench.host, gpu, KIB), (end + 4 * KIB, gpu, KIB)])
     bench.driver.register_host(end, SIZE)
     bench.refused(INVALID_VALUE, bench.copy, end - KIB, gpu, 2 * KIB)  # in two registrations
+
+
+def test_where_a_hosts_addresses_are_translated_only_single_copies_know_them(bench: Bench) -> None:
+    copy = (bench.host, bench.gpu.address, KIB)
+    batch = bench.driver.batch_copy()
+    bench.stub.set("translated", 1)
+    bench.copy(*copy)
+    bench.wait()
+    assert bench.driver.batch_copy() is None
+    assert copy_batch(bench.driver, [copy], bench.stream, batch) == 0
+    bench.refused(FAULT, bench.wait)
 
 
 @pytest.mark.parametrize("version", [12080, 13000])
@@ -417,14 +435,16 @@ def test_a_kernel_is_run_as_late_as_a_copy_and_may_use_what_a_gpu_may(bench: Ben
         ((0, SIZE - 16, 32), None, FAULT),
         ((SIZE, 0, 16), None, FAULT),
         ((8, 0, 16), None, MISALIGNED),
-        ((0, 0, 16), "registered", FAULT),
+        ((0, 0, 16), "not pinned", FAULT),
+        ((0, 0, 16), "translated", FAULT),
     ],
 )
 def test_a_kernel_beyond_its_memory_is_a_fault(
     bench: Bench, entry: tuple[int, int, int], where: str | None, status: int
 ) -> None:
     kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
-    table = bench.driver.allocate_pinned(4 * KIB) if where is None else bench.host
+    bench.stub.set("translated", where == "translated")
+    table = bench.host + SIZE if where == "not pinned" else bench.driver.allocate_pinned(4 * KIB)
     DeviceBuffer(table, 24).view.view(np.uint64)[:] = [
         bench.gpu.address + entry[0],
         bench.gpu.address + entry[1],

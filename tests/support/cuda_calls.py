@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from kvoffd.transfer.cuda.driver import CudaDriver
+from kvoffd.transfer.cuda.driver import BatchCopy, CudaDriver
 from kvoffd_proto import cuda_driver as cuda
 
 TEST_PROTOTYPES: dict[str, tuple[str, ...]] = {
@@ -25,9 +25,11 @@ def load(library: str) -> ctypes.CDLL:
     return loaded
 
 
-def copy_batch(driver: CudaDriver, copies: Sequence[tuple[int, int, int]], stream: int) -> int:
+def copy_batch(
+    driver: CudaDriver, copies: Sequence[tuple[int, int, int]], stream: int, batch: BatchCopy | None = None
+) -> int:
     """Make one batch of (destination, source, size) as the copy loop in C does; its status."""
-    batch = driver.batch_copy()
+    batch = batch or driver.batch_copy()
     assert batch is not None
     columns = [(ctypes.c_uint64 * len(copies))(*column) for column in zip(*copies, strict=True)]
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)

@@ -40,7 +40,7 @@ CUresult cuDeviceGetUuid(CUuuid *out, CUdevice device);
 
 typedef CUdeviceptr address_t;
 typedef struct { char *code; unsigned blocks, threads; uint64_t arguments[8]; } launch_t;
-typedef struct { address_t to, from; size_t size; int pinned; launch_t *launch; } copy_t;
+typedef struct { address_t to, from; size_t size; int pinned, untranslated; launch_t *launch; } copy_t;
 typedef struct { copy_t *copies; size_t count, room, done; int device, alive; } stream_t;
 typedef struct { stream_t *stream; size_t until; int device, alive; } event_t;
 typedef struct { char name[48]; int nth, status, hang; } plan_t;
@@ -62,7 +62,7 @@ static stream_t *streams[MANY];
 static event_t *events[MANY];
 static int many_ranges, many_streams, many_events, many_allocations = 1;
 static int contexts[DEVICES], made_contexts, initialised, released, hanging;
-static int version = 12080, devices = 1, first, mig, same_pid_allowed, batch_missing, import_ranges;
+static int version = 12080, devices = 1, first, mig, same_pid_allowed, batch_missing, import_ranges, translated;
 static CUresult lost;
 static unsigned seed;
 static char *text;
@@ -226,11 +226,10 @@ static void read_code(const char *entry, code_t *code) {
             if (!strcmp(labels[j], code->steps[i].word[1])) code->steps[i].target = places[j];
     free(text);
 }
-/* Memory that a kernel may use: a device's, and what cuMemHostAlloc gave; registered memory may have another address there. */
+/* Memory that a kernel may use: a device's, and of a host what is pinned, unless that has other addresses there. */
 static int may_use(address_t address, size_t size) {
-    range_t *host = find(address, K(HOST));
     if (address % size) lose(CUDA_ERROR_MISALIGNED_ADDRESS);
-    else if (!is_device_memory(address, size) && !(host && host->accessible && address + size <= host->base + host->size)) lose(CUDA_ERROR_ILLEGAL_ADDRESS);
+    else if (!is_device_memory(address, size) && (translated || is_pinned(address, size) != 1)) lose(CUDA_ERROR_ILLEGAL_ADDRESS);
     return !lost;
 }
 static void run_thread(code_t *code, launch_t *launch, unsigned block, unsigned thread) {
@@ -282,7 +281,7 @@ static void run(stream_t *stream) {
     int to_device = is_device_memory(copy.to, copy.size), from_device = is_device_memory(copy.from, copy.size);
     address_t host = to_device ? copy.from : copy.to;
     if (lost) return;
-    if ((!to_device && !from_device) || (!(to_device && from_device) && copy.pinned == 1 && is_pinned(host, copy.size) != 1)) {
+    if (copy.untranslated || (!to_device && !from_device) || (!(to_device && from_device) && copy.pinned == 1 && is_pinned(host, copy.size) != 1)) {
         note("fault: memory of a copy is gone");
         lose(CUDA_ERROR_ILLEGAL_ADDRESS);
     } else if (is_dead(copy.from)) memset((void *)copy.to, GONE, copy.size);
@@ -380,6 +379,7 @@ FOR_TESTS(void, stub_set, const char *what, int value) {
     else if (!strcmp(what, "same_pid_allowed")) same_pid_allowed = value;
     else if (!strcmp(what, "batch_missing")) batch_missing = value;
     else if (!strcmp(what, "import_ranges")) import_ranges = value;
+    else if (!strcmp(what, "translated")) translated = value;
     else if (!strcmp(what, "seed")) seed = value;
     else abort();
     leave(0);
@@ -416,6 +416,11 @@ CUresult cuDeviceGetPCIBusId(char *out, int room, CUdevice device) {
     snprintf(out, room, "00000000:3B:%02X.0", device);
     return leave(0);
 }
+CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute attribute, CUdevice device) {
+    ENTER("cuDeviceGetAttribute") NEED_DEVICE(device) NEED(attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
+    *out = !translated;
+    return leave(0);
+}
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     ENTER("cuDevicePrimaryCtxGetState") NEED_DEVICE(device)
     *flags = 0; *active = contexts[device] > 0;
@@ -448,6 +453,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     return leave(0);
 }
 CUresult cuCtxGetCurrent(CUcontext *out) { ENTER("cuCtxGetCurrent") *out = (CUcontext)(intptr_t)(current + 1); return leave(0); }
+CUresult cuCtxGetDevice(CUdevice *out) { ENTER("cuCtxGetDevice") NEED_CONTEXT *out = current; return leave(0); }
 CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest) { ENTER("cuCtxGetStreamPriorityRange") NEED_CONTEXT *least = 0; *greatest = -5; return leave(0); }
 
 /* --- streams and events: of one context, and never the null stream --- */
@@ -525,7 +531,7 @@ static void push(stream_t *stream, address_t to, address_t from, size_t size) {
         stream->copies = realloc(stream->copies, stream->room * sizeof(copy_t));
     }
     address_t host = is_device_memory(to, size) ? from : to;
-    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), NULL};
+    stream->copies[stream->count++] = (copy_t){to, from, size, is_pinned(host, size), 0, NULL};
 }
 static int is_sound(address_t to, address_t from, size_t size, int in_batch) {
     int to_device = is_device_memory(to, size), from_device = is_device_memory(from, size);
@@ -564,7 +570,11 @@ static CUresult batch_12080(CUdeviceptr *to, CUdeviceptr *from, size_t *size, si
     }
     note("batch %zu of %zu", count, bytes);
     size_t begin = stream->count;
-    for (size_t i = count; i--;) push(stream, to[i], from[i], size[i]);
+    for (size_t i = count; i--;) {
+        push(stream, to[i], from[i], size[i]);
+        copy_t *copy = stream->copies + stream->count - 1;
+        copy->untranslated = translated && copy->pinned; /* only single copies translate a host's addresses */
+    }
     for (size_t i = count; seed && i-- > 1;) { /* any order will do */
         copy_t *one = stream->copies + begin + i, *other = stream->copies + begin + chance(i + 1), copy = *one;
         *one = *other; *other = copy;
@@ -618,7 +628,7 @@ CUresult cuMemHostUnregister(void *at) {
 CUresult cuMemHostAlloc(void **out, size_t size, unsigned flags) {
     ENTER("cuMemHostAlloc") NEED_CONTEXT
     NEED(flags == CU_MEMHOSTALLOC_PORTABLE && !posix_memalign(out, 4096, size))
-    add(HOST, (address_t)*out, size, -1)->accessible = 1;
+    add(HOST, (address_t)*out, size, -1);
     return leave(0);
 }
 CUresult cuMemFreeHost(void *at) {

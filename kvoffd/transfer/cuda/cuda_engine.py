@@ -99,7 +99,9 @@ class Batches:
         self._resume_at = clock()
         self._refusing = False
         if self.call is None:
-            _log.info("%s: no batches, by the setting or the driver (CUDA 12.8 has them): single copies.", name)
+            _log.info(
+                "%s: no batches, by the setting, the driver (CUDA 12.8 has them) or the GPU: single copies.", name
+            )
 
     def allowed(self) -> bool:
         return self._clock() >= self._resume_at
@@ -140,7 +142,7 @@ class _GpuCopier:
         self._stream = self._driver.create_stream(urgent=self._direction is Direction.LOAD)
         self._events.extend(self._driver.create_event() for _ in range(STEPS_IN_FLIGHT))
         self._calls = self._driver.copy_calls(self._batches.call)
-        if self._driver.gathers:
+        if self._driver.gathers and self._driver.has_host_addresses():
             try:
                 self._staging = Staging(self._driver, STEPS_IN_FLIGHT, STEP_BYTES, self._step_pieces)
             except CudaError as error:

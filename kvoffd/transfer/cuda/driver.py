@@ -127,11 +127,24 @@ class CudaDriver(cuda.CudaLibrary):
             calls.has_fail_index = batch.form == min(cuda.BATCH_FORMS)
         return calls
 
+    def has_host_addresses(self) -> bool:
+        """Return whether the current context's GPU has registered host memory at the addresses that this process has.
+
+        Where not (Windows' subsystem for Linux, some virtual GPUs), only single copies translate them: a batch or a
+        kernel would lose the context (sgl-project/sglang#40232).
+        """
+        attribute = cuda.DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        device = self._number(ctypes.c_int, "cuCtxGetDevice")
+        return bool(self._number(ctypes.c_int, "cuDeviceGetAttribute", attribute, device))
+
     def batch_copy(self) -> BatchCopy | None:
-        """Return the call for many copies at once; None where the driver has none (before CUDA 12.8) or may not be."""
+        """Return the call for many copies at once; None where it may not be used, or the driver has none.
+
+        Drivers have it from CUDA 12.8 on. See also ``has_host_addresses``.
+        """
         version = self.version()
         # Asked for a newer version than its own, a driver may answer with the older call, which takes other arguments.
-        if not self._batches or version < min(cuda.BATCH_FORMS):
+        if not self._batches or version < min(cuda.BATCH_FORMS) or not self.has_host_addresses():
             return None
         form = max(known for known in cuda.BATCH_FORMS if known <= version)
         function, status = ctypes.c_void_p(), ctypes.c_int()

@@ -165,6 +165,16 @@ def test_batches_have_a_bounded_number_of_pieces_and_bytes(machine: Machine) -> 
     assert machine.stub.calls("cuMemcpyAsync") == 0
 
 
+def test_where_a_gpu_has_other_addresses_pieces_are_copied_one_by_one(gathering: Machine) -> None:
+    gathering.stub.set("translated", 1)
+    for direction in Direction:
+        job = Job(gathering, PAGES, direction, apart=ONE_RUN)
+        assert job.wait() is Outcome.DONE
+        assert job.is_copied()
+    assert gathering.stub.calls("cuMemcpyBatchAsync") == gathering.stub.calls("cuLaunchKernel") == 0
+    assert gathering.driver.lost is None
+
+
 def test_a_refused_batch_is_copied_one_by_one_counted_and_tried_again(
     machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:

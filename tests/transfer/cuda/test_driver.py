@@ -76,7 +76,22 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     assert copy_batch(driver, copies, stream) == 1
 
 
-@pytest.mark.parametrize("setting", [("version", 12070), ("batch_missing", 1)])
+@pytest.mark.parametrize(
+    ("call", "status", "advice"),
+    [
+        ("cuDevicePrimaryCtxRetain", 46, "compute mode"),
+        ("cuInit", 802, "nvidia-fabricmanager"),
+        ("cuInit", 999, "start this process again"),
+        ("cuInit", 100, "give its container GPUs"),
+    ],
+)
+def test_errors_of_a_machine_say_what_to_look_at(stub: StubCuda, call: str, status: int, advice: str) -> None:
+    stub.fail(call, status=status)
+    with pytest.raises(CudaError, match=rf"{call} failed: .*\({status}\)\. .*{advice}"):
+        stub.start()
+
+
+@pytest.mark.parametrize("setting", [("version", 12070), ("batch_missing", 1), ("translated", 1)])
 def test_a_driver_without_batches_is_no_error(stub: StubCuda, setting: tuple[str, int]) -> None:
     stub.set(*setting)
     stub.start()
