@@ -18,6 +18,11 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = [
     "kvoffd/cache/key_states.c",
+    "kvoffd/cache/learned/blocks.c",
+    "kvoffd/cache/learned/lifetimes.c",
+    "kvoffd/cache/learned/records.c",
+    "kvoffd/cache/learned/requests.c",
+    "kvoffd/cache/learned/spans.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
     "kvoffd/transfer/cuda/counting_calls.c",

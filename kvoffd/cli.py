@@ -1,4 +1,4 @@
-"""The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd --version``.
+"""The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd simulate``, ``kvoffd --version``.
 
 argparse and not typer: the options are made from the table of settings, and typer makes options from signatures.
 Nothing heavy is imported before the arguments are parsed.
@@ -11,9 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from kvoffd import __version__
+from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.config import (
     CONFIG_VARIABLE,
     SETTINGS,
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return 0
+    if given.command == "simulate":
+        return simulate(given)
     flags = {setting.name: getattr(given, setting.name) for setting in SETTINGS}
     try:
         loaded = load_config(flags, os.environ, given.config)
@@ -70,6 +74,18 @@ def serve(config: Config) -> int:
         return run(config)
     except KvoffdError as error:
         return _refuse(str(error), config.log_format)
+
+
+def simulate(given: argparse.Namespace) -> int:
+    """Replay a trace and print what policies make of it."""
+    from kvoffd.simulate.command import simulate as run
+
+    try:
+        return run(given)
+    except OSError as error:
+        return _refuse(f"{given.file} cannot be read ({error.strerror}).", given_log_format({}, os.environ))
+    except ValueError as error:
+        return _refuse(str(error), given_log_format({}, os.environ))
 
 
 def _refuse(sentence: str, log_format: str) -> int:
@@ -135,10 +151,28 @@ def make_parser() -> argparse.ArgumentParser:
         description="Prints the configuration that serve would use with the same flags, as TOML that --config reads.",
     )
     showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
+    simulating = commands.add_parser(
+        "simulate",
+        help="replay a trace of requests with several policies and pool sizes",
+        allow_abbrev=False,
+        description="Replays a trace through the daemon's cache, without memory, and prints the token hit ratio, the "
+        "share of the blocks that is written, and the most hits that were possible.",
+    )
+    _add_simulation(simulating)
     for command in (serving, showing):
         command.epilog = "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file."
         _add_settings(command)
     return parser
+
+
+def _add_simulation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="trace in Mooncake's format: a JSON object a line")
+    parser.add_argument(
+        "--policy", default="all", metavar="NAMES", help=f"policies, by commas: {', '.join(POLICY_NAMES)}; or all"
+    )
+    parser.add_argument("--blocks", required=True, metavar="N,...", help="sizes of the pool, in blocks of the trace")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--plot", action="store_true", help="draw the hit ratios")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:

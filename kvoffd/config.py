@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, POLICY_NAMES
 from kvoffd.settings import (
     DiskSize,
     Kind,
@@ -213,6 +213,8 @@ class Config:
     def memory_bytes(self) -> int:
         """What the daemon needs: the pool, slot table and page tables, what is known of blocks, clients, itself."""
         books = self.max_slots * INDEX_BYTES_PER_SLOT + sum(index_bytes(one.size_bytes) for one in self.disk)
+        if self.eviction_policy != DEFAULT_POLICY:
+            books += self.pool_bytes // GHOST_PART
         return self.pool_bytes + self.pool_bytes * 21 // 1000 + books + self.clients_bytes + PROCESS_BYTES
 
     @property

@@ -31,12 +31,13 @@ ROOMS = {
     "system": "errors",
     "pool": "system errors",
     "cache": "pool system errors",
+    "simulate": "cache pool errors",
     "tiers": "pool system errors",
     "tiering": "cache tiers pool errors",
     "config": "tiering tiers cache settings errors",
     "transfer": "pool system errors",
     "server": "tiering tiers cache transfer pool system observe config settings errors",
-    "cli": "server observe config settings errors",
+    "cli": "server simulate cache observe config settings errors",
     "__main__": "cli",
 }
 """The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""

@@ -10,6 +10,7 @@ from math import inf
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
+from kvoffd.system.files import on_error
 
 
 @dataclass(slots=True)
@@ -45,22 +46,33 @@ class Admitter:
         index = self.blocks.index[self.namespace][self.group]
         fresh = [number for number in lacking if keys[number] not in index] if starts is not None else []
         found = Admission()
-        if len(fresh) < len(lacking):
-            others = set(fresh)
-            self._take([number for number in lacking if number not in others], inf, found)
-        if fresh:
-            begins = sorted({bisect_left(fresh, start) for start in starts or ()})
-            names = [keys[number] for number in fresh]
-            at = 0
-            for count, worth in self.policy.offers(self.namespace, self.group, names, begins):
-                self._take(fresh[at : at + count], worth, found)
-                at += count
-            assert at == len(fresh)
-            if found.declined:
-                self.policy.declined(self.namespace, self.group, [keys[number] for number in found.declined])
+        with on_error(lambda: self.blocks.return_slots(found.offsets)):
+            self._admit(keys, lacking, fresh, starts or (), found)
         found.admitted.sort()
         found.offsets.sort()
         return found
+
+    def _admit(
+        self,
+        keys: Sequence[bytes],
+        lacking: Sequence[int],
+        fresh: Sequence[int],
+        starts: Sequence[int],
+        found: Admission,
+    ) -> None:
+        if len(fresh) < len(lacking):
+            others = set(fresh)
+            self._take([number for number in lacking if number not in others], inf, found)
+        if not fresh:
+            return
+        begins = sorted({bisect_left(fresh, start) for start in starts})
+        at = 0
+        for count, worth in self.policy.offers(self.namespace, self.group, [keys[number] for number in fresh], begins):
+            self._take(fresh[at : at + count], worth, found)
+            at += count
+        assert at == len(fresh)
+        if found.declined:
+            self.policy.declined(self.namespace, self.group, [keys[number] for number in found.declined])
 
     def _take(self, numbers: Sequence[int], worth: float, found: Admission) -> None:
         if worth == DECLINED:

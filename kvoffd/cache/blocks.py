@@ -29,6 +29,7 @@ from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, Sha
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
+from kvoffd.system.files import on_error
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 INDEXED = (WRITING, READY)
@@ -95,14 +96,20 @@ class Blocks:
         """
         count = self._room_in_index(count, protected, worth)
         offsets = self._slots.take(slot_bytes, count, node)
-        while (lacking := count - len(offsets)) > 0:
-            victims = choose_victims(self._policy, self._slots, self.block_at, slot_bytes, lacking, protected, worth)
-            if not victims:
-                break
-            self.evict(victims)
-            # Nothing came free if it was the pool's last region, too short for this size: then the next one will do.
-            offsets.extend(self._slots.take(slot_bytes, lacking, node))
+        with on_error(lambda: self._slots.free(offsets)):
+            while (lacking := count - len(offsets)) > 0:
+                slots, blocks = self._slots, self.block_at
+                victims = choose_victims(self._policy, slots, blocks, slot_bytes, lacking, protected, worth)
+                if not victims:
+                    break
+                self.evict(victims)
+                # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
+                offsets.extend(slots.take(slot_bytes, lacking, node))
         return sorted(offsets)
+
+    def return_slots(self, offsets: Sequence[int]) -> None:
+        """Undo ``take_slots``."""
+        self._slots.free(offsets)
 
     def evictable(self, protected: Set[Block]) -> bool:
         """Whether any block could be evicted, whatever it is worth."""

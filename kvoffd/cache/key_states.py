@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 
 import numpy as np
 
@@ -50,9 +51,9 @@ class KeyStates:
     def of(self, keys: bytes) -> bytes:
         """The states of keys that lie end to end."""
         count = len(keys) // self._key_bytes
-        states = ctypes.create_string_buffer(count)
-        self._native.states(self._reference, keys, count, states)
-        return states.raw
+        states = array("B", bytes(count))  # ctypes would make a class for each count
+        self._native.states(self._reference, keys, count, states.buffer_info()[0])
+        return states.tobytes()
 
     def over(self, entries: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> Table:
         """Another table, of one word a key, that hashes keys as this one does. The caller keeps ``entries``."""

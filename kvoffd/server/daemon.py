@@ -10,7 +10,6 @@ import resource
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 
 import uvloop
@@ -29,6 +28,8 @@ from kvoffd.server.admission import RESERVED_SESSIONS
 from kvoffd.server.disks import opener
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
+from kvoffd.server.inbox import Inbox
+from kvoffd.server.kept_policy import keep_policy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
@@ -92,40 +93,6 @@ def run(config: Config) -> int:
         logging.shutdown()
         os._exit(EXIT_GPU_LOST)  # past the driver's own end, which may hang where its context is lost
     return 0
-
-
-class Inbox:
-    """Calls on their way from other threads to the loop, one wake-up for many.
-
-    After each wake-up the loop is told to send what the calls have left, once ``on_work`` is set.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._woken = False
-        self.on_work: Callable[[], None] = lambda: None
-
-    def post(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made in the loop's thread. For any thread."""
-        self._waiting.append(call)
-        if not self._woken:  # asked after the append: ``work_off`` has seen the call, or has taken this back before
-            self._woken = True
-            try:
-                self._loop.call_soon_threadsafe(self.work_off)
-            except RuntimeError:
-                pass  # the loop has ended; so have all sessions
-
-    def work_off(self) -> None:
-        """Make the calls that have arrived. What they post has a turn of its own."""
-        self._woken = False
-        for _ in range(len(self._waiting)):
-            call = self._waiting.popleft()
-            try:
-                call()
-            except Exception:
-                logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
-        self.on_work()
 
 
 class Daemon:
@@ -249,7 +216,7 @@ class Daemon:
             max_namespaces_bytes=config.namespaces_bytes,
             max_slots=config.max_slots,
         )
-        adopt_blocks(cache, pool)
+        adopt_blocks(cache, pool, config)
         self._inbox = Inbox(asyncio.get_running_loop())
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
@@ -385,9 +352,9 @@ class Daemon:
         self._probe = None
         if self._admin_server is not None:
             self._admin_server.close(LINGER_MS)
-        disks = self._service.context.disks
-        if disks is not None and not disks.close(DISKS_CLOSE_S):
+        if (disks := self._service.context.disks) is not None and not disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
+        keep_policy(self._service.context.cache.policy, self._config)
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self._copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

@@ -13,6 +13,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
+from kvoffd.server.kept_policy import go_on
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
 from kvoffd_proto.units import format_size
@@ -42,11 +43,12 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
     return pool
 
 
-def adopt_blocks(cache: BlockCache, pool: Pool) -> None:
-    """Make the blocks of an earlier daemon ready again."""
+def adopt_blocks(cache: BlockCache, pool: Pool, config: Config) -> None:
+    """Go on with what an earlier daemon's policy knew, and make that daemon's blocks ready again."""
+    started = time.monotonic()
+    go_on(cache.policy, config)
     if not pool.adopted:
         return
-    started = time.monotonic()
     recovered = pool.take_recovered()
     adoption = cache.adopt(recovered.namespaces, recovered.slots)
     logger.info(

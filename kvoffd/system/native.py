@@ -16,7 +16,7 @@ class NotCompiled(KvoffdError):
 
 
 class Native:
-    """The library's functions, which ``host_copy.c``, ``gpu_copy.c`` and ``key_states.c`` describe.
+    """The library's functions, which ``host_copy.c``, ``gpu_copy.c``, ``key_states.c`` and ``cache/learned`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -36,6 +36,19 @@ class Native:
             self.move_states = with_gil.kvoffd_move_states
             self.note_reasons = with_gil.kvoffd_note_reasons
             self.count_reasons = with_gil.kvoffd_count_reasons
+            self.learned_new = with_gil.kvoffd_learned_new
+            self.learned_free = with_gil.kvoffd_learned_free
+            self.learned_note = with_gil.kvoffd_learned_note
+            self.learned_pass = with_gil.kvoffd_learned_pass
+            self.learned_learn = with_gil.kvoffd_learned_learn
+            self.learned_insert = with_gil.kvoffd_learned_insert
+            self.learned_remove = with_gil.kvoffd_learned_remove
+            self.learned_candidates = with_gil.kvoffd_learned_candidates
+            self.learned_offers = with_gil.kvoffd_learned_offers
+            self.learned_declined = with_gil.kvoffd_learned_declined
+            self.learned_record_bytes = with_gil.kvoffd_learned_record_bytes
+            self.learned_record = with_gil.kvoffd_learned_record
+            self.learned_go_on = with_gil.kvoffd_learned_go_on
         except (OSError, AttributeError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
@@ -45,11 +58,27 @@ class Native:
         self.gpu_copy.argtypes, self.gpu_copy.restype = (address, address), None
         self.gpu_wait.argtypes, self.gpu_wait.restype = (address, address), None
         self.copied.argtypes, self.copied.restype = (address,), count
-        self.states.argtypes, self.states.restype = (address, text, count, text), None
+        self.states.argtypes, self.states.restype = (address, text, count, address), None
         self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
         self.move_states.argtypes, self.move_states.restype = (address, address), None
         self.note_reasons.argtypes, self.note_reasons.restype = (address, text, count, count), None
         self.count_reasons.argtypes, self.count_reasons.restype = (address, text, count, text, address), None
+        real = ctypes.c_double
+        keys = (count, text, count, count)  # whose, end to end, how many, bytes of each
+        self.learned_new.argtypes, self.learned_new.restype = (count, text), address
+        self.learned_free.argtypes, self.learned_free.restype = (address,), None
+        self.learned_note.argtypes, self.learned_note.restype = (address, *keys, count, count), count
+        self.learned_pass.argtypes, self.learned_pass.restype = (address, count, count), count
+        self.learned_learn.argtypes, self.learned_learn.restype = (address, real), None
+        self.learned_insert.argtypes, self.learned_insert.restype = (address, *keys, count, address), count
+        self.learned_remove.argtypes, self.learned_remove.restype = (address, *keys, address), count
+        self.learned_candidates.argtypes, self.learned_candidates.restype = (address, real, address, count), count
+        self.learned_offers.argtypes = (address, *keys, count, address, count, address)
+        self.learned_offers.restype = count
+        self.learned_declined.argtypes, self.learned_declined.restype = (address, *keys), None
+        self.learned_record_bytes.argtypes, self.learned_record_bytes.restype = (address,), count
+        self.learned_record.argtypes, self.learned_record.restype = (address, text), None
+        self.learned_go_on.argtypes, self.learned_go_on.restype = (address, text, count), count
 
 
 native = functools.cache(Native)

@@ -441,6 +441,7 @@ class StatsReply(Reply, frozen=True):
     lookup_seconds: Annotated[Histogram, histogram("Time spent on a lookup inside the daemon.")] = field(
         default_factory=lambda: Histogram({}, 0.0)
     )
+    ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -11,6 +11,7 @@ from support.cache_harness import made
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
+from kvoffd.config import Config
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
@@ -138,7 +139,7 @@ def _adopted_blocks(table: bytes) -> int:
             half_stored_timeout_s=1.0,
             lease_ttl_s=1.0,
         )
-        adopt_blocks(cache, pool)
+        adopt_blocks(cache, pool, Config())
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage

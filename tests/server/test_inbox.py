@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvoffd.server.daemon import Inbox
+from kvoffd.server.inbox import Inbox
 
 
 class Loop:

@@ -119,7 +119,7 @@ def make_service(
         half_stored_timeout_s=config.half_stored_timeout_s,
         lease_ttl_s=config.lease_ttl_s,
     )
-    adopt_blocks(cache, pool)
+    adopt_blocks(cache, pool, config)
     return Service(config, cache, publisher, engine, pool_address, 0, clock, post, map_segment, random_bytes)
 
 

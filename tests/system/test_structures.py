@@ -13,12 +13,14 @@ from support.cuda_abi import compiler
 
 import kvoffd
 from kvoffd.cache.key_states import Table
+from kvoffd.cache.policies.learned import Known
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
 from kvoffd.transfer.host_engine import _Copying
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
 
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
+    "known": ("cache/learned/learned.h", Known),
     "table": ("cache/key_states.c", Table),
     "copying": ("transfer/host_copy.c", _Copying),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
@@ -74,6 +76,12 @@ def test_no_structure_is_left_out() -> None:
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if "(ctypes.Structure)" in path.read_text()
     }
     assert places == {
-        *("cache/key_states.py", "transfer/host_engine.py", "transfer/cuda/gpu_copy.py", "transfer/pace.py"),
+        *(
+            "cache/policies/learned.py",
+            "cache/key_states.py",
+            "transfer/host_engine.py",
+            "transfer/cuda/gpu_copy.py",
+            "transfer/pace.py",
+        ),
         "transfer/cuda/driver.py",  # the first fields of gpu_copy.py's
     }

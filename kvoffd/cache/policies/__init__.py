@@ -76,6 +76,12 @@ class EvictionPolicy(Protocol):
         """Keys that were offered were not worth the blocks they would have cost: the other ranks should not store them
         either."""
 
+    def record(self) -> bytes:
+        """What the next daemon's policy of this name may go on with; nothing where there is nothing to know."""
+
+    def go_on(self, record: bytes) -> None:
+        """Go on with what another one recorded, before anything else. Raises ValueError where it is of no use."""
+
     @property
     def ghosts(self) -> int:
         """Keys without a block that are remembered."""
@@ -92,6 +98,12 @@ class AdmitsAll:
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is declined")
+
+    def record(self) -> bytes:
+        return b""
+
+    def go_on(self, record: bytes) -> None:
+        """There is nothing to know."""
 
     @property
     def ghosts(self) -> int:

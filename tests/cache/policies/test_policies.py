@@ -61,6 +61,13 @@ def test_a_touched_chain_goes_tail_first(policy: EvictionPolicy) -> None:
     fill(policy, chain)
     touch(policy, chain)
     assert list(policy.candidates()) == chain[::-1]
+
+
+@pytest.mark.parametrize("name", ["lru", "arc", "gate"])
+def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first(name: str) -> None:
+    policy, chain = make_policy(name, 1 << 20), blocks_of(4)
+    fill(policy, chain)
+    touch(policy, chain)
     touch(policy, chain[:2])
     assert list(policy.candidates()) == [chain[3], chain[2], chain[1], chain[0]]
 

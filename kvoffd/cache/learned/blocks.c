@@ -1,0 +1,143 @@
+/* Blocks of known keys, by handle, and the order in which they go. */
+#include "learned.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
+
+/* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
+struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
+{
+    struct learned *l = calloc(1, sizeof *l);
+
+    if (!l)
+        return NULL;
+    l->known.lifetime = lifetime;
+    l->seed[0] = seed[0];
+    l->seed[1] = seed[1];
+    l->learn_at = lifetime / 4;
+    for (int bin = 0; bin < BINS; bin++)
+        l->edges[bin] = AGES[bin] * lifetime;
+    more_places(l, 1);
+    work_out(l);
+    order_cells(l);
+    forget_oldest(l);
+    return l;
+}
+
+void kvoffd_learned_free(struct learned *l)
+{
+    for (uint32_t number = 1; number < l->span_room; number++)
+        free(l->spans[number].hashes);
+    free(l->spans);
+    free(l->places);
+    free(l->scratch);
+    free(l);
+}
+
+/* Keys got blocks, which are known by `handles`, not 0. Returns 0, or 1 where one has a block: then some are entered. */
+uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint64_t weight, const uint32_t *handles)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
+        if (!number) {
+            number = begin_span(l, hashes + i, length, ADOPTED, weight);
+            link_young(l, number);
+            first.place = 0;
+        }
+        struct span *s = &l->spans[number];
+        uint32_t *blocks = handles_of(s) + (first.place - s->base);
+        for (uint32_t at = 0; at < length; at++) {
+            if (blocks[at])
+                return 1;
+            blocks[at] = handles[i + at];
+        }
+        if (first.place + length > s->top)
+            s->top = first.place + length;
+        s->held += length;
+        if (s->held == length) {
+            s->age_bin = age_bin(l, s->since);
+            fill_cell(l, number);
+        }
+        i += length;
+    }
+    l->known.blocks += count;
+    return 0;
+}
+
+/* Keys lost their blocks. Writes their handles; returns 0, or 1 where one had none: then some are removed. */
+uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint32_t *handles)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first);
+        if (!first.span)
+            return 1;
+        struct span *s = &l->spans[first.span];
+        uint32_t *blocks = handles_of(s) + (first.place - s->base);
+        for (uint32_t at = 0; at < length; at++) {
+            if (!blocks[at])
+                return 1;
+            handles[i + at] = blocks[at];
+            blocks[at] = 0;
+        }
+        s->held -= length;
+        if (!s->held)
+            leave_cell(l, first.span);
+        settle_span(l, first.span);
+        i += length;
+    }
+    l->known.blocks -= count;
+    return 0;
+}
+
+/* The last span of a request whose blocks this walk has not come by, from one on. */
+static uint32_t deepest(const struct learned *l, uint32_t number)
+{
+    for (uint32_t child; (child = l->spans[number].child) && l->spans[child].seen != l->walks;)
+        number = child;
+    return number;
+}
+
+/* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. Of the worst
+ * cell's oldest span those go first that are behind it in the same request, so that chains have no holes. */
+uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
+{
+    uint64_t found = 0;
+
+    l->walks++;
+    for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
+        for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
+            uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
+            if (l->worth[cell / BINS][cell % BINS] >= worth)
+                return found;
+            for (uint32_t oldest = l->cells[cell].first; oldest; oldest = l->spans[oldest].next) {
+                if (l->spans[oldest].seen == l->walks)
+                    continue;
+                for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
+                    struct span *s = &l->spans[number];
+                    s->seen = l->walks;
+                    for (uint32_t at = s->top; s->held && at-- > s->low;) {
+                        uint32_t handle = handles_of(s)[at - s->base];
+                        if (handle)
+                            handles[found++] = handle;
+                        if (found == most)
+                            return found;
+                    }
+                    if (number == oldest)
+                        break;
+                }
+            }
+        }
+    return found;
+}

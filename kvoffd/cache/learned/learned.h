@@ -1,0 +1,133 @@
+/* What the policy `learned` knows: spans of keys, the cells that order them, and how long keys take to come back.
+ *
+ * policies/learned.py owns one `struct learned` and calls what begins with kvoffd_; everything else is hidden. One thread
+ * at a time. A key is known by a hash of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would
+ * be taken for one, which with 100 million keys happens once in 3,700 daemons and costs a decision about one block.
+ */
+#ifndef KVOFFD_LEARNED_H
+#define KVOFFD_LEARNED_H
+
+#include <stdint.h>
+
+#pragma GCC visibility push(hidden)
+
+enum {
+    BINS = 17, /* age bins of a class */
+    CLASSES = 77,
+    CELLS = CLASSES * BINS,
+    EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
+    EPOCHS_KEPT = 320,
+};
+
+/* Classes: what tells keys apart. policies/learned.py names them. */
+enum {
+    ADOPTED = 0, /* blocks of an earlier daemon whose keys are not known */
+    STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */
+    LAST = 2, /* the last part of a prompt, behind its last whole unit */
+    SHARED = 3, /* by how often they were seen: 6 */
+    CONTINUED = 9, /* known keys of a conversation, by pause, turn and new text: 4 x 2 x 3 */
+    APPENDED = 33, /* its new ones: 4 x 2 x 4 */
+    BRANCH = 65, /* new keys behind a known part that others continued otherwise, by how many: 6 */
+    FIRST = 71, /* new keys of a new conversation, by how many: 6 */
+};
+
+/* Keys of one chain, consecutive, that one request touched last and that have one class. A later request takes keys from
+ * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
+ * number; 0 is none. */
+struct span {
+    uint64_t *hashes; /* by place from `base` on, `room` of them; handles of blocks behind them, 0 where there is none */
+    uint64_t since; /* the bytes accessed when its keys' lives began */
+    uint64_t weight; /* bytes of a block */
+    uint64_t seen; /* the last walk that came by */
+    uint32_t base, room, low, top, high; /* from `top` on no place has a block */
+    uint32_t held; /* blocks */
+    uint32_t met; /* keys that the request at hand has found so far */
+    uint32_t sightings; /* requests that saw the keys */
+    uint32_t turn; /* number of the request in its conversation; 0 for what a store brought */
+    uint32_t behind; /* keys of the request behind `high` */
+    uint32_t before, child; /* neighbours in the request */
+    uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
+    uint32_t previous, next; /* neighbours in the cell */
+    uint8_t kind; /* class */
+    uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
+    uint8_t age_bin;
+    uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
+    uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
+};
+
+struct place {
+    uint64_t hash; /* 0 where the entry is empty */
+    uint32_t span, place;
+};
+
+struct row { /* spans in order, linked by two fields */
+    uint32_t first, last;
+};
+
+/* What policies/learned.py reads. */
+struct known {
+    uint64_t lifetime; /* bytes that the pool holds */
+    uint64_t now; /* bytes accessed so far */
+    uint64_t keys, requests; /* what accessed them */
+    uint64_t known_keys, blocks, spans;
+    uint64_t known_bytes; /* of the blocks that known keys have, or would have */
+    uint64_t nbytes; /* memory of all that is known */
+};
+
+struct learned {
+    struct known known;
+    uint64_t seed[2];
+    struct place *places; /* [capacity]: open addressing with linear probing */
+    uint64_t capacity;
+    struct span *spans; /* [span_room], by number */
+    uint32_t span_room, unused_spans; /* the latter linked by `next` */
+    uint64_t array_bytes; /* of all spans' hashes and handles */
+    struct row oldest; /* spans that are not old, the next one to be forgotten first */
+    uint64_t age_at, learn_at, learn_after, learned_at, epoch;
+    double edges[BINS]; /* where age bins begin, in bytes accessed */
+    double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
+    double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
+    double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
+    double worth[CLASSES][BINS], admission_worth[CLASSES]; /* hits for each byte accessed meanwhile */
+    struct row cells[CELLS];
+    uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
+    uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
+    uint64_t walks;
+    void *scratch;
+    uint64_t scratch_bytes;
+};
+
+/* spans.c */
+void *scratch(struct learned *l, uint64_t nbytes);
+void more_places(struct learned *l, uint64_t keys);
+struct place *find_place(const struct learned *l, uint64_t hash);
+uint32_t *handles_of(const struct span *s);
+uint32_t new_span(struct learned *l);
+void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
+uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight);
+uint32_t split_span(struct learned *l, uint32_t number, uint32_t place);
+void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles);
+void settle_span(struct learned *l, uint32_t number);
+void link_young(struct learned *l, uint32_t number);
+void forget_oldest(struct learned *l);
+void fill_cell(struct learned *l, uint32_t number);
+void leave_cell(struct learned *l, uint32_t number);
+void order_cells(struct learned *l);
+void move_cells(struct learned *l);
+
+/* lifetimes.c */
+int age_bin(const struct learned *l, uint64_t since);
+void begin_lives(struct learned *l, const struct span *s, uint64_t keys);
+void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends);
+void enter_epoch(struct learned *l);
+void work_out(struct learned *l);
+
+/* requests.c */
+void plan_learning(struct learned *l);
+uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                   uint64_t *hashes);
+uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first);
+
+#pragma GCC visibility pop
+
+#endif

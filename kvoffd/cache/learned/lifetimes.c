@@ -1,0 +1,170 @@
+/* How long keys of each class take to come back, learned from those that did, and what a block of them is worth by it.
+ *
+ * A life begins when a request touches a key and ends when the next one does; of lives that go on, and of those that were
+ * forgotten, it is known that they took longer (they are censored: Kaplan and Meier, "Nonparametric Estimation from
+ * Incomplete Observations", 1958). What a block is worth is the most hits by some age for the room it takes until then,
+ * both expected (J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). Ages are in accessed bytes.
+ */
+#include "learned.h"
+
+/* Of a block, in hits. */
+static const double WRITE_COST = 0.03;
+/* A class's hazard is as its group's until it had as many keys as so many mean requests. */
+static const double PRIOR_REQUESTS = 30;
+/* The same for a class's multiplier, in keys that came back. */
+static const double MULTIPLIER_REQUESTS = 10;
+static const double HIGHEST_HAZARD = 0.95;
+
+static double least(double a, double b)
+{
+    return a < b ? a : b;
+}
+
+static int bin_of(const struct learned *l, double age)
+{
+    int bin = BINS - 1;
+
+    while (bin && l->edges[bin] > age)
+        bin--;
+    return bin;
+}
+
+int age_bin(const struct learned *l, uint64_t since)
+{
+    return bin_of(l, (double)(l->known.now - since));
+}
+
+static uint64_t epoch_bytes(const struct learned *l)
+{
+    uint64_t bytes = l->known.lifetime / EPOCHS_IN_LIFETIME;
+
+    return bytes ? bytes : 1;
+}
+
+void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
+{
+    l->open[s->kind][s->since / epoch_bytes(l) % EPOCHS_KEPT] += keys * s->weight;
+}
+
+/* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
+void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends)
+{
+    uint64_t epoch = s->since / epoch_bytes(l);
+
+    if (ends)
+        ends[age_bin(l, s->since)] += keys * s->weight;
+    if (epoch + EPOCHS_KEPT > l->epoch)
+        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * s->weight;
+}
+
+/* Time has passed: lives that began too long ago are watched no more. */
+void enter_epoch(struct learned *l)
+{
+    uint64_t now = l->known.now / epoch_bytes(l), first = l->epoch + 1;
+
+    if (now > l->epoch + EPOCHS_KEPT)
+        first = now - EPOCHS_KEPT + 1;
+    for (uint64_t epoch = first; epoch <= now; epoch++)
+        for (int kind = 0; kind < CLASSES; kind++) {
+            double *lives = &l->open[kind][epoch % EPOCHS_KEPT];
+            if (*lives > 0)
+                l->forgotten[kind][BINS - 1] += *lives;
+            *lives = 0;
+        }
+    l->epoch = now;
+}
+
+/* Bytes of keys of all classes that did not come back so far, by the age up to which they were watched. */
+static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
+{
+    uint64_t first = l->epoch < EPOCHS_KEPT ? 0 : l->epoch - EPOCHS_KEPT + 1;
+
+    for (int kind = 0; kind < CLASSES; kind++)
+        for (int bin = 0; bin < BINS; bin++)
+            unseen[kind][bin] = l->forgotten[kind][bin];
+    for (uint64_t epoch = first; epoch <= l->epoch; epoch++) {
+        double age = (double)l->known.now - (double)(epoch * epoch_bytes(l)) - epoch_bytes(l) / 2;
+        int bin = bin_of(l, age);
+        for (int kind = 0; kind < CLASSES; kind++)
+            if (l->open[kind][epoch % EPOCHS_KEPT] > 0)
+                unseen[kind][bin] += l->open[kind][epoch % EPOCHS_KEPT];
+    }
+}
+
+/* Classes of one group are likely alike: those of one pause, and those of one kind where there are no pauses. */
+static int group_of(int kind)
+{
+    if (kind >= APPENDED && kind < BRANCH)
+        return CLASSES + 4 + (kind - APPENDED) / 8;
+    if (kind >= CONTINUED && kind < APPENDED)
+        return CLASSES + (kind - CONTINUED) / 6;
+    return kind;
+}
+
+/* What a block of a class is worth by its age, from the chance to come back in each age bin. */
+static void set_worth(struct learned *l, int kind, const double hazard[BINS])
+{
+    l->admission_worth[kind] = -1e300;
+    l->worth[kind][BINS - 1] = 0;
+    for (int age = 0; age < BINS - 1; age++) {
+        double alive = 1, hits = 0, room = 0, most = 0;
+        for (int bin = age; bin < BINS - 1; bin++) {
+            room += alive * (l->edges[bin + 1] - l->edges[bin]) * (1 - hazard[bin] / 2);
+            hits += alive * hazard[bin];
+            alive *= 1 - hazard[bin];
+            if (hits / room > most)
+                most = hits / room;
+            if (!age && (hits - WRITE_COST) / room > l->admission_worth[kind])
+                l->admission_worth[kind] = (hits - WRITE_COST) / room;
+        }
+        l->worth[kind][age] = most;
+    }
+}
+
+void work_out(struct learned *l)
+{
+    enum { GROUPS = CLASSES + 8 };
+    static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* one thread calls */
+    double key_bytes = (l->known.now ? l->known.now : 1) / (double)(l->known.keys ? l->known.keys : 1);
+    double mean = l->known.now / (double)(l->known.requests ? l->known.requests : 1);
+    double prior = PRIOR_REQUESTS * mean + key_bytes, enough = MULTIPLIER_REQUESTS * mean + key_bytes;
+    double common[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
+    double group_events[GROUPS] = { 0 }, group_expected[GROUPS] = { 0 };
+
+    add_unseen(l, unseen);
+    for (int kind = 0; kind < CLASSES; kind++) {
+        double later = 0;
+        for (int bin = BINS - 1; bin >= 0; bin--) {
+            /* A life that is not watched to its end counts half in its last bin. */
+            at_risk[kind][bin] = later + l->returned[kind][bin] + unseen[kind][bin] / 2;
+            later += l->returned[kind][bin] + unseen[kind][bin];
+        }
+    }
+    for (int bin = 0; bin < BINS; bin++) {
+        double returned = 0.01 * key_bytes, all = key_bytes;
+        for (int kind = 0; kind < CLASSES; kind++) {
+            returned += l->returned[kind][bin];
+            all += at_risk[kind][bin];
+        }
+        common[bin] = returned / all;
+        for (int kind = 0; kind < CLASSES; kind++) {
+            events[kind] += l->returned[kind][bin];
+            expected[kind] += at_risk[kind][bin] * common[bin];
+        }
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        group_events[group_of(kind)] += events[kind];
+        group_expected[group_of(kind)] += expected[kind];
+    }
+    for (int kind = 0; kind < CLASSES; kind++) {
+        int group = group_of(kind);
+        double of_group = (group_events[group] + enough) / (group_expected[group] + enough);
+        double multiplier = (events[kind] + enough * of_group) / (expected[kind] + enough), hazard[BINS];
+        for (int bin = 0; bin < BINS; bin++) {
+            double guess = least(HIGHEST_HAZARD, multiplier * common[bin]);
+            hazard[bin] = (l->returned[kind][bin] + prior * guess) / (at_risk[kind][bin] + prior);
+            hazard[bin] = least(HIGHEST_HAZARD, hazard[bin]);
+        }
+        set_worth(l, kind, hazard);
+    }
+}

@@ -1,0 +1,396 @@
+/* What requests ask for and stores offer: their keys' spans, and the classes of these. */
+#include "learned.h"
+
+#include <string.h>
+
+/* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
+enum { UNIT_TOKENS = 512 };
+enum { AHEAD = 8, AGINGS = 16, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
+
+static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
+static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
+
+#define LENGTH(array) (int)(sizeof(array) / sizeof *(array))
+
+/* How many of the limits are not above a value. */
+static int step_of(uint64_t value, const uint32_t *limits, int count)
+{
+    int step = 0;
+
+    while (step < count && limits[step] <= value)
+        step++;
+    return step;
+}
+
+/* --- keys --- */
+
+static uint64_t mix(uint64_t a, uint64_t b)
+{
+    unsigned __int128 product = (unsigned __int128)a * b;
+
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks.
+ * Returns how many there are. */
+uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                   uint64_t *hashes)
+{
+    uint64_t first = l->seed[0] ^ name, second = l->seed[1];
+
+    for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
+        uint64_t found = first ^ key_bytes, word[2];
+        for (uint64_t at = 0; at < key_bytes; at += sizeof word) {
+            uint64_t left = key_bytes - at;
+            word[0] = word[1] = 0;
+            memcpy(word, keys + at, left < sizeof word ? left : sizeof word);
+            found = mix(word[0] ^ second, word[1] ^ found);
+        }
+        found = mix(found ^ first, 0x9E3779B97F4A7C15);
+        hashes[i] = found ? found : 1;
+    }
+    return count;
+}
+
+/* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
+ * and more than `count`. */
+static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, uint64_t room)
+{
+    uint64_t kept = 0;
+
+    memset(seen, 0, room * sizeof *seen);
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t at = hashes[i];
+        while (seen[at & (room - 1)] && hashes[seen[at & (room - 1)] - 1] != hashes[i])
+            at++;
+        if (!seen[at & (room - 1)]) {
+            hashes[kept++] = hashes[i];
+            seen[at & (room - 1)] = kept;
+        }
+    }
+    return kept;
+}
+
+/* How many of the keys, from the first on, have neighbouring places in one span, or none; `first` is the first's. */
+uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first)
+{
+    uint32_t length = 1;
+
+    *first = *find_place(l, hashes[0]);
+    for (; length < count; length++) {
+        if (length + AHEAD < count)
+            __builtin_prefetch(&l->places[hashes[length + AHEAD] & (l->capacity - 1)]);
+        const struct place *there = find_place(l, hashes[length]);
+        if (!there->hash != !first->hash)
+            break;
+        if (there->hash && (there->span != first->span || there->place != first->place + length))
+            break;
+    }
+    if (!first->hash)
+        first->span = 0;
+    return length;
+}
+
+/* --- requests --- */
+
+/* Neighbouring keys of a request that get one span. */
+struct segment {
+    uint32_t begin, end, sightings;
+    int kind;
+};
+
+/* One group's part of a request. */
+struct request {
+    uint64_t *hashes;
+    uint32_t *handles; /* of the blocks that its keys have */
+    struct segment *segments;
+    uint32_t count, met, made, turn;
+    uint64_t tokens; /* of a block */
+    int pause, new;
+    uint64_t left_out; /* tokens of the request before that this one does not have */
+};
+
+/* Finds the known keys at the start of the chain: the spans that begin with them. Each becomes a segment, whose `kind` is
+ * the span's number for now. */
+static void meet(struct learned *l, struct request *r)
+{
+    while (r->met < r->count) {
+        struct place first;
+        uint32_t keys = run_length(l, r->hashes + r->met, r->count - r->met, &first);
+        struct span *s = &l->spans[first.span];
+        if (!first.span || first.place != s->low + s->met)
+            break;
+        s->met += keys;
+        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span };
+        r->met += keys;
+    }
+}
+
+/* What the classes of the request's keys are made of. */
+static void describe(const struct learned *l, struct request *r)
+{
+    uint64_t units = (r->tokens * (r->count - r->met) + UNIT_TOKENS - 1) / UNIT_TOKENS;
+
+    r->new = step_of(units, NEW_UNITS, LENGTH(NEW_UNITS));
+    r->turn = 1;
+    if (!r->made)
+        return;
+    const struct segment *last = &r->segments[r->made - 1];
+    const struct span *s = &l->spans[last->kind];
+    double pause = (double)(l->known.now - s->since) / l->known.lifetime;
+    while (r->pause < LENGTH(PAUSES) && PAUSES[r->pause] <= pause)
+        r->pause++;
+    r->left_out = r->tokens * ((uint64_t)s->behind + (s->high - s->low) - (last->end - last->begin));
+    if (r->left_out > UNIT_TOKENS)
+        return;
+    uint32_t turn = 0;
+    for (uint32_t i = r->made; i-- && !turn;)
+        turn = l->spans[r->segments[i].kind].turn;
+    r->turn = 1 + (turn ? turn : 1);
+}
+
+static int later_turn(const struct request *r)
+{
+    return (r->turn < 4 ? r->turn : 4) / 2 - 1;
+}
+
+/* Class of keys that were seen so often before. */
+static int known_class(const struct request *r, uint32_t sightings)
+{
+    if (r->turn == 1 || sightings >= r->turn)
+        return SHARED + step_of(sightings, SIGHTINGS, LENGTH(SIGHTINGS));
+    return CONTINUED + (r->pause * 2 + later_turn(r)) * 3 + (r->new < 2 ? r->new : 2);
+}
+
+/* Class of keys that were never seen. */
+static int new_class(const struct request *r)
+{
+    static const uint8_t NEWS[] = { 0, 1, 2, 2, 3, 3 };
+
+    if (r->turn > 1)
+        return APPENDED + (r->pause * 2 + later_turn(r)) * 4 + NEWS[r->new];
+    if (r->left_out > UNIT_TOKENS && r->tokens * r->met > UNIT_TOKENS)
+        return BRANCH + r->new;
+    return FIRST + r->new;
+}
+
+/* The known keys came back. */
+static void take_known(struct learned *l, struct request *r)
+{
+    for (uint32_t i = 0; i < r->made; i++) {
+        struct segment *found = &r->segments[i];
+        uint32_t number = found->kind, keys = found->end - found->begin;
+        struct span *s = &l->spans[number];
+        s->met = 0;
+        end_lives(l, s, keys, l->returned[s->kind]);
+        found->kind = known_class(r, s->sightings);
+        found->sightings = s->sightings + 1;
+        take_keys(l, number, keys, r->handles + found->begin);
+    }
+}
+
+/* Takes keys out of their spans that are known behind one that is not: of them it is learned that they are not there. */
+static void take_strays(struct learned *l, struct request *r)
+{
+    for (uint32_t i = r->met; i < r->count;) {
+        struct place first;
+        uint32_t keys = run_length(l, r->hashes + i, r->count - i, &first), number = first.span;
+        if (number) {
+            if (first.place > l->spans[number].low)
+                number = split_span(l, number, first.place);
+            end_lives(l, &l->spans[number], keys, NULL);
+            take_keys(l, number, keys, r->handles + i);
+        }
+        i += keys;
+    }
+}
+
+static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
+{
+    if (begin < end)
+        r->segments[r->made++] = (struct segment){ begin, end, 1, kind };
+}
+
+/* Joins neighbours that are of one class and were seen as often. */
+static void join_segments(struct request *r)
+{
+    uint32_t joined = 0;
+
+    for (uint32_t i = 1; i < r->made; i++) {
+        struct segment *last = &r->segments[joined], *one = &r->segments[i];
+        if (last->kind == one->kind && last->sightings == one->sightings)
+            last->end = one->end;
+        else
+            r->segments[++joined] = *one;
+    }
+    r->made = joined + 1;
+}
+
+/* Makes the spans of the request, the last one first in the order of forgetting. */
+static void add_spans(struct learned *l, struct request *r, uint64_t weight)
+{
+    uint32_t before = 0;
+
+    for (uint32_t i = 0; i < r->made; i++) {
+        const struct segment *one = &r->segments[i];
+        uint32_t keys = one->end - one->begin, number;
+        number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight);
+        struct span *s = &l->spans[number];
+        l->accessed[one->kind] += keys * weight;
+        s->sightings = one->sightings;
+        s->turn = r->turn;
+        s->behind = r->count - one->end;
+        s->before = before;
+        if (before) {
+            struct span *b = &l->spans[before];
+            b->child = number;
+            if (l->admission_worth[b->floor] < l->admission_worth[s->kind])
+                s->floor = b->floor;
+        }
+        memcpy(handles_of(s), r->handles + one->begin, keys * sizeof *r->handles);
+        for (uint32_t at = 0; at < keys; at++)
+            if (r->handles[one->begin + at]) {
+                s->held++;
+                s->top = at + 1;
+            }
+        if (s->held)
+            fill_cell(l, number);
+        before = number;
+    }
+    for (uint32_t number = before; number; number = l->spans[number].before)
+        link_young(l, number);
+}
+
+/* Notes one group's part of a request: its known keys came back, and all of it gets new classes. Returns how many
+ * different keys it has. */
+uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                             uint64_t weight, uint64_t tokens)
+{
+    uint64_t seen = 2;
+
+    while (seen <= count)
+        seen *= 2;
+    seen *= 2;
+    uint64_t each = sizeof(uint64_t) + sizeof(struct segment) + sizeof(uint32_t);
+    uint8_t *room = scratch(l, (count + 2) * each + seen * sizeof(uint32_t));
+    struct request r = { .hashes = (uint64_t *)room, .tokens = tokens };
+    r.segments = (struct segment *)(r.hashes + count);
+    r.handles = (uint32_t *)(r.segments + count + 2);
+    r.count = hash_keys(l, name, keys, count, key_bytes, r.hashes);
+    r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
+    if (!r.count)
+        return 0;
+    memset(r.handles, 0, r.count * sizeof *r.handles);
+    meet(l, &r);
+    describe(l, &r);
+    take_known(l, &r);
+    if (r.met < r.count) {
+        /* Keys of the last part of the prompt, behind its last whole unit. */
+        uint32_t part = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1;
+        uint32_t last = r.count > part ? r.count - part : 0;
+        take_strays(l, &r);
+        if (last < r.met)
+            last = r.met;
+        add_segment(&r, r.met, last, new_class(&r));
+        add_segment(&r, last, r.count, LAST);
+    }
+    join_segments(&r);
+    add_spans(l, &r, weight);
+    return r.count;
+}
+
+/* A request, of so many keys, is noted. Returns how many there were since it was learned last if it is time to learn. */
+uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
+{
+    l->known.requests++;
+    l->known.keys += keys;
+    l->known.now += nbytes;
+    enter_epoch(l);
+    forget_oldest(l);
+    if (l->known.now >= l->age_at) {
+        l->age_at = l->known.now + l->known.lifetime / AGINGS;
+        move_cells(l);
+    }
+    if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
+        return 0;
+    return l->known.requests - l->learned_at;
+}
+
+/* It is learned again after a pool lifetime, and when what is known has become a little more. */
+void plan_learning(struct learned *l)
+{
+    uint64_t more = (l->known.requests < MEMORY_REQUESTS ? l->known.requests : MEMORY_REQUESTS) / EVIDENCE_PART;
+
+    l->learned_at = l->known.requests;
+    l->learn_at = l->known.now + l->known.lifetime;
+    l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
+}
+
+/* Works out anew what every class is worth. What was seen before weighs as much from now on as `kept` says. */
+void kvoffd_learned_learn(struct learned *l, double kept)
+{
+    work_out(l);
+    order_cells(l);
+    plan_learning(l);
+    for (int kind = 0; kind < CLASSES; kind++) {
+        l->accessed[kind] *= kept;
+        for (int bin = 0; bin < BINS; bin++) {
+            l->returned[kind][bin] *= kept;
+            l->forgotten[kind][bin] *= kept;
+        }
+    }
+}
+
+/* --- stores --- */
+
+struct offer {
+    double worth;
+    uint64_t keys;
+};
+
+static const double DECLINED = -1, ANY = 1e300;
+
+/* Writes what keys are worth that have no block, in runs, of which there are at most `count`; returns how many. Chains
+ * begin at `starts`, the first at 0. */
+uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+                               uint64_t weight, const uint64_t *starts, uint64_t chains, struct offer *offers)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t chain = 0; chain < chains; chain++) {
+        uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;
+        double worth = ANY;
+        for (uint64_t i = starts[chain]; i < end;) {
+            struct place first;
+            uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
+            if (!number) {
+                number = begin_span(l, hashes + i, length, STORED, weight);
+                link_young(l, number);
+            }
+            double own = l->spans[number].closed ? DECLINED : l->admission_worth[l->spans[number].floor];
+            worth = own < worth ? own : worth;
+            if (made && offers[made - 1].worth == worth)
+                offers[made - 1].keys += length;
+            else
+                offers[made++] = (struct offer){ worth, length };
+            i += length;
+        }
+    }
+    return made;
+}
+
+/* Keys that were offered were declined: so are the others of their requests from there on. */
+void kvoffd_learned_declined(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+{
+    uint64_t *hashes = scratch(l, count * sizeof *hashes);
+
+    hash_keys(l, name, keys, count, key_bytes, hashes);
+    for (uint64_t i = 0; i < count;) {
+        struct place first;
+        uint32_t length = run_length(l, hashes + i, count - i, &first);
+        for (uint32_t number = first.span; number && !l->spans[number].closed; number = l->spans[number].child)
+            l->spans[number].closed = 1;
+        i += length;
+    }
+}

@@ -1,0 +1,191 @@
+"""What is kept is what is worth most: the hits to be expected for the room it takes, by how keys came back so far.
+
+A request's keys are told apart by what says whether and when they are asked for again: whether the request continues a
+conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
+class learns how long its keys take to come back. What is offered is stored where it is worth more than what would have
+to go for it. Keys without blocks are watched too: hits alone teach nothing.
+
+All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
+
+The work is done in C, in ``cache/learned``: ``requests.c`` has the classes, ``lifetimes.c`` what they are worth,
+``spans.c`` what is known of keys, ``blocks.c`` the order in which blocks go, ``records.c`` what the next daemon gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import weakref
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import inf
+from operator import attrgetter
+
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import Chain, Offer
+from kvoffd.system.native import native
+
+UNIT_TOKENS = 512
+"""Tokens of a block whose group does not say."""
+MEMORY_REQUESTS = 8000
+"""Time in which what was seen loses its weight."""
+FORMAT = 1
+SEED_BYTES = 16
+_HEADER = struct.Struct("=II")
+_OFFER = struct.Struct("=dQ")
+_FEWEST_CANDIDATES, _MORE_CANDIDATES = 32, 8
+_REFUSALS = (
+    "",
+    "it is cut off",
+    "its layout is another",
+    "it is of a pool of another size",
+    "its counts are none",
+    "it has a span that is none",
+    "its keys are none",
+)
+"""By ``enum refusal`` of records.c."""
+
+
+class Known(ctypes.Structure):
+    """``struct known`` of learned.h."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in (
+            "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
+        )
+    )  # fmt: skip
+
+
+class BadRecord(ValueError):
+    """A policy's record is damaged or of another kind. The message says how."""
+
+
+class Policy:
+    """``struct learned``, and the blocks that it knows by number."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        self._native = native()
+        self._pool_bytes = pool_bytes
+        self._by_handle: list[Block | None] = [None]
+        self._unused: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._at = self._native.learned_new(self._pool_bytes, os.urandom(SEED_BYTES))
+        if not self._at:
+            raise MemoryError
+        self._free = weakref.finalize(self, self._native.learned_free, self._at)
+        self.known = Known.from_address(self._at)
+
+    # --- what requests ask for -------------------------------------------------------------------
+
+    def requested(self, chains: Sequence[Chain]) -> None:
+        nbytes = keys = 0
+        for namespace, group, joined, _ in chains:
+            if weight := namespace.block_bytes(group):
+                tokens = namespace.groups[group].tokens_per_block or UNIT_TOKENS
+                count = self._native.learned_note(self._at, *_keys(namespace, group, joined), weight, tokens)
+                keys += count
+                nbytes += count * weight
+        if keys and (requests := self._native.learned_pass(self._at, keys, nbytes)):
+            self._native.learned_learn(self._at, math.exp(-requests / MEMORY_REQUESTS))
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def insert(self, blocks: Sequence[Block]) -> None:
+        if not blocks:
+            return
+        namespace, group = blocks[0].namespace, blocks[0].group
+        chain = blocks[::-1]
+        if (lacking := len(chain) - len(self._unused)) > 0:
+            self._unused += range(len(self._by_handle), len(self._by_handle) + lacking)
+            self._by_handle += [None] * lacking
+        handles = array("I", self._unused[-len(chain) :])
+        del self._unused[-len(chain) :]
+        for handle, block in zip(handles, chain, strict=True):
+            self._by_handle[handle] = block
+        keys = _keys(namespace, group, b"".join([block.key for block in chain]))
+        twice = self._native.learned_insert(self._at, *keys, namespace.block_bytes(group), _address(handles))
+        assert not twice, "inserted twice"
+
+    def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
+        by_handle = self._by_handle
+        for (namespace, group), some in groupby(reversed(blocks), attrgetter("namespace", "group")):
+            joined = b"".join([block.key for block in some])
+            handles = array("I", bytes(4 * (len(joined) // namespace.key_bytes)))
+            unknown = self._native.learned_remove(self._at, *_keys(namespace, group, joined), _address(handles))
+            assert not unknown, "removed what is not there"
+            for handle in handles:
+                by_handle[handle] = None
+            self._unused += handles
+
+    def candidates(self, worth: float = inf) -> Iterator[Block]:
+        given, most = 0, _FEWEST_CANDIDATES
+        while True:
+            handles = array("I", bytes(4 * most))
+            found = self._native.learned_candidates(self._at, worth, _address(handles), most)
+            for handle in handles[given:found]:
+                block = self._by_handle[handle]
+                assert block is not None
+                yield block
+            if found < most:
+                return
+            given, most = found, most * _MORE_CANDIDATES
+
+    def __len__(self) -> int:
+        return int(self.known.blocks)
+
+    # --- what stores offer -----------------------------------------------------------------------
+
+    def offers(self, namespace: Namespace, group: int, keys: Sequence[bytes], starts: Sequence[int]) -> Sequence[Offer]:
+        begins, weight = array("Q", starts), namespace.block_bytes(group)
+        found = array("Q", bytes(len(keys) * _OFFER.size))
+        made = self._native.learned_offers(
+            self._at, *_keys(namespace, group, b"".join(keys)), weight, _address(begins), len(begins), _address(found)
+        )
+        told = memoryview(found).cast("B")[: made * _OFFER.size]
+        return [Offer(count, worth) for worth, count in _OFFER.iter_unpack(told)]
+
+    def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        self._native.learned_declined(self._at, *_keys(namespace, group, b"".join(keys)))
+
+    # --- what is known, and what the next daemon goes on with ------------------------------------
+
+    @property
+    def ghosts(self) -> int:
+        return int(self.known.known_keys - self.known.blocks)
+
+    def record(self) -> bytes:
+        body = ctypes.create_string_buffer(self._native.learned_record_bytes(self._at))
+        self._native.learned_record(self._at, body)
+        return _HEADER.pack(FORMAT, zlib.crc32(body)) + body.raw
+
+    def go_on(self, record: bytes) -> None:
+        assert not self.known.known_keys
+        if len(record) < _HEADER.size:
+            raise BadRecord("it is cut off")
+        version, checksum = _HEADER.unpack_from(record)
+        if version != FORMAT:
+            raise BadRecord(f"its format is {version}, not {FORMAT}")
+        body = record[_HEADER.size :]
+        if zlib.crc32(body) != checksum:
+            raise BadRecord("its checksum is wrong")
+        if refusal := self._native.learned_go_on(self._at, body, len(body)):
+            self._free()
+            self._begin()
+            raise BadRecord(_REFUSALS[refusal])
+
+
+def _keys(namespace: Namespace, group: int, keys: bytes) -> tuple[int, bytes, int, int]:
+    """Keys of a group, end to end, as C takes them: the same in another group or namespace are others."""
+    name = int.from_bytes(namespace.fingerprint[:8], "big") ^ group
+    return name, keys, len(keys) // namespace.key_bytes, namespace.key_bytes
+
+
+def _address(items: array[int]) -> int:
+    return items.buffer_info()[0]

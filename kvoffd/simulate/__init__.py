@@ -1,0 +1,1 @@
+"""Traces of requests, replayed through the daemon's cache."""

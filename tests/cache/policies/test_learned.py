@@ -1,0 +1,309 @@
+"""The policy that learns what comes back: its books under any order of requests, and what it makes of made-up loads."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from itertools import cycle, islice
+from math import inf, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cache_harness import CacheHarness, FoldedEvents, keys_of, made
+from support.invariants import check_invariants
+from support.learned_check import check_learned
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policies.learned import BadRecord, Policy
+from kvoffd.simulate.replay import replay
+from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd_proto.messages import READY
+
+CLASSES, BINS, EPOCHS_KEPT, REMEMBERED_POOLS = 77, 17, 320, 16
+"""As in learned.h and spans.c."""
+GHOST_BYTES = 100
+
+
+def policy_of(rig: CacheHarness) -> Policy:
+    policy = rig.cache.policy
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def bytes_of(policy: Policy) -> int:
+    """Memory of what it knows of keys."""
+    empty = make_policy("learned", 1 << 20)
+    assert isinstance(empty, Policy)
+    return int(policy.known.nbytes - empty.known.nbytes)
+
+
+def check(rig: CacheHarness) -> None:
+    check_learned(policy_of(rig))
+
+
+def ask(rig: CacheHarness, namespace: Namespace, chain: list[int], group: int = 0) -> bytes:
+    answer = rig.cache.lookup(namespace, 7, 1, [(group, keys_of(*chain))])
+    rig.cache.touch(7)
+    rig.cache.release(1, [7])
+    return answer.states[0]
+
+
+chains = st.lists(st.integers(0, 40), max_size=12)
+prefixes = st.builds(lambda first, length: list(range(first, first + length)), st.integers(0, 30), st.integers(0, 20))
+steps = st.one_of(
+    st.tuples(st.just("ask"), st.one_of(chains, prefixes), st.integers(0, 1)),
+    st.tuples(st.just("store"), st.one_of(chains, prefixes).map(lambda c: list(dict.fromkeys(c))), st.integers(0, 1)),
+    st.tuples(st.just("drop"), chains, st.integers(0, 1)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(steps, max_size=60))
+def test_its_books_are_right_whatever_is_asked_for_stored_and_dropped(order: list[tuple[str, list[int], int]]) -> None:
+    rig = CacheHarness(regions=3, region_bytes=4096 * 4, policy="learned")
+    namespace = rig.open(shard_bytes=(4096, 8192))
+    for what, chain, group in order:
+        if what == "ask":
+            ask(rig, namespace, chain, group)
+        elif what == "store":
+            rig.put(namespace, keys_of(*chain), group)
+        else:
+            made(rig.cache.invalidate(namespace, [(group, keys_of(*chain))]))
+        check(rig)
+    check_invariants(rig.cache)
+
+
+def trace_of(requests: list[list[int]], tokens: int = 512) -> Trace:
+    return Trace("made", tokens, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
+
+
+def documents(count: int, blocks: int, requests: int) -> list[list[int]]:
+    """Requests for some documents, one after the other, again and again."""
+    every = [list(range(number * blocks, (number + 1) * blocks)) for number in range(count)]
+    return list(islice(cycle(every), requests))
+
+
+def test_a_cycle_of_documents_twice_the_pool_hits_nearly_as_often_as_it_can() -> None:
+    """The optimum keeps as many documents as the pool holds, from the first time on."""
+    trace = trace_of(documents(100, 20, 3000))
+    best = 100 * (1 - 100 / 3000) / 2
+    assert replay(trace, "lru", 1000).hits == 0
+    assert replay(trace, "learned", 1000).hit_percent > 0.95 * best
+
+
+def test_what_is_asked_for_once_does_not_drive_out_what_comes_back() -> None:
+    shared = documents(30, 20, 1200)
+    once = [list(range(10**6 + number * 30, 10**6 + number * 30 + 30)) for number in range(1200)]
+    trace = trace_of([request for pair in zip(shared, once, strict=True) for request in pair])
+    lru, learned = (replay(trace, policy, 800) for policy in ("lru", "learned"))
+    assert learned.hit_percent > lru.hit_percent + 20
+    assert learned.written_percent < lru.written_percent / 2
+
+
+def conversations(rng: random.Random, tokens: int) -> list[list[int]]:
+    """Prompts of growing conversations, in blocks of so many tokens; the same text whatever the tokens."""
+    open_, requests, fresh = {}, [], 0
+    for _ in range(1500):
+        name = rng.randrange(60)
+        grown = 1024 * rng.randint(1, 4)
+        text = open_.get(name, [])
+        if rng.random() < 0.2:
+            text = []
+        text = [*text, *range(fresh, fresh + grown // 1024)]
+        fresh += grown // 1024
+        open_[name] = text
+        per = 1024 // tokens
+        requests.append([unit * per + part for unit in text for part in range(per)])
+    return requests
+
+
+def test_the_size_of_blocks_makes_no_difference() -> None:
+    tokens = 128
+    large = trace_of(conversations(random.Random(5), 1024), 1024)
+    small = trace_of(conversations(random.Random(5), tokens), tokens)
+    first = replay(large, "learned", 300)
+    second = replay(small, "learned", 300 * 1024 // tokens)
+    print(first, second)
+    assert second.hit_percent == pytest.approx(first.hit_percent, abs=1.0)
+    assert second.written_percent == pytest.approx(first.written_percent, abs=2.0)
+
+
+def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
+    rig = CacheHarness(regions=20, policy="learned")
+    namespace = rig.open(world_size=2, shard_bytes=(4096, 4096))
+    groups = [(0, keys_of(1, 2, 3)), (1, keys_of(1, 2, 3))]
+    for again in (False, True, True):
+        rig.cache.lookup(namespace, 7, 1, groups, again=again)
+        rig.cache.touch(7)
+        rig.cache.release(1, [7])
+    for rank in range(2):
+        for group in range(2):
+            ticket = rig.cache.begin_store(namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
+            assert ticket.copy == [0, 1, 2, 3]
+            rig.cache.commit_store(ticket)
+    known = policy_of(rig).known
+    assert (known.requests, known.keys) == (1, 6)
+    assert ask(rig, namespace, [1, 2, 3, 4]) == bytes([2] * 4)
+    assert known.requests == 2
+    check(rig)
+
+
+def test_what_one_rank_was_declined_the_others_are_declined_too() -> None:
+    rig = CacheHarness(regions=2, policy="learned")  # 4 blocks of two shards
+    namespace = rig.open(world_size=2)
+    for _ in range(40):
+        for chain in ([1, 2], [3, 4]):
+            ask(rig, namespace, chain)
+            rig.put(namespace, keys_of(*chain))
+    ask(rig, namespace, [50, 51])
+    first = rig.cache.begin_store(namespace, 0, 0, keys_of(50, 51))
+    assert first.declined == [0, 1]
+    made(rig.cache.clear(namespace))  # there is room now
+    second = rig.cache.begin_store(namespace, 1, 0, keys_of(50, 51))
+    assert second.declined == [0, 1]
+    assert namespace.counters.declined_keys >= 4
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    rig = CacheHarness(regions=100, region_bytes=4 * 2**20, policy="learned")  # 400 blocks
+    namespace = rig.open(shard_bytes=(2**20,))
+    for first in range(0, 60_000, 60):
+        ask(rig, namespace, list(range(first, first + 60)))
+    policy = policy_of(rig)
+    assert 300 * REMEMBERED_POOLS < policy.ghosts <= 400 * (REMEMBERED_POOLS + 1)
+    check(rig)
+    assert bytes_of(policy) / policy.known.known_keys <= GHOST_BYTES
+
+
+def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
+    rig = CacheHarness(regions=100, policy="learned")  # 400 blocks of 4 KiB
+    namespace = rig.open()
+    for first in range(0, 6_000, 60):
+        ask(rig, namespace, list(range(first, first + 60)))
+    assert 300 < policy_of(rig).ghosts < 1000
+    assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
+
+
+def heir_of(rig: CacheHarness, record: bytes) -> CacheHarness:
+    """A cache over the same slots whose policy goes on with a record."""
+    heir = CacheHarness(policy="learned")
+    records = rig.slots.ready_records()
+    heir.slots, heir.events = rig.slots.successor(records), FoldedEvents()
+    policy = make_policy("learned", heir.slots.pool_bytes)
+    policy.go_on(record)
+    heir.cache = BlockCache(heir.slots, policy, heir.events, heir.clock)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), records)
+    return heir
+
+
+def trained() -> tuple[CacheHarness, Namespace]:
+    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
+    namespace, rng = rig.open(shard_bytes=(2**20,)), random.Random(3)
+    for _ in range(300):
+        first = 20 * rng.randrange(12)
+        chain = list(range(first, first + rng.randint(1, 8)))
+        states = ask(rig, namespace, chain)
+        rig.put(namespace, keys_of(*[key for key, state in zip(chain, states, strict=True) if state != 2]))
+    return rig, namespace
+
+
+def test_the_next_daemon_decides_as_this_one_would_have() -> None:
+    rig, namespace = trained()
+    heir = heir_of(rig, policy_of(rig).record())
+    check(heir)
+    check_invariants(heir.cache)
+    assert policy_of(heir).ghosts == policy_of(rig).ghosts > 0
+    (adopted,) = heir.cache.namespaces
+    rng, ready = random.Random(4), [0, 0]
+    for _ in range(200):
+        first = 20 * rng.randrange(12)
+        chain = list(range(first, first + rng.randint(1, 8)))
+        for number, (one, space) in enumerate(((rig, namespace), (heir, adopted))):
+            ready[number] += ask(one, space, chain).count(READY)
+            one.put(space, keys_of(*chain))
+        check(heir)
+    assert ready[0] == pytest.approx(ready[1], rel=0.1)
+
+
+def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> None:
+    rig, _ = trained()
+    records = sorted(rig.slots.ready_records(), key=lambda record: record.generation)
+    heir = CacheHarness(policy="learned")
+    heir.slots = rig.slots.successor(records)
+    heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), records)
+    assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
+
+
+HEADER, COUNTS = 8, 16 + 7 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
+"""Bytes before the counts of a record, and of the counts. Its first span follows."""
+SPANS = HEADER + COUNTS
+
+
+def with_field(record: bytes, at: int, form: str, *values: object) -> bytes:
+    """The record with another value somewhere, and its checksum."""
+    changed = bytearray(record)
+    struct.pack_into(form, changed, at, *values)
+    struct.pack_into("=I", changed, 4, zlib.crc32(changed[HEADER:]))
+    return bytes(changed)
+
+
+def with_more(record: bytes, more: bytes) -> bytes:
+    return with_field(record + more, 0, "=I", 1)
+
+
+def first_hash(record: bytes) -> bytes:
+    return record[SPANS + 40 : SPANS + 48]
+
+
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "empty": ("it is cut off", lambda record: b""),
+    "cut": ("its checksum is wrong", lambda record: record[:-3]),
+    "bit": ("its checksum is wrong", lambda record: record[:50] + bytes([record[50] ^ 1]) + record[51:]),
+    "format": ("its format is 9, not 1", lambda record: with_field(record, 0, "=I", 9)),
+    "counts cut": ("it is cut off", lambda record: with_more(record[:500], b"")),
+    "span cut": ("it is cut off", lambda record: with_more(record[: SPANS + 8], b"")),
+    "keys cut": ("it is cut off", lambda record: with_more(record[:-8], b"")),
+    "more": ("it is cut off", lambda record: with_more(record, bytes(8))),
+    "more spans": ("it is cut off", lambda record: with_field(record, HEADER + 48, "=Q", 2**29)),
+    "most spans": ("its counts are none", lambda record: with_field(record, HEADER + 48, "=Q", 2**63)),
+    "classes": ("its layout is another", lambda record: with_field(record, HEADER, "=I", CLASSES + 1)),
+    "pool": ("it is of a pool of another size", lambda record: with_field(record, HEADER + 16, "=Q", 5)),
+    "time": ("its counts are none", lambda record: with_field(record, HEADER + 24, "=Q", 2**63)),
+    "nan": ("its counts are none", lambda record: with_field(record, HEADER + 72, "=d", nan)),
+    "inf": ("its counts are none", lambda record: with_field(record, SPANS - 8, "=d", inf)),
+    "negative": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", -1.0)),
+    "future": ("it has a span that is none", lambda record: with_field(record, SPANS, "=Q", 2**59)),
+    "weightless": ("it has a span that is none", lambda record: with_field(record, SPANS + 8, "=Q", 0)),
+    "heavy": ("it has a span that is none", lambda record: with_field(record, SPANS + 8, "=Q", 2**50)),
+    "no keys": ("it has a span that is none", lambda record: with_field(record, SPANS + 16, "=I", 0)),
+    "many keys": ("it is cut off", lambda record: with_field(record, SPANS + 16, "=I", 2**32 - 1)),
+    "child": ("it has a span that is none", lambda record: with_field(record, SPANS + 32, "=I", 1)),
+    "class": ("it has a span that is none", lambda record: with_field(record, SPANS + 36, "=B", CLASSES)),
+    "no hash": ("its keys are none", lambda record: with_field(record, SPANS + 40, "=Q", 0)),
+    "twice": (
+        "its keys are none",
+        lambda record: with_field(record, len(record) - 8, "=8s", record[SPANS + 40 :][:8]),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_record_is_refused_and_changes_nothing(damage: str) -> None:
+    rig, _ = trained()
+    record, lifetime = policy_of(rig).record(), rig.slots.pool_bytes
+    sentence, damaged = DAMAGE[damage]
+    policy = make_policy("learned", lifetime)
+    assert isinstance(policy, Policy)
+    with pytest.raises(BadRecord, match=sentence):
+        policy.go_on(damaged(record))
+    assert (policy.ghosts, policy.known.requests) == (0, 0)
+    check_learned(policy)
+    policy.go_on(record)
+    assert policy.record() == record
+    check_learned(policy)

@@ -1,0 +1,101 @@
+"""What the policy learned outlives the daemon that learned it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, ids, keys, stats
+
+from kvoffd_client import SharedMemory
+from kvoffd_proto import messages as m
+
+PAGE = 16384
+
+
+@pytest.fixture
+def pool_file() -> Iterator[Path]:
+    path = Path(f"/dev/shm/kvoffd-policy-{os.getpid()}.pool")
+    yield path
+    for left in path.parent.glob(f"{path.name}*"):
+        left.unlink()
+
+
+def use(daemon: DaemonProcess) -> None:
+    """Store two blocks; look up others."""
+    with (
+        SharedMemory(8 * PAGE, "test") as memory,
+        WireClient(daemon.directory) as worker,
+        WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler,
+    ):
+        for client in (worker, scheduler):
+            client.open_namespace()
+        registration = worker.register(memory)
+        store = m.Store(1, [m.GroupTransfer(0, keys(1, 2), ids(0, 1))])
+        assert worker.result(m.Submit(worker.next_id(), worker.token, registration, [store])).ok
+        for lease, asked in enumerate([keys(1, 2, 3), keys(1, 4, 5, 6)]):
+            groups = [m.GroupKeys(0, asked)]
+            lookup = m.Lookup(scheduler.next_id(), scheduler.token, NAMESPACE, scheduler.lease(lease), groups)
+            scheduler.ask(lookup, m.LookupReply)
+
+
+def test_it_is_written_beside_the_pool_file_and_read_by_the_next_daemon(pool_file: Path) -> None:
+    flags = {"pool_file": str(pool_file), "eviction_policy": "learned"}
+    with DaemonProcess("16MiB", **flags) as daemon:
+        use(daemon)
+        known = stats(daemon.directory).ghost_keys
+        assert known == 4
+        assert daemon.stop() == 0
+        kept = Path(f"{pool_file}.policy")
+        assert kept.read_bytes().startswith(b"learned\n")
+        daemon.start()
+        assert stats(daemon.directory).ghost_keys == known
+        assert "learns anew" not in daemon.log
+        daemon.stop()
+
+
+def left_by(daemon: DaemonProcess, kept: Path) -> bytes:
+    use(daemon)
+    daemon.stop()
+    return kept.read_bytes()
+
+
+def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -> None:
+    kept = Path(f"{pool_file}.policy")
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
+        good = left_by(daemon, kept)
+        for damage, sentence in (
+            (good[:-1], "its checksum is wrong"),
+            (good[:10], "it is cut off"),
+            (b"gate\n", "it is not of the policy learned"),
+            (good.replace(b"learned\n\1", b"learned\n\7"), "its format is 7, not 1"),
+            (bytes(17 << 20), "more than"),
+        ):
+            kept.write_bytes(damage)
+            daemon.start()
+            assert sentence in daemon.log
+            assert "The policy learns anew." in daemon.log
+            assert stats(daemon.directory).ghost_keys == 0
+            daemon.stop()
+        kept.unlink()
+        os.mkfifo(kept)
+        daemon.start()
+        assert "it is not a file of this user's" in daemon.log
+
+
+def test_a_link_is_neither_followed_nor_written_through(pool_file: Path, tmp_path: Path) -> None:
+    kept, other = Path(f"{pool_file}.policy"), tmp_path / "other"
+    other.write_bytes(b"mine")
+    Path(f"{kept}.new").symlink_to(other)
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
+        left_by(daemon, kept)
+        assert other.read_bytes() == b"mine"
+        assert not kept.is_symlink()
+        assert kept.stat().st_mode & 0o777 == 0o600
+        kept.unlink()
+        kept.symlink_to(other)
+        daemon.start()
+        assert "is of no use" in daemon.log

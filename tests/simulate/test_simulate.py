@@ -1,0 +1,117 @@
+"""``kvoffd simulate``: traces, what policies make of them, and the optimum."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from kvoffd.cache.policies import POLICY_NAMES
+from kvoffd.cli import main
+from kvoffd.simulate.optimum import optimum_percent
+from kvoffd.simulate.replay import replay
+from kvoffd.simulate.trace import KEY_BYTES, BadTrace, Trace, read_trace
+
+
+def trace_of(requests: list[list[int]]) -> Trace:
+    return Trace("made", 512, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
+
+
+def write(path: Path, requests: list[list[int]]) -> Path:
+    path.write_text("".join(json.dumps({"timestamp": 0, "hash_ids": keys}) + "\n" for keys in requests))
+    return path
+
+
+def most_hits(requests: list[list[int]], blocks: int) -> int:
+    """By trying everything that may be kept after each request."""
+    best = {frozenset[int](): 0}
+    for keys in requests:
+        after: dict[frozenset[int], int] = {}
+        for kept, hits in best.items():
+            gained = next((number for number, key in enumerate(keys) if key not in kept), len(keys))
+            known = sorted(kept | set(keys))
+            for chosen in product((False, True), repeat=len(known)):
+                keep = frozenset(key for key, wanted in zip(known, chosen, strict=True) if wanted)
+                if len(keep) <= blocks:
+                    after[keep] = max(after.get(keep, 0), hits + gained)
+        best = after
+    return max(best.values())
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [[1, 2], [3], [1, 2], [3], [1, 4], [1, 2]],
+        [[1, 2, 3], [1, 4], [5], [1, 2, 3], [5], [1, 4]],
+        [[1], [2], [3], [1], [2], [3], [1], [2], [3]],
+    ],
+)
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_the_optimum_is_what_trying_everything_finds(requests: list[list[int]], blocks: int) -> None:
+    trace = trace_of(requests)
+    assert optimum_percent(trace, blocks) == pytest.approx(100 * most_hits(requests, blocks) / trace.accesses)
+
+
+def test_an_lru_is_replayed_as_one() -> None:
+    cycle = [[1], [2], [3]] * 5
+    assert replay(trace_of(cycle), "lru", 2).hits == 0
+    assert replay(trace_of(cycle), "lru", 3).hits == 12
+    assert replay(trace_of([[1, 2, 3], [1, 2, 4], [1, 2, 3]]), "lru", 3).hits == 4  # tails go first
+    assert replay(trace_of([[1, 2], [1, 2]]), "lru", 2).written == 2
+
+
+def test_it_prints_json_as_documented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
+    assert main(["simulate", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["trace"], told["accesses"]) == ("small", 12)
+    assert [(one["policy"], one["blocks"]) for one in told["results"]] == [
+        (policy, blocks) for blocks in (2, 3) for policy in POLICY_NAMES
+    ]
+    assert told["results"][0] == {
+        "policy": "lru",
+        "blocks": 2,
+        "hit_percent": 50.0,
+        "written_percent": pytest.approx(16.667),
+        "optimum_percent": 50.0,
+    }
+
+
+def test_it_prints_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
+    assert main(["simulate", str(file), "--policy", "lru,learned", "--blocks", "3", "--plot"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens"
+    assert lines[2].split() == ["3", "lru", "75.00", "25.00", "75.00"]
+    assert lines[4].endswith("█| 75.0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--blocks", "0"], "is no list of numbers of blocks"),
+        (["--blocks", "many"], "is no list of numbers of blocks"),
+        (["--blocks", "5", "--policy", "fifo"], "There is no policy 'fifo'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    file = write(tmp_path / "small.jsonl", [[1]])
+    assert main(["simulate", str(file), *arguments]) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"hash_ids": [1.5]}', '{"hash_ids": [-1]}'])
+def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a line"):
+        read_trace(file)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", str(tmp_path / "none"), "--blocks", "5"]) == 2
+    assert "cannot be read" in capfd.readouterr().err

@@ -1,0 +1,100 @@
+/* Holds what the policy `learned` knows against itself. Returns the line of the first contradiction, or 0. */
+#include "learned.h"
+
+#include <string.h>
+
+#define HOLDS(condition)     \
+    do {                     \
+        if (!(condition))    \
+            return __LINE__; \
+    } while (0)
+
+static const struct place *place_of(const struct learned *l, uint64_t hash)
+{
+    for (uint64_t at = hash;; at++) {
+        const struct place *there = &l->places[at & (l->capacity - 1)];
+        if (!there->hash || there->hash == hash)
+            return there;
+    }
+}
+
+static int check_span(const struct learned *l, uint32_t number)
+{
+    const struct span *s = &l->spans[number];
+    const uint32_t *handles = (const uint32_t *)(s->hashes + s->room);
+    uint32_t held = 0;
+
+    HOLDS(s->base <= s->low && s->low < s->high && s->high - s->base <= s->room);
+    HOLDS(s->low <= s->top && s->top <= s->high && !s->met && s->kind < CLASSES && s->age_bin < BINS);
+    HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
+    HOLDS(s->top == s->low || handles[s->top - 1 - s->base]);
+    for (uint32_t at = s->low; at < s->high; at++) {
+        const struct place *there = place_of(l, s->hashes[at - s->base]);
+        HOLDS(there->hash && there->span == number && there->place == at);
+        HOLDS(at < s->top || !handles[at - s->base]);
+        held += handles[at - s->base] != 0;
+    }
+    HOLDS(held == s->held);
+    HOLDS(!s->child || (l->spans[s->child].before == number && l->spans[s->child].room));
+    HOLDS(!s->before || (l->spans[s->before].child == number && l->spans[s->before].room));
+    return 0;
+}
+
+static int check_cells(const struct learned *l, uint64_t held)
+{
+    uint64_t found = 0;
+
+    for (uint32_t cell = 0; cell < CELLS; cell++) {
+        uint32_t before = 0;
+        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next) {
+            const struct span *s = &l->spans[number];
+            HOLDS(s->held && s->previous == before && s->kind * BINS + s->age_bin == (int)cell);
+            HOLDS(++found <= held);
+        }
+        HOLDS(l->cells[cell].last == before);
+        HOLDS((l->filled[l->rank[cell] >> 6] >> (l->rank[cell] & 63) & 1) == (before != 0));
+        HOLDS(l->by_rank[l->rank[cell]] == cell);
+    }
+    HOLDS(found == held);
+    return 0;
+}
+
+static int check_order(const struct learned *l, uint64_t young)
+{
+    uint32_t before = 0;
+
+    for (uint32_t number = l->oldest.first; number; before = number, number = l->spans[number].younger) {
+        HOLDS(l->spans[number].room && !l->spans[number].old && l->spans[number].older == before);
+        HOLDS(young--);
+    }
+    HOLDS(!young && l->oldest.last == before);
+    return 0;
+}
+
+int check_learned(const struct learned *l)
+{
+    uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0;
+    int wrong;
+
+    for (uint32_t number = 1; number < l->span_room; number++) {
+        const struct span *s = &l->spans[number];
+        if (!s->room)
+            continue;
+        if ((wrong = check_span(l, number)))
+            return wrong;
+        keys += s->high - s->low;
+        blocks += s->held;
+        nbytes += (s->high - s->low) * s->weight;
+        arrays += s->room * 12;
+        spans++;
+        held += s->held != 0;
+        young += !s->old;
+    }
+    for (uint64_t at = 0; at < l->capacity; at++)
+        places += l->places[at].hash != 0;
+    HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);
+    HOLDS(nbytes == l->known.known_bytes && arrays == l->array_bytes);
+    if ((wrong = check_cells(l, held)))
+        return wrong;
+    return check_order(l, young);
+}
