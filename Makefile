@@ -9,7 +9,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -22,6 +22,12 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for shapes and delivery; PYTEST_ARGS adds arguments
 	$(BIN)/pytest -m 'not gpu and not shapes and not delivery' $(PYTEST_ARGS)
+
+servers: ## install what the shared tier is tested with: Debian's redis-server (as root, unless there is one), moto
+	@test -x .venv-servers/bin/moto_server || ($(PYTHON) -m venv .venv-servers && \
+		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors)
+	@command -v redis-server || command -v valkey-server || (apt-get update -q && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends redis-server)
 
 abi: $(VENV)/.tools .cuda/.fetched ## compare our declarations of the CUDA driver with NVIDIA's headers (a part of test)
 	$(BIN)/pytest tests/abi $(PYTEST_ARGS)
@@ -83,7 +89,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .venv-next .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) .venv-next .venv-servers .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.

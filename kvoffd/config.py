@@ -32,9 +32,11 @@ from kvoffd.settings import (
     path_setting,
     share_setting,
     size_setting,
+    urls_setting,
 )
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.disk.index import index_bytes
+from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.sockets import default_directory
 from kvoffd_proto.units import exact_duration, exact_size, quoted
@@ -91,6 +93,35 @@ class Config:
         TieringSettings.deadline_s,
         0.1,
         "Time for a block to come from disk; a block that has not come by then is a miss.",
+    )
+    shared: tuple[str, ...] = urls_setting(
+        check_url,
+        "URL of a store that nodes share; may be repeated: redis://host:port, rediss:// for TLS, redis+cluster:// and "
+        "any server of a cluster, s3://bucket/prefix?endpoint=url&region=name.",
+    )
+    shared_password_file: str = path_setting(
+        "File with the password for the shared store, or user:password, in its first line; for the n-th URL in the "
+        "n-th.",
+        "a file, such as /etc/kvoffd/shared.password",
+    )
+    shared_write: str = choice_setting(
+        TieringSettings.mode.value,
+        tuple(mode.value for mode in WriteMode),
+        "Which blocks are written to each shared store, as of disk_write.",
+    )
+    shared_write_bytes_per_s: int = size_setting(
+        0, 0, "Bytes that may be written to each shared store in a second; 0 for no bound."
+    )
+    shared_ask_deadline_s: float = duration_setting(
+        0.0,
+        0.0,
+        "Time for a shared store to answer whether it has a block; without an answer it is a miss. 0 is 20 ms, of S3 "
+        "100 ms.",
+    )
+    shared_deadline_s: float = duration_setting(
+        2.0,
+        0.1,
+        "Time for a block to come from a shared store; a block that has not come by then is a miss.",
     )
     touch_threads: int = number_setting(
         0, 0, 256, "Threads that touch the pool at the start; 0 chooses their number by the cores."
@@ -215,6 +246,7 @@ class Config:
         books = self.max_slots * INDEX_BYTES_PER_SLOT + sum(index_bytes(one.size_bytes) for one in self.disk)
         if self.eviction_policy != DEFAULT_POLICY:
             books += self.pool_bytes // GHOST_PART
+        books += SHARED_BYTES * len(self.shared)
         return self.pool_bytes + self.pool_bytes * 21 // 1000 + books + self.clients_bytes + PROCESS_BYTES
 
     @property
@@ -231,6 +263,8 @@ LEAST_INDEX_BYTES = 128 << 20
 PROCESS_BYTES = 64 << 20
 """Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), threads, the connections of
 HTTP and of administrators over TCP."""
+SHARED_BYTES = 96 << 20
+"""Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
 FRAMES_AT_A_TIME = 6
 """Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
 CONNECTIONS_BYTES = 160 << 10
@@ -351,7 +385,7 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
     by_variable = {setting.variable: setting.name for setting in SETTINGS}
     layer: _Layer = {}
     for variable in sorted(environ):
-        ours = variable.startswith(VARIABLE_PREFIX) and variable != CONFIG_VARIABLE
+        ours = variable.startswith(VARIABLE_PREFIX) and variable not in (CONFIG_VARIABLE, PASSWORD_VARIABLE)
         if ours and not _SERVICE_LINK.fullmatch(variable):
             where = f"The environment variable {variable} (value {quoted(environ[variable])})"
             _check_known(variable, by_variable, where)

@@ -25,7 +25,7 @@ class DiskSize(NamedTuple):
 
 
 T = TypeVar("T")
-Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[DiskSize, ...]
+Value: TypeAlias = int | float | str | Path | tuple[int, ...] | tuple[str, ...] | tuple[DiskSize, ...]
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,23 @@ def address_setting(default: str, description: str) -> str:
         return text
 
     return _setting(default, description, Kind("HOST:PORT", parse, str))
+
+
+def urls_setting(check: Callable[[str], None], description: str) -> tuple[str, ...]:
+    """``check`` raises ValueError with half a sentence for what is no URL that can be used."""
+
+    def parse(value: object) -> tuple[str, ...]:
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise ValueError("it is not a list of URLs, such as redis://valkey.example:6379")
+        urls = tuple(url.strip() for part in parts for url in part.split(",") if url.strip())
+        for url in urls:
+            check(url)
+            if urls.count(url) > 1:
+                raise ValueError(f"{quoted(url)} is given twice; give each URL once")
+        return urls
+
+    return _setting((), description, Kind("URL", parse, _show_list, repeated=True))
 
 
 def path_setting(description: str, example: str) -> str:

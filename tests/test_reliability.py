@@ -26,6 +26,7 @@ WAIT_NAME = re.compile(rf"_?([A-Z_]+_)?({WAIT_WORDS})_(S|MS)")
 """Constants of these names are waits. Pauses, intervals and bounds of sizes have others."""
 NO_WAITS = {
     "ConnectorOptions.lookup_refresh_ms": "how old an answer may be",
+    "shared_ask_deadline": "0 unless it is set: that of the kind of store, which the table has",
     "heartbeat_interval": "how often, not how long",
 }
 

@@ -102,6 +102,10 @@ class AdminRequests(Closing, ABC):
         """Drop every block of one namespace, or of all; returns how many."""
         return self.ask(m.Clear, fingerprint).count
 
+    def reset_fleet(self, fingerprint: bytes) -> int:
+        """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
+        return self.ask(m.ResetFleet, fingerprint).count
+
     def scrub(self, start: bool = True) -> m.ScrubReply:
         """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
 

@@ -20,6 +20,9 @@ from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
 
+FLEET_WAIT_S = 1.5
+"""For all shared stores to be told of a reset; the client waits for 2 s."""
+
 
 @answers(m.Clear)
 def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Done | None]:
@@ -35,6 +38,23 @@ def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Do
     forget_idle(context)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     yield m.Done(message.request_id, context.epoch, count)
+
+
+@answers(m.ResetFleet)
+def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> Iterator[m.Done | None]:
+    """Make a namespace's blocks void for all nodes; the count is that of the stores that were told."""
+    stores = context.disks.shared if context.disks is not None else []
+    if not stores:
+        why = "No tier is shared with other nodes; start the daemon with --shared URL."
+        raise KvoffdError(why, ErrorCode.NOT_READY)
+    raises = [store.raise_generation(message.namespace) for store in stores]
+    until = context.clock() + FLEET_WAIT_S
+    while not all(one.ended for one in raises) and context.clock() < until:
+        yield None
+    if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
+        raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
+    logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
+    yield m.Done(message.request_id, context.epoch, len(raises))
 
 
 @answers(m.Scrub)

@@ -25,7 +25,7 @@ from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.admission import RESERVED_SESSIONS
-from kvoffd.server.disks import opener
+from kvoffd.server.disks import opener, shared_opener
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.inbox import Inbox
@@ -264,8 +264,7 @@ class Daemon:
         logger.info("Serving %s.", config.directory)
         disks = self._service.context.disks
         assert disks is not None
-        for size in config.disk:
-            disks.attach(size)
+        disks.start(shared_opener(config, self._pool, self._inbox.post))
         if self._pool.resident:
             loop = asyncio.get_running_loop()
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, self._stop.is_set)

@@ -20,9 +20,10 @@ from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
 from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
+from kvoffd.tiers.shared import Credentials, SharedTier, open_store
 from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import DiskState
+from kvoffd_proto.tier_stats import DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ HARMLESS_ERRORS = {"not_direct", "started_anew", "too_large", "truncated"}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
+OpenShared = Callable[[TierListener], list[SharedTier]]
 
 
 @dataclass(eq=False)
@@ -75,8 +77,10 @@ class Disks:
     _away_since: dict[str, int] = field(default_factory=dict, init=False)
     """By directory that was given up, the resets that it has seen."""
     _stopping: bool = field(default=False, init=False)
+    shared: list[SharedTier] = field(default_factory=list, init=False)
+    """The tiers that nodes share, where any are configured."""
     tiering: TieringManager | None = field(default=None, init=False)
-    """None until the first directory is there: until then nothing knows of tiers."""
+    """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
 
     def attach(self, size: DiskSize) -> None:
         """Begin to open a directory. Raises KvoffdError where it is there already."""
@@ -96,6 +100,27 @@ class Disks:
             target=self._open, args=(disk, self.tiering), name=f"kvoffd-open-{Path(size.directory).name}", daemon=True
         )
         disk.opener.start()
+
+    def start(self, open_shared: OpenShared) -> None:
+        """Begin to open what the configuration names. Raises KvoffdError."""
+        for size in self._config.disk:
+            self.attach(size)
+        if self._config.shared:
+            self._share(open_shared)
+
+    def _share(self, open_shared: OpenShared) -> None:
+        if self.tiering is None:
+            self.tiering = self._make_tiering()
+        config = self._config
+        settings = TieringSettings(
+            WriteMode(config.shared_write),
+            per_second_bytes=config.shared_write_bytes_per_s,
+            deadline_s=config.shared_deadline_s,
+            trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
+        )
+        self.shared = open_shared(self.tiering)
+        for tier in self.shared:
+            self.tiering.share(tier, settings)
 
     def drain(self, directory: str) -> None:
         """Write nothing there any more. Raises KvoffdError where it does not serve."""
@@ -121,12 +146,17 @@ class Disks:
             assert self.tiering is not None
             self.tiering.directory_detached(disk.tier)
 
-    def namespace_reset(self, fingerprint: bytes) -> None:
+    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
-        going or away. (Those that serve are reached through the cache.)
+        going or away. (Those that serve are reached through the cache.) ``everywhere``: on all nodes.
         """
         self._reset_count += 1
         self._resets[fingerprint] = self._reset_count
+        for shared in self.tiering.shared if self.tiering is not None else ():
+            if everywhere:
+                shared.rejoin(fingerprint)
+            else:
+                shared.leave(fingerprint)
         for disk in self._disks.values():
             if disk.state is DiskState.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
@@ -173,6 +203,11 @@ class Disks:
                         "read were recomputed. See dmesg and the drive's own report; detach the directory if it fails.",
                     )
                 )
+        found += [
+            ("shared_unreachable", f"No blocks are shared over {tier.name}: {tier.problem}")
+            for tier in self.shared
+            if not tier.reachable and tier.problem
+        ]
         return found
 
     def __iter__(self) -> Iterator[Disk]:
@@ -194,6 +229,10 @@ class Disks:
             patience_s = 0.0 if disk.tier.hangs else max(0.0, until - time.monotonic())
             if not disk.tier.close(patience_s):
                 logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
+                closed = False
+        for tier in self.shared:
+            if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
+                logger.warning("%s does not answer; it is left open.", tier.name)
                 closed = False
         return closed
 
@@ -285,3 +324,26 @@ def opener(pool: Pool, post: Post) -> OpenDisk:
         listener=listener,
         should_stop=should_stop,
     )
+
+
+def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
+    """Opens the shared tiers of a configuration; raises KvoffdError where one cannot be used as it is configured."""
+
+    def opened(listener: TierListener) -> list[SharedTier]:
+        credentials = Credentials.read(config.shared_password_file, len(config.shared))
+        openers = list(map(open_store, config.shared, credentials))
+        return [
+            SharedTier(
+                url,
+                open_one,
+                pool=pool.buffer,
+                digest=digest,
+                clock=time.monotonic,
+                post=post,
+                listener=listener,
+                ask_deadline_s=config.shared_ask_deadline_s,
+            )
+            for url, open_one in zip(config.shared, openers, strict=True)
+        ]
+
+    return opened

@@ -234,7 +234,7 @@ def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupRep
     context.lookups.append((message.lease_id, None if namespace.of_bench else context.clock() - started))
     wait_ms = 0
     if (tiering := context.tiering) is not None and any(_PENDING in states for states in answer.states):
-        wait_ms = math.ceil(tiering.promoter.wait_s * 1000)
+        wait_ms = math.ceil(tiering.wait_s * 1000)
     return m.LookupReply(
         message.request_id, context.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms
     )

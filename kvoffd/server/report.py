@@ -78,6 +78,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         ),
         below=_tiering_stats(context),
         disks=[_disk_stats(disk) for disk in context.disks] if context.disks is not None else [],
+        shared=_shared_stats(context),
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
@@ -163,6 +164,23 @@ def _tiering_stats(context: Context) -> m.BelowStats | None:
         write_mode=demoter.mode.value,
         budget_left_bytes=demoter.budget.left_bytes,
     )
+
+
+def _shared_stats(context: Context) -> list[m.SharedStats]:
+    if context.disks is None or (tiering := context.tiering) is None:
+        return []
+    return [
+        filled(
+            m.SharedStats,
+            tier,
+            tier.counters,
+            tier.stats(),
+            opened=tier.breaker.opened,
+            failed_promotions=dict(shared.promoter.failures),
+            errors=dict(tier.counters.errors),
+        )
+        for tier, shared in zip(context.disks.shared, tiering.shared, strict=True)
+    ]
 
 
 def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats:

@@ -184,6 +184,17 @@ class Service:
         forget_idle(context, FORGET_AFTER_S)
         if context.disks is not None:
             context.disks.tick()
+        for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
+            if (namespace := context.cache.find_namespace(fingerprint)) is not None:
+                self._left.append(self._void(namespace))
+
+    def _void(self, namespace: Namespace) -> Iterator[None]:
+        """Forget a namespace's blocks, since somebody reset it for all nodes."""
+        while namespace.clearing:
+            yield
+        yield from self.context.cache.reset(namespace)
+        if self.context.disks is not None:
+            self.context.disks.namespace_reset(namespace.fingerprint, everywhere=True)
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""

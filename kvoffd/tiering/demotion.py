@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 
 from kvoffd.cache.cache import BlockCache
@@ -93,6 +93,7 @@ class Demoter:
         idle: whether nobody waits for the tier to read.
         engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
             interpreter from them. What ``settings`` call a trickle, or one block, is written all the same.
+        left_out: fingerprints of namespaces of which nothing is written.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Demoter:
         settings: TieringSettings,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
+        left_out: Collection[bytes] = (),
     ) -> None:
         self._policy = cache.policy
         self._slots = cache.slots
@@ -117,6 +119,7 @@ class Demoter:
         """How much of the cold end is kept written, while less than twice of it is free."""
         self._idle = idle
         self._engines_busy = engines_busy
+        self._left_out = left_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self._waiting: dict[Block, None] = {}
         self._sweep_at = MIN_SWEPT_BLOCKS
@@ -213,8 +216,13 @@ class Demoter:
         return None
 
     def _in_tier(self, block: Block) -> bool:
-        """Whether the tier has the block, or is being given it."""
-        return block in self._under_way or block.key in self._tier.index(block.namespace.fingerprint, block.group)
+        """Whether the tier has the block, is being given it, or is not to have it."""
+        fingerprint = block.namespace.fingerprint
+        return (
+            block in self._under_way
+            or fingerprint in self._left_out
+            or block.key in self._tier.index(fingerprint, block.group)
+        )
 
     def _over_budget(self, block: Block) -> None:
         self.over_budget += 1

@@ -13,8 +13,9 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, prefix_run, run_end, window_run
+from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
-from kvoffd.tiers.tier import Tier, TierBlock, TierKey
+from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
 from kvoffd_proto.messages import ABSENT, PENDING
 
 logger = logging.getLogger(__name__)
@@ -56,14 +57,23 @@ class TieringManager:
         self.demoter = Demoter(
             cache, self.transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy
         )
-        self._logged_errors: set[str] = set()
-        """Kinds of errors of the tier that were logged; the tier counts them."""
+        self._clock = clock
+        self._engines_busy = engines_busy
+        self.shared: list[SharedTiering] = []
+        """The tiers that nodes share, in the order in which they are asked."""
+        self._logged_errors: set[tuple[str, str]] = set()
+        """Tiers and kinds of their errors that were logged; the tiers count them."""
         self._published: dict[tuple[Namespace, int], set[bytes]] = {}
         """Keys that the tier has by the events so far."""
         self._unpublished: dict[tuple[Namespace, int], dict[bytes, None]] = {}
         """Keys that the tier had before their namespace was opened, and that no event has told of yet."""
         self._evicted: list[Block] = []
         self.directory_attached()
+
+    def share(self, tier: AskedTier, settings: TieringSettings) -> None:
+        """Use a tier that nodes share, for what the pool and the tiers before it do not have."""
+        shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
+        self.shared.append(shared)
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
 
@@ -92,13 +102,17 @@ class TieringManager:
             if (available := self._available(namespace, group)) is not None:
                 places = window_run(states[number], keys, spec, limit, available)
                 self._request(namespace, group, keys, places, answer[number])
+        for shared in self.shared:
+            shared.find(namespace, groups, answer)
         return list(map(bytes, answer))
 
     def used(self, blocks: Sequence[Block]) -> None:
-        self.demoter.used(blocks)
+        for demoter in self._demoters:
+            demoter.used(blocks)
 
     def stored(self, blocks: Sequence[Block]) -> None:
-        self.demoter.stored(blocks)
+        for demoter in self._demoters:
+            demoter.stored(blocks)
 
     def evicted(self, blocks: Sequence[Block]) -> None:
         # The tier's own order goes on where the pool's ends. That waits for the next tick: a store waits for this call.
@@ -110,10 +124,14 @@ class TieringManager:
             self.promoter.forget(namespace, group, key)
         self.tier.remove([TierKey(namespace.fingerprint, group, key) for key in names])
         self._publish_removed(namespace, group, names)
+        for shared in self.shared:
+            shared.forget(namespace, group, names)
 
     def forget_all(self, namespace: Namespace) -> int:
         # The event of the cache that the namespace is cleared tells of the tier's blocks too.
         self.promoter.forget_all(namespace)
+        for shared in self.shared:
+            shared.forget_all(namespace)
         for group in range(len(namespace.groups)):
             self._published.pop((namespace, group), None)
             self._unpublished.pop((namespace, group), None)
@@ -124,24 +142,41 @@ class TieringManager:
 
     # --- what the daemon calls -------------------------------------------------------------------
 
+    @property
+    def wait_s(self) -> float:
+        """How long it will take until what lookups wait for is up, as far as that is known."""
+        return max([self.promoter.wait_s, *(shared.wait_s for shared in self.shared)])
+
     def pump(self) -> None:
         """Begin what was requested, and go on writing. For when the replies are out."""
-        self.promoter.pump()
-        self.demoter.pump()
+        for promoter in self._promoters:
+            promoter.pump()
+        for demoter in self._demoters:
+            demoter.pump()
 
     def stop(self) -> None:
         """Begin nothing any more."""
-        self.promoter.stop()
-        self.demoter.stop()
+        for promoter in self._promoters:
+            promoter.stop()
+        for demoter in self._demoters:
+            demoter.stop()
 
     def tick(self) -> None:
         """A few times a second: deadlines, the cold end of the pool, events."""
         evicted, self._evicted = self._evicted, []
         self.tier.touch(map(tier_key, evicted))
         self.tier.tick()
-        self.promoter.tick()
-        self.demoter.tick()
+        for promoter in self._promoters:
+            promoter.tick()
+        for demoter in self._demoters:
+            demoter.tick()
+        for shared in self.shared:
+            shared.tick()
         self.publish_some()
+
+    def take_voided(self) -> set[bytes]:
+        """Fingerprints of namespaces that were reset for all nodes since the last call."""
+        return {fingerprint for shared in self.shared for fingerprint in shared.tier.take_voided()}
 
     def forget_unopened(self) -> int:
         """Forget what belongs to namespaces that nobody has opened since the start. Returns how many blocks."""
@@ -159,7 +194,8 @@ class TieringManager:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Nobody has the namespace open, and the pool nothing of it. What the tier has of it stays."""
-        self.promoter.namespace_forgotten(namespace)
+        for promoter in self._promoters:
+            promoter.namespace_forgotten(namespace)
         for group in range(len(namespace.groups)):
             self._published.pop((namespace, group), None)
             self._unpublished.pop((namespace, group), None)
@@ -207,11 +243,19 @@ class TieringManager:
                 self._publish_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
-        if kind not in self._logged_errors:
+        if (tier.name, kind) not in self._logged_errors:
             logger.warning("%s: %s", tier.name, sentence)
-        self._logged_errors.add(kind)
+        self._logged_errors.add((tier.name, kind))
 
     # --- inside ----------------------------------------------------------------------------------
+
+    @property
+    def _promoters(self) -> Sequence[Promoter]:
+        return [self.promoter, *(shared.promoter for shared in self.shared)]
+
+    @property
+    def _demoters(self) -> Sequence[Demoter]:
+        return [self.demoter, *(shared.demoter for shared in self.shared)]
 
     def _publish_stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         published = self._published.setdefault((namespace, group), set())

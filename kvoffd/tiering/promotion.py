@@ -272,6 +272,8 @@ class Promoter:
 
     def _end(self, request: PromotionRequest, result: TierResult) -> None:
         assert request.promotion is not None
+        if result is TierResult.DONE:
+            request.promotion.source = self._tier.contents(request.source)
         del self._under_way[request]
         self.under_way_bytes -= request.nbytes
         self._withdraw(request)

@@ -52,7 +52,7 @@ class TierTransfers:
             return False
         sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
         return len(source.shards) == len(sizes) and all(
-            known is not None and known[group] == shard.length and shard.checksum
+            known is not None and known[group] == shard.length
             for known, shard in zip(sizes, source.shards, strict=True)
         )
 
@@ -93,8 +93,9 @@ class TierTransfers:
     def end_promotion(self, promotion: Promotion, ok: bool) -> bool:
         """End it; ``ok`` says that all bytes are in place and have their checksums. True where the block is ready."""
         for ticket, shard in zip(promotion.tickets, promotion.source.shards, strict=True):
-            if ok:
+            if ok and shard.checksum:
                 ticket.checksums = [shard.checksum]
+                promotion.block.shards[ticket.rank].first_block = shard.first_block
                 self._cache.commit_store(ticket)
             else:
                 self._cache.abort_store(ticket)

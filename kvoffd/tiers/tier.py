@@ -25,7 +25,7 @@ class TierShard(NamedTuple):
     length: int
     first_block: int
     checksum: int
-    """As in the pool's slot table, but never 0: every read compares it."""
+    """As in the pool's slot table. Every read compares it; 0 in an ``AskedTier`` until the block was read."""
 
 
 class TierBlock(NamedTuple):
@@ -139,6 +139,10 @@ class Tier(ABC):
         Reads go before writes. One that has not begun by the ``deadline`` (of the daemon's clock) ends by DEADLINE.
         """
 
+    def contents(self, block: TierBlock) -> TierBlock:
+        """The block as it was read. For the ``on_done`` of a read that is DONE."""
+        return block
+
     @abstractmethod
     def touch(self, block_ids: Iterable[TierKey]) -> None:
         """Note a use of each block, in this order. Ids that are not there are ignored."""
@@ -170,6 +174,59 @@ class Tier(ABC):
         this returns. The blocks stay for the next daemon that opens the tier. This call waits: it must not be made in
         the daemon's thread while that serves engines.
         """
+
+
+class Answer(Enum):
+    """What is known of whether a block is there."""
+
+    YES = "yes"
+    NO = "no"
+    ASKED = "asked"
+    """It is being asked. Within ``ask_deadline_s`` this becomes another answer."""
+    UNKNOWN = "unknown"
+
+
+class AskedTier(Tier):
+    """A tier that others write to as well, and that may forget: what it has is only known by asking.
+
+    ``index`` has what is believed to be there, for whoever would write it again; ``readable`` what it answered YES for
+    a moment ago. Neither says what their checksums and first blocks are: that is learned by reading (``contents``).
+    ``groups`` is empty, and only ``tier_error`` is told to the listener. ``remove`` is for blocks that nobody may read;
+    ``remove_namespace`` forgets the answers alone, since others use the blocks.
+    """
+
+    ask_deadline_s: float
+    """What was asked and is not answered after so many seconds is not there."""
+    most_window_keys: int
+    """Keys of a window that may be asked for at a time, the last ones."""
+
+    @property
+    @abstractmethod
+    def reachable(self) -> bool:
+        """Whether asking, reading and writing are tried at all now."""
+
+    @abstractmethod
+    def ask(
+        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+    ) -> None:
+        """Begin to ask for keys whose answer is UNKNOWN. ``lengths``: bytes of a block's shards, by rank.
+
+        ``prefix``: they follow one another from the root of a prefix on, and behind a gap nothing is of use.
+
+        Where too much is being asked already, the last of them stay UNKNOWN.
+        """
+
+    @abstractmethod
+    def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
+        """What is known of each key now."""
+
+    @abstractmethod
+    def poll(self, fingerprint: bytes) -> None:
+        """Look whether all blocks of a namespace were made void, unless that was done lately."""
+
+    @abstractmethod
+    def take_voided(self) -> Collection[bytes]:
+        """Fingerprints of namespaces whose blocks were made void, for all nodes, since the last call."""
 
 
 class CompositeTier(Tier):

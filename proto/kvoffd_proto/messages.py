@@ -21,6 +21,7 @@ from kvoffd_proto.health import *
 from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.listings import *
 from kvoffd_proto.stats import *
+from kvoffd_proto.tier_stats import *
 from kvoffd_proto.wire import *
 
 # --- parts ---------------------------------------------------------------------------------------
@@ -378,6 +379,15 @@ class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only."""
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class ResetFleet(Request[Done], frozen=True):
+    """Makes every block of a namespace void for all nodes that share a store with this one, as after a change of the
+    weights: each drops its own too, within seconds. ``count`` in the answer is how many stores were told. Admin only.
+    """
+
+    namespace: Fingerprint
 
 
 class ScrubReply(Reply, frozen=True):

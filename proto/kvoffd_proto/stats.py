@@ -6,12 +6,12 @@ A number is defined once, by its field: ``read_blocks: Annotated[Count, counter(
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 from msgspec import field
 
 from kvoffd_proto.health import HealthLevel
+from kvoffd_proto.tier_stats import BelowStats, DiskStats, SharedStats
 from kvoffd_proto.wire import (
     ANY_ROLE,
     ByteCount,
@@ -219,94 +219,6 @@ class IntegrityStats(Wire, frozen=True):
     ] = 0
 
 
-class DiskState(StrEnum):
-    """Where a directory of the disk tier is in its life."""
-
-    OPENING = "opening"
-    SERVING = "serving"
-    DRAINING = "draining"
-    HANGING = "hanging"
-    CLOSING = "closing"
-    FAILED = "failed"
-
-
-class DiskStats(Wire, frozen=True):
-    """One directory of the disk tier. Counters count since the directory was opened."""
-
-    directory: Annotated[str, metric_label("Directory that holds the file.", "disk")]
-    state: Annotated[
-        DiskState,
-        gauge(
-            "Where it is in its life; ``hanging`` while a call to its disk does not return.",
-            "serving",
-            "1 while the directory is read and written, or drained; else 0.",
-            true_for=(DiskState.SERVING, DiskState.DRAINING),
-        ),
-    ]
-    problem: Annotated[str, doc("Why the directory failed, a sentence; empty otherwise.")]
-    size_bytes: Annotated[ByteCount, gauge("Most bytes that the directory may take of its device.")]
-    physical_bytes: Annotated[ByteCount, gauge("Bytes that the file takes of its device.")]
-    used_bytes: Annotated[ByteCount, gauge("Bytes of the slots that hold blocks.")]
-    blocks: Annotated[Count, gauge("Blocks that can be promoted to the pool.")]
-    oldest_seconds: Annotated[Seconds, gauge("Age of the oldest block, in seconds, to the hour.")]
-    read_blocks: Annotated[Count, counter("Blocks read.")]
-    read_bytes: Annotated[ByteCount, counter("Bytes of the blocks read.")]
-    written_blocks: Annotated[Count, counter("Blocks written.")]
-    written_bytes: Annotated[ByteCount, counter("Bytes of the blocks written.")]
-    lifetime_written_bytes: Annotated[
-        ByteCount, gauge("Bytes written since the file was made, by all daemons: the drive's wear.")
-    ]
-    evicted_blocks: Annotated[Count, counter("Blocks evicted to make room for others.")]
-    refused_writes: Annotated[Count, counter("Writes refused for want of room, or because too many were under way.")]
-    queued_reads: Annotated[Count, gauge("Reads that wait now.")]
-    queued_writes: Annotated[Count, gauge("Writes that wait now.")]
-    running_reads: Annotated[Count, gauge("Reads that run now.")]
-    running_writes: Annotated[Count, gauge("Writes that run now.")]
-    busy_seconds: Annotated[Seconds, counter("Time that threads spent reading and writing, in seconds.")]
-    direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")]
-    errors: Annotated[
-        dict[str, Count], counter("Errors of the disk by kind; the log has the sentences.", key_label="kind")
-    ]
-
-
-class BelowStats(Wire, frozen=True):
-    """Blocks moved between the pool and the disks since the daemon's start."""
-
-    promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")]
-    promoted_bytes: Annotated[ByteCount, counter("Bytes of the blocks promoted.")]
-    pending_blocks: Annotated[Count, gauge("Blocks that are being promoted, or wait for it.")]
-    failed_promotions: Annotated[
-        dict[str, Count],
-        counter(
-            "Blocks that were asked for and not promoted, by reason; overdue means not in time.",
-            "promotions_failed",
-            key_label="reason",
-        ),
-    ]
-    read_bytes_per_second: Annotated[
-        PerSecond, gauge("Speed of the latest promotions, in bytes per second.", "promoted_bytes_per_second")
-    ]
-    written_blocks: Annotated[Count, counter("Blocks written to disk.", "demoted_blocks")]
-    written_bytes: Annotated[ByteCount, counter("Bytes of the blocks written to disk.", "demoted_bytes")]
-    waiting_writes: Annotated[Count, gauge("Blocks that wait to be written to disk.", "demotions_waiting")]
-    over_budget: Annotated[
-        Count,
-        counter(
-            "Times that a write had to wait or was skipped because of the write budget.", "disk_writes_over_budget"
-        ),
-    ]
-    write_mode: Annotated[str, doc("Which blocks are written: the setting ``disk_write``.")]
-    budget_left_bytes: Annotated[
-        ByteCount | None,
-        gauge(
-            "Bytes that ``disk_write_per_day`` allows to be written now; nil without a bound.",
-            "disk_write_budget_left_bytes",
-            "Bytes that disk_write_per_day allows to be written now; -1 without a bound.",
-            nil=-1,
-        ),
-    ]
-
-
 class LatencyStats(Wire, frozen=True):
     """Distribution of a duration, in seconds, over the last minutes."""
 
@@ -369,7 +281,10 @@ class StatsReply(Reply, frozen=True):
     namespaces: Annotated[list[NamespaceStats], metrics_of_part("Open namespaces.", "namespace_")]
     integrity: Annotated[IntegrityStats, doc("Comparisons of slots with their checksums.")]
     blocks: Annotated[BlockAccessStats, doc("What operators did with single blocks.")]
-    below: Annotated[BelowStats | None, doc("Traffic with the disks; nil while there is no disk.")] = None
+    below: Annotated[BelowStats | None, doc("Traffic with the disks; nil while there is no tier.")] = None
+    shared: Annotated[list[SharedStats], metrics_of_part("The tier that nodes share.", "shared_")] = field(
+        default_factory=list
+    )
     disks: Annotated[list[DiskStats], metrics_of_part("Directories of the disk tier.", "disk_")] = field(
         default_factory=list
     )

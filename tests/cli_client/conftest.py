@@ -18,6 +18,7 @@ from kvoffd_proto.messages import (
     NamespaceStats,
     PoolStats,
     RecentStats,
+    SharedStats,
     StatsReply,
 )
 
@@ -173,6 +174,28 @@ def busy() -> StatsReply:
         ],
         integrity=IntegrityStats(4_096, 4 * GIB, 0, 0, 0),
         below=BelowStats(2_048, 2 * GIB, 12, {"corrupt": 1}, 3.1e9, 4_096, 4 * GIB, 3, 0, "reuse", 40 * GIB),
+        shared=[
+            SharedStats(
+                "redis://valkey:6379",
+                True,
+                1,
+                4e-4,
+                1_024,
+                512,
+                32,
+                500,
+                GIB,
+                4,
+                700,
+                GIB,
+                90,
+                12,
+                3,
+                1,
+                {},
+                {"full": 1},
+            )
+        ],
         disks=[disk("/mnt/nvme0/kvoffd", "serving"), disk("/mnt/nvme1/kvoffd", "failed", "It cannot be opened.")],
         recent=[
             recent(10, 500, 5),

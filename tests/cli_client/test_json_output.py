@@ -14,7 +14,7 @@ from support.daemon import DaemonProcess
 from kvoffd_client.bench.results import Cost, GpuFacts, Report, Result
 from kvoffd_client.cli import main
 from kvoffd_client.cli.app import command_tree
-from kvoffd_client.cli.json_objects import BenchReport, Disks
+from kvoffd_client.cli.json_objects import BenchReport, Disks, SharedTiers
 from kvoffd_client.cli.json_output import describe, to_json, to_plain
 from kvoffd_client.cli.monitor_commands import event_object
 from kvoffd_client.cli.reference import JSON, page
@@ -101,6 +101,7 @@ def test_benches_events_and_disks_have_the_keys_that_their_help_names(busy: Stat
     batch = EventBatch(0.5, [stored, BlockRemoved([KEY], "CPU", 0), AllBlocksCleared()])
     same_keys(to_plain(event_object(kv_topic(KEY), 7, batch, {})), JSON["events"])
     same_keys(to_plain(Disks(busy.disks, busy.below)), JSON["disk"])
+    same_keys(to_plain(SharedTiers(busy.shared)), JSON["shared"])
     same_keys(to_plain(busy), JSON["stats"])
 
 

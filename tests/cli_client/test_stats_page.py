@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvoffd_client.cli.disk_commands import disks_page
+from kvoffd_client.cli.shared_commands import SHARED_ERRORS, shared_page
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.messages import HealthLevel, StatsReply
 
@@ -188,3 +189,11 @@ def test_a_page_for_a_screen_fits_on_it(busy: StatsReply, render: Render, lines:
     assert text.splitlines()[0] == "It does not answer."
     assert text.splitlines()[-1] == "the end"
     assert "bad_token" in text
+
+
+def test_a_shared_tier_shows_what_it_does_and_what_its_errors_mean(busy: StatsReply, render: Render) -> None:
+    text = render(shared_page(busy.shared), width=200)
+    assert "redis://valkey:6379: reachable" in text
+    assert "found 512" in text
+    assert f"full 1: {SHARED_ERRORS['full']}" in text
+    assert "--shared URL" in render(shared_page([]))

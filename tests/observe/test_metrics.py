@@ -24,6 +24,7 @@ from kvoffd_proto.messages import (
     LatencyStats,
     NamespaceStats,
     PoolStats,
+    SharedStats,
     StatsReply,
 )
 
@@ -62,6 +63,7 @@ def some_stats() -> StatsReply:
         health=HealthLevel.DEGRADED,
         health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),
+        shared=[numbers(SharedStats, 1800, name="redis://a", failed_promotions={"gone": 1901}, errors={"full": 1902})],
         disks=[
             numbers(DiskStats, 1200, directory="/a", state="serving", problem="", direct=True, errors={"torn": 1301}),
             numbers(DiskStats, 1400, directory="/b", state="failed", problem="No.", direct=False, errors={}),
@@ -134,6 +136,12 @@ def test_disks_have_samples_of_their_own() -> None:
     assert found["kvoffd_disk_errors_total", frozenset({"/a", "torn"})] == 1301
     page = render_metrics(msgspec.structs.replace(some_stats(), below=None, disks=[]))
     assert b"\nkvoffd_promoted_blocks_total " not in page
+
+
+def test_a_shared_tier_has_samples_of_its_own() -> None:
+    found = samples(some_stats())
+    assert found["kvoffd_shared_errors_total", frozenset({"redis://a", "full"})] == 1902
+    assert found["kvoffd_shared_promotions_failed_total", frozenset({"redis://a", "gone"})] == 1901
 
 
 def test_a_daemon_without_namespaces_or_errors_has_a_page() -> None:

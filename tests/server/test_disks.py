@@ -21,7 +21,7 @@ from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupSpec
-from kvoffd_proto.stats import DiskState
+from kvoffd_proto.tier_stats import DiskState
 
 SIZE = DiskSize("/somewhere", 2**30)
 

@@ -143,6 +143,7 @@ class SimDisk:
     """Stands in for the ``Disks`` of the service."""
 
     problems: tuple[str, ...] = ()
+    shared: tuple[()] = ()
 
     def __init__(self, service: Service, tier: SimTier, clock: Clock, rng: random.Random) -> None:
         self.tier = tier

@@ -261,8 +261,8 @@ PLANTED = (
         "what the disk could not read is served",
         "kvoffd.tiering.transfers",
         "TierTransfers.end_promotion",
-        "if ok:",
-        "if True:",
+        "if ok and shard.checksum:",
+        "if shard.checksum:",
     ),
     Planted(
         "a reset leaves the disk as it is",

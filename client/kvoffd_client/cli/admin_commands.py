@@ -34,7 +34,15 @@ from kvoffd_client.cli.json_objects import (
     Sessions,
 )
 from kvoffd_client.cli.json_output import print_json, print_listing, to_json
-from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_client.cli.target import (
+    NAMESPACE_OPTION,
+    CliError,
+    Directory,
+    Json,
+    confirmed,
+    open_admin,
+    resolve_namespace,
+)
 from kvoffd_client.namespace_spec import differences
 from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
@@ -268,14 +276,9 @@ def clear(
 
 
 def _confirm_clear(cleared: Sequence[NamespaceInfo], name: str) -> bool:
-    """Ask on stderr, so that stdout holds nothing but the result. Raises CliError where nobody can answer."""
-    if not sys.stdin.isatty():
-        raise CliError("Nothing was cleared, since there is no terminal to confirm it on; add --yes.")
     blocks = sum(namespace.ready_blocks for namespace in cleared)
     size = format_size(sum(namespace.ready_bytes for namespace in cleared))
-    question = f"Drop {count_blocks(blocks)} ({size}) from {name}? [y/N] "
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return confirmed(f"Drop {count_blocks(blocks)} ({size}) from {name}? [y/N] ", "cleared")
 
 
 def scrub(context: typer.Context, directory: Directory = None, json: Json = False) -> int:

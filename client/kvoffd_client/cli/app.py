@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from kvoffd_client.cli import admin_commands, block_commands, monitor_commands
+from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, shared_commands
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
@@ -42,11 +42,13 @@ app.command()(monitor_commands.health)
 app.command()(admin_commands.sessions)
 app.add_typer(admin_commands.namespaces_app, name="namespaces")
 app.command()(admin_commands.clear)
+app.command()(shared_commands.reset)
 app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.add_typer(bench_app, name="bench")
 app.add_typer(disk_app, name="disk")
+app.command()(shared_commands.shared)
 app.add_typer(block_app, name="block")
 
 

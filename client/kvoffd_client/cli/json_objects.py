@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Struct, field
 
 from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, NamespaceInfo, SessionInfo
+from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, NamespaceInfo, SessionInfo, SharedStats
 from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
 
 Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]
@@ -96,6 +96,19 @@ class Disks(Struct, frozen=True):
 
     disks: Annotated[list[DiskStats], doc("Directories of the disk tier.")]
     below: Annotated[BelowStats | None, doc("Traffic with the disks; null while there is no disk.")]
+
+
+class SharedTiers(Struct, frozen=True):
+    """Of ``shared``."""
+
+    shared: Annotated[list[SharedStats], doc("The tiers that nodes share, in the order in which they are asked.")]
+
+
+class FleetReset(Struct, frozen=True):
+    """Of ``reset``."""
+
+    namespace: Annotated[bytes, doc("Fingerprint of the namespace.")]
+    stores: Annotated[Count, doc("Shared stores that were told.")]
 
 
 class Blocks(Struct, frozen=True):

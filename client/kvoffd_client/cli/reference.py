@@ -22,10 +22,12 @@ JSON: dict[str, type[Struct]] = {
     "namespaces": objects.Namespaces,
     "namespaces diff": objects.Differences,
     "clear": objects.Cleared,
+    "reset": objects.FleetReset,
     "scrub": ScrubReply,
     "events": objects.Events,
     **{f"bench {name}": objects.BenchReport for name in ("lookup", "copy", "fairness", "jobs", "engine", "pool")},
     "disk": objects.Disks,
+    "shared": objects.SharedTiers,
     "block ls": objects.Blocks,
     "block show": objects.BlockParts,
 }

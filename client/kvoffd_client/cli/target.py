@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,17 @@ NAMESPACE_OPTION = typer.Option(
 
 class CliError(Exception):
     """The command cannot be done. The message is a sentence that says what to do next."""
+
+
+def confirmed(question: str, done: str) -> bool:
+    """Ask on stderr, so that stdout holds nothing but the result. Raises CliError where nobody can answer.
+
+    ``done``: what would be done, a participle.
+    """
+    if not sys.stdin.isatty():
+        raise CliError(f"Nothing was {done}, since there is no terminal to confirm it on; add --yes.")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""``kvoffd-cli shared`` and ``reset``: the tiers that nodes share, as this node sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvoffd_client.cli.console import namespace_name, print_line, printable
+from kvoffd_client.cli.json_objects import FleetReset, SharedTiers
+from kvoffd_client.cli.json_output import print_json, print_listing
+from kvoffd_client.cli.target import (
+    NAMESPACE_OPTION,
+    CliError,
+    Directory,
+    Json,
+    confirmed,
+    open_admin,
+    resolve_namespace,
+)
+from kvoffd_proto.messages import SharedStats
+from kvoffd_proto.units import format_count, format_duration, format_size
+
+FAILED = 1
+NOT_CONFIRMED = 1
+
+SHARED_ERRORS = {
+    "unreachable": "attempts to connect that failed; see the URL, the network and whether the server runs",
+    "timeout": "answers that did not come in time",
+    "disconnected": "connections that the server closed",
+    "credentials": "refusals of the password or the keys; see shared_password_file",
+    "clock": "refusals because this machine's clock, or the server's, is wrong",
+    "bucket": "answers that there is no such bucket; see the URL",
+    "busy": "answers that the server has too much to do",
+    "tls": "connections whose server does not prove who it is; SSL_CERT_FILE names its authority",
+    "full": "writes that there is no room for; see Redis's maxmemory and maxmemory-policy, or the bucket's quota",
+    "mismatch": "objects that were not the block that they should be; they are removed there",
+    "cluster": "servers of a cluster that was not named as redis+cluster://, or has changed",
+    "refused": "other refusals; the daemon's log has the first",
+    "protocol": "answers that are not what the protocol says",
+    "internal": "bugs; please report the traceback in the daemon's log",
+}
+"""What the kinds of a shared server's errors are."""
+
+
+def shared(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Show the tier that nodes share: whether it is reachable, what was asked, found, read and written, errors.
+
+    Exit status: 0 it is reachable or there is none, 1 it is not reachable, 2 an error.
+    """
+    with open_admin(context, directory) as admin:
+        reply = admin.stats()
+    print_listing(SharedTiers(reply.shared), shared_page(reply.shared), as_json=json)
+    return 0 if all(one.reachable for one in reply.shared) else FAILED
+
+
+def reset(
+    context: typer.Context,
+    namespace: Annotated[str, NAMESPACE_OPTION],
+    fleet: Annotated[bool, typer.Option("--fleet", help="On all nodes; `clear` is for one.")] = False,
+    directory: Directory = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    json: Json = False,
+) -> int:
+    """Make all blocks of a namespace void, on every node that shares a store with this one.
+
+    For weights that changed under the same name. Each node drops its blocks within seconds of hearing of it: at once
+    where it is asked for them, else every 5 s (S3: 15 s).
+
+    Exit status: 0 done, 1 not confirmed, 2 an error.
+    """
+    if not fleet:
+        raise CliError("Add --fleet to reset a namespace on all nodes; `kvoffd-cli clear` clears it on this one.")
+    with open_admin(context, directory) as admin:
+        chosen = resolve_namespace(admin.namespaces().namespaces, namespace)
+        name = namespace_name(chosen.label, chosen.namespace)
+        if not yes and not confirmed(f"Drop all blocks of namespace {name} on all nodes? [y/N] ", "reset"):
+            print_line("Nothing was reset.")
+            return NOT_CONFIRMED
+        stores = admin.reset_fleet(chosen.namespace)
+    if json:
+        print_json(FleetReset(chosen.namespace, stores))
+    else:
+        print_line(f"The blocks of namespace {name} are void on all nodes.")
+    return 0
+
+
+def shared_page(found: Sequence[SharedStats]) -> RenderableType:
+    """Some lines for each server, then its errors."""
+    if not found:
+        return Text("No tier is shared with other nodes; start the daemon with --shared URL.")
+    return Group(*[line for one in found for line in (_text(one), *_problems(one))])
+
+
+def _text(one: SharedStats) -> Text:
+    failed = ", ".join(f"{kind} {format_count(count)}" for kind, count in sorted(one.failed_promotions.items()))
+    return Text.assemble(
+        (printable(one.name), "bold"),
+        ": ",
+        ("reachable", "") if one.reachable else ("not reachable", "yellow"),
+        f", given up {format_count(one.opened)} times, answers take {format_duration(one.ask_seconds)}"
+        f"\n    asked: {format_count(one.asked_keys)} keys that pool and disks did not have, found "
+        f"{format_count(one.found_keys)}, without an answer in time {format_count(one.unanswered_keys)}"
+        f"\n    read: {format_count(one.read_blocks)} blocks ({format_size(one.read_bytes)}), "
+        f"{format_count(one.queued_reads)} waiting, failed: {printable(failed) or 'none'}"
+        f"\n    written: {format_count(one.written_blocks)} blocks ({format_size(one.written_bytes)}), "
+        f"{format_count(one.present_blocks)} were there already, {format_count(one.queued_writes)} waiting, "
+        f"{format_count(one.dropped_writes)} dropped",
+    )
+
+
+def _problems(one: SharedStats) -> list[Text]:
+    return [
+        Text(
+            f"    {printable(kind)} {format_count(count)}: {SHARED_ERRORS.get(kind, 'see the daemon log')}", style="red"
+        )
+        for kind, count in sorted(one.errors.items())
+    ]

@@ -1,0 +1,177 @@
+"""The tier that nodes share, beside what is below the pool of this node: asked for what neither has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
+from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.demotion import Demoter
+from kvoffd.tiering.promotion import Promoter, run_end, window_run
+from kvoffd.tiering.transfers import TierTransfers
+from kvoffd.tiers.tier import Answer, AskedTier, TierKey
+from kvoffd_proto.messages import ABSENT, PENDING, READY
+
+logger = logging.getLogger(__name__)
+
+MOST_KEYS = 8192
+"""Keys of a group that one lookup asks for, the first that are missing. The next lookup of the same request goes on
+behind what is up by then."""
+
+
+class SharedTiering:
+    """Asks a tier for keys that lookups did not find, brings up what it has, and writes to it what is of use twice."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        transfers: TierTransfers,
+        tier: AskedTier,
+        clock: Callable[[], float],
+        settings: TieringSettings,
+        engines_busy: Callable[[], bool],
+    ) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._asked_until = 0.0
+        self.tier = tier
+        self.promoter = Promoter(cache, transfers, tier, clock, settings)
+        self._left: set[bytes] = set()
+        """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
+        self.demoter = Demoter(
+            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self._left
+        )
+
+    @property
+    def wait_s(self) -> float:
+        """How long it will take until what is pending is up, or known to be absent."""
+        return max(self.promoter.wait_s, self._asked_until - self._clock())
+
+    def find(self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray]) -> None:
+        """Mark PENDING the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
+        if not self._serves(namespace):
+            return
+        limit_tokens: int | None = None
+        windows: list[int] = []
+        asking = False
+        for number, (group, keys) in enumerate(groups):
+            spec = namespace.groups[group]
+            if spec.window_tokens or "mamba" in spec.kind:
+                windows.append(number)
+                continue
+            start = run_end(states[number])
+            stop = start + MOST_KEYS
+            asking |= self._find_run(namespace, group, keys[start:stop], memoryview(states[number])[start:stop])
+            end = run_end(states[number]) * spec.tokens_per_block
+            limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
+        for number in windows:
+            group, keys = groups[number]
+            spec = namespace.groups[group]
+            known = limit_tokens is not None and spec.tokens_per_block
+            stop = limit_tokens // spec.tokens_per_block if known and limit_tokens is not None else len(keys)
+            start = max(0, stop - self.tier.most_window_keys)
+            part = memoryview(states[number])[start:stop]
+            self._find_window(namespace, group, keys[start:stop], part, wait=asking)
+
+    def _serves(self, namespace: Namespace) -> bool:
+        sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
+        return self.tier.reachable and None not in sizes and namespace.fingerprint not in self._left
+
+    def _find_run(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> bool:
+        """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
+        answers = self._answers(namespace, group, keys, states)
+        end = answers.index(Answer.NO) if Answer.NO in answers else len(keys)
+        asking = self._ask(namespace, group, keys[:end], answers[:end], states, prefix=True)
+        self._request(namespace, group, keys, [at for at in range(end) if answers[at] is Answer.YES], states)
+        return asking
+
+    def _find_window(
+        self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview, *, wait: bool
+    ) -> None:
+        """Bring up the last whole window of these keys, once all is known; ``wait``: how many count is not known."""
+        answers = self._answers(namespace, group, keys, states)
+        if self._ask(namespace, group, keys, answers, states, prefix=False) or wait:
+            return
+        there = {key for key, answer in zip(keys, answers, strict=True) if answer is Answer.YES}
+        places = window_run(bytes(states), keys, namespace.groups[group], len(keys), there.__contains__)
+        self._request(namespace, group, keys, places, states)
+
+    def _answers(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> list[Answer]:
+        """Of each key whether it is there or comes: YES for what needs no asking, NO for what a store is writing."""
+        answers = self.tier.answers(namespace.fingerprint, group, keys)
+        requested = self.promoter.requested(namespace, group)
+        if requested or any(states):
+            for at, (key, state) in enumerate(zip(keys, states, strict=True)):
+                if state in (READY, PENDING) or key in requested:
+                    answers[at] = Answer.YES
+                elif state != ABSENT:
+                    answers[at] = Answer.NO
+        return answers
+
+    def _ask(
+        self,
+        namespace: Namespace,
+        group: int,
+        keys: Sequence[bytes],
+        answers: Sequence[Answer],
+        states: memoryview,
+        *,
+        prefix: bool,
+    ) -> bool:
+        """Ask for what is unknown, and mark what is being asked for PENDING; whether there is any."""
+        unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.UNKNOWN]
+        if unknown:
+            sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
+            lengths = [size[group] for size in sizes if size is not None]
+            self.tier.ask(namespace.fingerprint, group, lengths, unknown, prefix=prefix)
+            self._asked_until = self._clock() + self.tier.ask_deadline_s
+            answers = self.tier.answers(namespace.fingerprint, group, keys)
+        asked = [at for at, answer in enumerate(answers) if answer is Answer.ASKED and states[at] == ABSENT]
+        for at in asked:
+            states[at] = PENDING
+        return bool(asked)
+
+    def _request(
+        self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: memoryview
+    ) -> None:
+        """Request keys that are there, up to the first that cannot come up, and mark them PENDING."""
+        requested = self.promoter.requested(namespace, group)
+        there = self.tier.readable(namespace.fingerprint, group)
+        for place in places:
+            key = keys[place]
+            if states[place] in (READY, PENDING):
+                continue
+            if key not in requested:  # what is requested is WRITING once it is being read
+                source = there.get(key)
+                if states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
+                    return
+            states[place] = PENDING
+
+    # --- what else the cache and the daemon tell -------------------------------------------------
+
+    def forget(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.promoter.forget(namespace, group, key)
+        self.tier.remove([TierKey(namespace.fingerprint, group, key) for key in keys])
+
+    def forget_all(self, namespace: Namespace) -> None:
+        self.promoter.forget_all(namespace)
+        self.tier.remove_namespace(namespace.fingerprint)
+
+    def tick(self) -> None:
+        if self.tier.reachable:
+            for namespace in self._cache.namespaces:
+                self.tier.poll(namespace.fingerprint)
+        self.tier.tick()
+
+    def rejoin(self, fingerprint: bytes) -> None:
+        """Nothing that is there of a namespace is stale any more."""
+        self._left.discard(fingerprint)
+
+    def leave(self, fingerprint: bytes) -> None:
+        """Do without the tier for a namespace from now on: its blocks became stale, and may be there."""
+        if fingerprint not in self._left:
+            logger.info("An engine reset a namespace; its blocks are not shared over %s any more.", self.tier.name)
+        self._left.add(fingerprint)

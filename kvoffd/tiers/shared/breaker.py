@@ -1,0 +1,55 @@
+"""Stops asking a store that fails, and finds out when it is back."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+MOST_FAILURES = 3
+"""Failures or slow answers one after another that open the breaker."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 4.0
+"""Pause before the first probe and the longest between two, each up to a quarter shorter or longer."""
+
+
+class Breaker:
+    """Open, it lets nobody through but a probe every few seconds. For any thread."""
+
+    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._jitter = jitter
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._pause_s = 0.0
+        self._probe_at = 0.0
+        self.open = True
+        """Also at the start: the first probe is due at once."""
+        self.opened = 0
+        """Times that it was opened since the store was reached first."""
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self.open, self._pause_s = False, 0.0
+
+    def failed(self, *, at_once: bool = False) -> None:
+        """Note a failure; ``at_once`` opens it, as where nobody listens or the password is wrong."""
+        with self._lock:
+            self._failures += 1
+            if not self.open and (at_once or self._failures >= MOST_FAILURES):
+                self.open, self._pause_s = True, FIRST_PAUSE_S
+                self.opened += 1
+                self._pause()
+
+    def probe_failed(self) -> None:
+        with self._lock:
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s) or FIRST_PAUSE_S
+            self._pause()
+
+    def _pause(self) -> None:
+        self._probe_at = self._clock() + self._pause_s * (0.75 + 0.5 * self._jitter())
+
+    @property
+    def probe_in_s(self) -> float:
+        """Seconds until a probe is due; 0 for now. Of an open breaker."""
+        return max(0.0, self._probe_at - self._clock())

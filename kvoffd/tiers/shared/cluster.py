@@ -1,0 +1,243 @@
+"""A Redis or Valkey cluster as a store: each key lies at the master that has its slot."""
+
+from __future__ import annotations
+
+import time
+from binascii import crc_hqx
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+from kvoffd.tiers.shared.redis import CONNECT_S, Redis
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+
+SLOTS = 16_384
+DOWN_PAUSE_S = 2.0
+"""How long a master that failed is left alone."""
+
+LOST = ("timeout", "disconnected", "unreachable")
+"""Kinds of errors after which a master is left alone."""
+
+Address = tuple[str, int]
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of a key without braces: CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
+    return crc_hqx(key, 0) % SLOTS
+
+
+def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
+    """Addresses and slots of the masters in an answer to CLUSTER NODES of the server at ``asked``."""
+    found = []
+    for line in nodes.splitlines():
+        fields = line.split(" ")
+        if len(fields) < 8 or "master" not in fields[2].split(",") or "noaddr" in fields[2]:
+            continue
+        # IP:PORT@BUS-PORT, and where one is announced ,HOSTNAME, which a certificate is for.
+        address, _, more = fields[1].partition("@")
+        host, _, port = address.rpartition(":")
+        host = next(iter(more.split(",")[1:]), "") or host
+        bounds = [field.partition("-") for field in fields[8:] if not field.startswith("[")]
+        slots = [range(int(first), int(last or first) + 1) for first, _, last in bounds]
+        if slots:
+            found.append(((host or asked[0], int(port)), slots))
+    return found
+
+
+class RedisCluster(Store):
+    """Connections to all masters, for one thread. The map of slots is asked for anew after every failure.
+
+    What lies at a master that is down is not there; without the one that has a generation nothing is known.
+    """
+
+    ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
+    blocks_at_once, bytes_at_once = Redis.blocks_at_once, Redis.bytes_at_once
+
+    def __init__(self, host: str, port: int, credentials: Credentials, *, tls: bool) -> None:
+        self._seed = (host, port)
+        self._open: Callable[[Address], Redis] = lambda address: Redis(*address, 0, credentials, tls=tls)
+        self._nodes: dict[Address, Redis] = {}
+        self._down_until: dict[Address, float] = {}
+        self._owners: list[Address | None] = []
+        """By slot; empty while that is not known."""
+
+    def connect(self) -> None:
+        if not self._owners:
+            self._find_owners()
+        for address in list(self._nodes):
+            self._up(address)
+        if not any(map(self._up, self._nodes)):
+            self._owners = []
+            raise StoreError("unreachable", f"No master of the cluster at {self._name} can be reached.", final=True)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._seed[0]}:{self._seed[1]}"
+
+    def _up(self, address: Address) -> bool:
+        """Connect to a master, unless it has failed a moment ago."""
+        if time.monotonic() < self._down_until.get(address, 0.0):
+            return False
+        try:
+            self._nodes[address].connect()
+        except StoreError:
+            self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
+            return False
+        return True
+
+    def _find_owners(self) -> None:
+        failure: StoreError | None = None
+        for address in dict.fromkeys([*self._nodes, self._seed]):
+            node = self._nodes.get(address) or self._open(address)
+            try:
+                node.connect()
+                text = node.text([b"CLUSTER", b"NODES"], time.monotonic() + CONNECT_S)
+                masters = masters_of(text, address)
+            except (StoreError, ValueError) as error:
+                node.close()
+                failure = error if isinstance(error, StoreError) else StoreError("protocol", f"{self._name}: {error}.")
+                continue
+            owners: list[Address | None] = [None] * SLOTS
+            for master, slots in masters:
+                for part in slots:
+                    owners[part.start : part.stop] = [master] * len(part)
+            if address not in dict(masters):
+                node.close()
+            kept = {
+                master: self._nodes.get(master) or (node if master == address else self._open(master))
+                for master, _ in masters
+            }
+            for gone in set(self._nodes) - set(kept):
+                self._nodes[gone].close()
+            self._nodes, self._owners = kept, owners[:SLOTS]
+            return
+        raise failure or StoreError("unreachable", f"The cluster at {self._name} has no masters.", final=True)
+
+    def close(self) -> None:
+        self._owners = []
+        for node in self._nodes.values():
+            node.close()
+
+    def interrupt(self) -> None:
+        for node in list(self._nodes.values()):
+            node.interrupt()
+
+    # --- the store -------------------------------------------------------------------------------
+
+    def ping(self, deadline: float) -> None:
+        self._owners = []
+        self.connect()
+
+    def ask(
+        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        home = self._owner(generation_key)
+        if home is None:
+            raise StoreError("unreachable", f"A master of the cluster at {self._name} cannot be reached.")
+        return self._questions(b"EXISTS", keys, deadline, home, generation_key)
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        return self._questions(b"TOUCH", keys, deadline)[1]
+
+    def _questions(
+        self,
+        command: bytes,
+        keys: Sequence[bytes],
+        deadline: float,
+        home: Address | None = None,
+        generation_key: bytes | None = None,
+    ) -> tuple[int, list[bool]]:
+        """Ask all masters at once, then receive from one after the other. ``home`` has the generation."""
+        parts = self._by_owner(keys)
+        if home is not None:
+            parts.setdefault(home, [])
+        generation, found = 0, [False] * len(keys)
+        for address, places in parts.items():
+            own = generation_key if address == home else None
+            with self._exchange(address) as node:
+                node.send_questions(command, [keys[at] for at in places], deadline, own)
+        for address, places in parts.items():
+            with self._exchange(address) as node:
+                if address == home and generation_key is not None:
+                    generation = node.generation(generation_key, deadline)
+                for at, there in zip(places, node.answers(len(places), deadline), strict=True):
+                    found[at] = there
+        return generation, found
+
+    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+        parts = self._by_owner([request.key for request in requests])
+        owner = {at: address for address, places in parts.items() for at in places}
+        for address, places in parts.items():
+            with self._exchange(address) as node:
+                node.send_gets([requests[at] for at in places], deadline)
+        for at, request in enumerate(requests):
+            if at not in owner:
+                yield None
+                continue
+            with self._exchange(owner[at]) as node:
+                header = node.value(request, deadline)
+            if header == b"":
+                self.close()  # values of other masters are still on their way
+                yield header
+                return
+            yield header
+
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
+        parts = self._by_owner([key for key, _ in objects])
+        stored = [False] * len(objects)
+        if sum(map(len, parts.values())) < len(objects):
+            raise StoreError("refused", f"A master of the cluster at {self._name} cannot be reached.")
+        for address, places in parts.items():
+            with self._exchange(address) as node:
+                done = node.put([objects[at] for at in places], deadline)
+            for at, one in zip(places, done, strict=True):
+                stored[at] = one
+        return stored
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
+        for address, places in self._by_owner(keys).items():
+            with self._exchange(address) as node:
+                node.remove([keys[at] for at in places], deadline)
+
+    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
+        if (home := self._owner(generation_key)) is not None:
+            with self._exchange(home) as node:
+                node.set_generation(generation_key, generation, deadline)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _exchange(self, address: Address) -> Iterator[Redis]:
+        """Part of an exchange with a master. Where it fails all is closed: others' answers may be on their way."""
+        try:
+            yield self._nodes[address]
+        except StoreError as error:
+            if error.kind in LOST:
+                self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
+            self.close()
+            raise
+
+    def _owner(self, key: bytes) -> Address | None:
+        """The master that has a key; None where it is down."""
+        address = self._owners[slot_of(key)]
+        return address if address is not None and self._up(address) else None
+
+    def _by_owner(self, keys: Sequence[bytes]) -> dict[Address, list[int]]:
+        """The places of the keys of each master that is up."""
+        up = {address for address in self._nodes if self._up(address)}
+        parts: dict[Address, list[int]] = {}
+        for at, key in enumerate(keys):
+            address = self._owners[slot_of(key)]
+            if address is not None and address in up:
+                parts.setdefault(address, []).append(at)
+        return parts
+
+
+def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
+    """What makes connections to a server, or a cluster, at a URL."""
+    parts = urlsplit(url)
+    host, port, database = parts.hostname or "", parts.port or 6379, int(parts.path.strip("/") or 0)
+    tls = parts.scheme.startswith("rediss")
+    if parts.scheme.endswith("+cluster"):
+        return lambda: RedisCluster(host, port, credentials, tls=tls)
+    return lambda: Redis(host, port, database, credentials, tls=tls)

@@ -1,0 +1,331 @@
+"""One Redis or Valkey server as a store: RESP2 over a socket, straight from and into the pool.
+
+The clients on PyPI copy every value twice, and reach a quarter of what the wire gives; of the protocol only four kinds
+of replies are needed (https://redis.io/docs/latest/develop/reference/protocol-spec/).
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+
+ASK_DEADLINE_S = 0.02
+CONNECT_S = 1.0
+"""For TCP, TLS and the password together."""
+STALL_S = 1.0
+"""How long a single send or receive may take in which no byte moves."""
+HEAD_BYTES = 512
+"""Received at a time before a value's bytes are: what belongs to the pool beyond it is copied once more."""
+REPLIES_BYTES = 65536
+MOST_PARTS = 256
+"""Parts of one ``sendmsg``; the kernel takes 1024."""
+MOST_TEXT_BYTES = 1 << 20
+MOST_KEYS = 4096
+"""Keys of one message."""
+
+
+class Redis(Store):
+    """See ``Store``. ``ask`` and ``touch`` take at most ``MOST_KEYS`` keys.
+
+    What does not fit the caches between two sockets costs a third of the speed (measured), so little moves at once.
+    """
+
+    ask_deadline_s = ASK_DEADLINE_S
+    poll_s = 5.0
+    most_window_keys = 8192
+    blocks_at_once, bytes_at_once = 8, 2 << 20
+
+    def __init__(self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool) -> None:
+        self._address = (host, port)
+        self._name = f"{host}:{port}"
+        self._database = database
+        self._credentials = credentials
+        self._tls = tls
+        self._socket: socket.socket | None = None
+        self._input = bytearray()
+
+    # --- the connection --------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        if self._socket is not None and not self._closed_by_peer(self._socket):
+            return
+        self.close()
+        deadline = time.monotonic() + CONNECT_S
+        try:
+            plain = socket.create_connection(self._address, CONNECT_S)
+            try:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                context = ssl.create_default_context() if self._tls else None
+                self._socket = (
+                    context.wrap_socket(plain, server_hostname=self._address[0]) if context is not None else plain
+                )
+            except BaseException:
+                plain.close()
+                raise
+        except ssl.SSLCertVerificationError as error:
+            why = f"{self._name} does not prove who it is: {error.verify_message}. Name its authority in SSL_CERT_FILE."
+            raise StoreError("tls", why, final=True) from error
+        except OSError as error:
+            raise StoreError("unreachable", f"{self._name} cannot be reached: {error}.", final=True) from error
+        user, password = self._credentials
+        if password:
+            self._command([b"AUTH", *([user.encode()] if user else []), password.encode()], deadline)
+        if self._database:
+            self._command([b"SELECT", b"%d" % self._database], deadline)
+
+    @staticmethod
+    def _closed_by_peer(connected: socket.socket) -> bool:
+        connected.settimeout(0)
+        try:
+            # A TLS socket has no flags, the socket below it does.
+            return not socket.socket.recv(connected, 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._input.clear()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def interrupt(self) -> None:
+        if (connected := self._socket) is not None:
+            try:
+                socket.socket.shutdown(connected, socket.SHUT_RDWR)
+            except OSError:
+                pass  # it is closed already
+
+    # --- the store -------------------------------------------------------------------------------
+
+    def ping(self, deadline: float) -> None:
+        self._command([b"PING"], deadline)
+
+    def ask(
+        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        self.send_questions(b"EXISTS", keys, deadline, generation_key)
+        return self.generation(generation_key, deadline), self.answers(len(keys), deadline)
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self.send_questions(b"TOUCH", keys, deadline)
+        return self.answers(len(keys), deadline)
+
+    def send_questions(
+        self, command: bytes, keys: Sequence[bytes], deadline: float, generation_key: bytes | None = None
+    ) -> None:
+        """Send what ``generation``, where its key is given, and then ``answers`` receive."""
+        head = b"*2\r\n$3\r\nGET\r\n" + _bulk(generation_key) if generation_key is not None else b""
+        self._send([head + _repeated(command, keys)], deadline)
+
+    def generation(self, generation_key: bytes, deadline: float) -> int:
+        value = self._small_value(deadline)
+        number = int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value or b"") else -1
+        if number < 0:
+            raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
+        return number
+
+    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+        self.send_gets(requests, deadline)
+        for request in requests:
+            header = self.value(request, deadline)
+            yield header
+            if header == b"":
+                return
+
+    def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
+        """Send what one call of ``value`` for each receives."""
+        self._send([_repeated(b"GET", [request.key for request in requests])], deadline)
+
+    def value(self, request: GetRequest, deadline: float) -> bytes | None:
+        """Receive one object, as ``get`` yields it; where that is empty, the connection is closed."""
+        length = self._value_length(deadline)
+        if length is None:
+            return None
+        if length != request.header_bytes + sum(map(len, request.views)):
+            self.close()
+            return b""
+        header = self._take(request.header_bytes, deadline)
+        for view in request.views:
+            self._fill(view, deadline)
+        if self._take(2, deadline) != b"\r\n":
+            raise self._broken("A value does not end where it should")
+        return header
+
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
+        parts: list[bytes | memoryview] = []
+        for key, values in objects:
+            nbytes = sum(map(len, values))
+            parts.append(b"*3\r\n$3\r\nSET\r\n%s$%d\r\n" % (_bulk(key), nbytes))
+            parts += [*values, b"\r\n"]
+        self._send(parts, deadline)
+        return [self._stored(deadline) for _ in objects]
+
+    def _stored(self, deadline: float) -> bool:
+        line = self._line(deadline)
+        if line.startswith(b"-OOM"):
+            return False
+        self._check(line, b"+")
+        return True
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
+        self._send([_repeated(b"UNLINK", keys)], deadline)
+        self.answers(len(keys), deadline)
+
+    def text(self, words: Sequence[bytes], deadline: float) -> str:
+        """What a command answers that answers with a text of up to 1 MiB."""
+        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+        length = self._value_length(deadline) or 0
+        if length > MOST_TEXT_BYTES:
+            raise self._broken("A text is too long")
+        return self._take(length + 2, deadline)[:-2].decode(errors="replace")
+
+    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
+        self._command([b"SET", generation_key, b"%d" % generation], deadline)
+
+    # --- RESP ------------------------------------------------------------------------------------
+
+    def _command(self, words: Sequence[bytes], deadline: float) -> None:
+        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+        self._check(self._line(deadline), b"+")
+
+    def _check(self, line: bytes, kind: bytes) -> bytes:
+        """The rest of a reply's line of this kind. Raises StoreError for any other."""
+        if line[:1] == kind:
+            return line[1:]
+        if line[:1] != b"-":
+            raise self._broken(f"{line[:40]!r} is no reply to what was asked")
+        self.close()
+        text = line[1:].decode(errors="replace")
+        code = text.partition(" ")[0]
+        if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "AUTH" in text:
+            why = f"{self._name} does not let us in ({text}); see shared_password_file."
+            raise StoreError("credentials", why, final=True)
+        if code in ("MOVED", "ASK", "CLUSTERDOWN", "CROSSSLOT"):
+            raise StoreError(
+                "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
+            )
+        raise StoreError("refused", f"{self._name} answers: {text}.")
+
+    def answers(self, count: int, deadline: float) -> list[bool]:
+        """Receive so many replies that are numbers: whether each is not 0."""
+        data, lines = self._input, self._input.count(b"\n")
+        while lines < count:
+            if len(data) > REPLIES_BYTES + count * HEAD_BYTES:
+                raise self._broken("Lines do not end")
+            part = self._receive(REPLIES_BYTES, deadline)
+            data += part
+            lines += part.count(b"\n")
+        replies = data.split(b"\r\n", count)
+        self._input = replies[count]
+        for line in set(map(bytes, replies[:count])) - {b":0", b":1"}:
+            self._check(line, b":")
+        return [line != b":0" for line in replies[:count]]
+
+    def _small_value(self, deadline: float) -> bytes | None:
+        length = self._value_length(deadline)
+        if length is None:
+            return None
+        if length > HEAD_BYTES:
+            raise self._broken("A value is too long")
+        return self._take(length + 2, deadline)[:-2]
+
+    def _value_length(self, deadline: float) -> int | None:
+        text = self._check(self._line(deadline), b"$")
+        try:
+            length = int(text)
+        except ValueError as error:
+            raise self._broken(f"{text[:40]!r} is no length") from error
+        return length if length >= 0 else None
+
+    def _line(self, deadline: float) -> bytes:
+        while (end := self._input.find(b"\r\n")) < 0:
+            if len(self._input) > 4 * HEAD_BYTES:
+                raise self._broken("A line does not end")
+            self._input += self._receive(HEAD_BYTES, deadline)
+        line = bytes(self._input[:end])
+        del self._input[: end + 2]
+        return line
+
+    def _take(self, count: int, deadline: float) -> bytes:
+        while len(self._input) < count:
+            self._input += self._receive(max(HEAD_BYTES, count - len(self._input)), deadline)
+        data = bytes(self._input[:count])
+        del self._input[:count]
+        return data
+
+    def _fill(self, view: memoryview, deadline: float) -> None:
+        done = min(len(view), len(self._input))
+        view[:done] = self._input[:done]
+        del self._input[:done]
+        while done < len(view):
+            connected = self._ready(deadline)
+            try:
+                count = connected.recv_into(view[done:])
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise self._lost("it closed the connection")
+            done += count
+
+    def _receive(self, count: int, deadline: float) -> bytes:
+        connected = self._ready(deadline)
+        try:
+            data = connected.recv(count)
+        except OSError as error:
+            raise self._lost(error) from error
+        if not data:
+            raise self._lost("it closed the connection")
+        return data
+
+    def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+        rest = [memoryview(part) for part in parts if len(part)]
+        while rest:
+            connected = self._ready(deadline)
+            try:
+                # TLS has no sendmsg.
+                sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
+            except OSError as error:
+                raise self._lost(error) from error
+            done = 0
+            while done < len(rest) and sent >= len(rest[done]):
+                sent -= len(rest[done])
+                done += 1
+            del rest[:done]
+            if sent:
+                rest[0] = rest[0][sent:]
+
+    def _ready(self, deadline: float) -> socket.socket:
+        """The socket, with the time set that it may still take."""
+        if self._socket is None:
+            raise StoreError("unreachable", f"{self._name} is not connected.")
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise self._lost(TimeoutError("it does not answer in time"))
+        self._socket.settimeout(min(STALL_S, left))
+        return self._socket
+
+    def _lost(self, why: object) -> StoreError:
+        self.close()
+        kind = "timeout" if isinstance(why, TimeoutError) else "disconnected"
+        return StoreError(kind, f"The connection to {self._name} is given up: {why}.")
+
+    def _broken(self, why: str) -> StoreError:
+        self.close()
+        return StoreError("protocol", f"{self._name} does not speak as Redis does: {why}.")
+
+
+def _bulk(data: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(data), data)
+
+
+def _repeated(command: bytes, keys: Sequence[bytes]) -> bytes:
+    """A command of one key, for each key."""
+    head = b"*2\r\n$%d\r\n%s\r\n" % (len(command), command)
+    return b"".join([b"%s$%d\r\n%s\r\n" % (head, len(key), key) for key in keys])

@@ -1,0 +1,310 @@
+"""An S3 bucket as a store, over obstore: each block is an object, asked for by HEAD.
+
+An object is ``PREFIX/HH/KEY``: ``HH`` is how the block's hash begins, so that a bucket can spread its load over them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+import obstore
+from obstore.store import S3Store
+
+from kvoffd.errors import KvoffdError
+from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd_proto.errors import ErrorCode
+
+ASK_DEADLINE_S = 0.1
+CONNECT_S = 1.0
+"""For TCP and TLS."""
+REQUEST_S = 10.0
+"""For any request, where nobody's own deadline is earlier."""
+GENERATION_S = 5.0
+"""How old a generation may be: a reset of the fleet is followed by then."""
+MOST_GENERATIONS = 1024
+PROBES = 12
+"""HEADs at a time that look for a prefix's end."""
+REQUESTS_AT_ONCE = 64
+"""HEADs and DELETEs at a time otherwise."""
+FULL_CODES = re.compile("Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge")
+CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired")
+
+T = TypeVar("T")
+
+
+class Bucket(NamedTuple):
+    """What all connections to a bucket share."""
+
+    client: S3Store
+    name: str
+    prefix: str
+
+
+def open_bucket(url: str, credentials: Credentials) -> Bucket:
+    """The bucket at ``s3://BUCKET/PREFIX?endpoint=URL&region=NAME``. Raises KvoffdError.
+
+    Without credentials they are found as AWS's own programs find them: in the environment, from the web identity or the
+    role of the container or the machine.
+    """
+    parts = urlsplit(url)
+    asked = parse_qs(parts.query)
+    config: dict[str, Any] = {"unsigned_payload": True}  # TLS guards the bytes; to hash them doubles the CPU time
+    config |= {name: asked[name][-1] for name in ("endpoint", "region") if name in asked}
+    if credentials.user:
+        config |= {"access_key_id": credentials.user, "secret_access_key": credentials.password}
+    try:
+        client = S3Store(
+            parts.netloc,
+            config=config,
+            client_options={
+                "allow_http": str(config.get("endpoint", "")).startswith("http://"),
+                "connect_timeout": f"{CONNECT_S:.0f}s",
+                "timeout": f"{REQUEST_S:.0f}s",
+            },
+            retry_config={"max_retries": 0},
+        )
+    except Exception as error:
+        why = f"{url} cannot be used: {_first_line(error)}."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
+    prefix = parts.path.strip("/")
+    return Bucket(client, f"s3://{parts.netloc}", f"{prefix}/" if prefix else "")
+
+
+class S3(Store):
+    """Requests run on a loop of the thread's own, which waits for them and for nothing else."""
+
+    ask_deadline_s = ASK_DEADLINE_S
+    poll_s = 15.0  # each is a request that is paid for
+    most_window_keys = 256
+    blocks_at_once, bytes_at_once = 16, 16 << 20
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._generations: dict[bytes, tuple[int, float]] = {}
+
+    def connect(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+
+    def close(self) -> None:
+        if (loop := self._loop) is not None:
+            self._loop = None
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+
+    def interrupt(self) -> None:
+        loop, task = self._loop, self._task
+        if loop is not None and task is not None:
+            try:
+                loop.call_soon_threadsafe(task.cancel)
+            except RuntimeError:
+                pass  # it is closed already
+
+    # --- the store -------------------------------------------------------------------------------
+
+    def ping(self, deadline: float) -> None:
+        # The body of an answer to GET says what is missing, that of HEAD is empty.
+        self._run(self._value(b"kvoffd/1/probe"), deadline)
+
+    def ask(
+        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        return self._run(self._ask(generation_key, keys, prefix), deadline)
+
+    async def _ask(self, generation_key: bytes, keys: Sequence[bytes], prefix: bool) -> tuple[int, list[bool]]:
+        generation = asyncio.ensure_future(self._generation(generation_key))
+        try:
+            found = await (self._prefix(keys) if prefix else self._heads(keys))
+            return await generation, found
+        finally:
+            generation.cancel()
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See ``Store``; a bucket's rules go by age alone, and nothing counts as used."""
+        return self._run(self._heads(keys), deadline)
+
+    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+        assert self._loop is not None
+        running = [self._loop.create_task(self._get(request)) for request in requests]
+        try:
+            for task, request in zip(running, requests, strict=True):
+                data = self._run(_of(task), deadline)
+                yield self._fill(data, request) if data else None if data is None else b""
+        finally:
+            for task in running:
+                task.cancel()
+
+    @staticmethod
+    def _fill(data: memoryview, request: GetRequest) -> bytes:
+        at = request.header_bytes
+        for view in request.views:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+        return bytes(data[: request.header_bytes])
+
+    async def _get(self, request: GetRequest) -> memoryview | None:
+        """The bytes of an object; empty where it is of another length, None where it is not there."""
+        try:
+            answer = await obstore.get_async(self._bucket.client, self._path(request.key))
+            right = answer.meta["size"] == request.header_bytes + sum(map(len, request.views))
+            return memoryview(await answer.bytes_async() if right else b"")
+        except FileNotFoundError:
+            return None
+
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
+        return self._run(_all([self._put(key, parts) for key, parts in objects]), deadline)
+
+    async def _put(self, key: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+        try:
+            whole = [part for part in parts if len(part)]
+            await obstore.put_async(self._bucket.client, self._path(key), whole, use_multipart=False)
+        except Exception as error:
+            if self._error(error).kind == "full":
+                return False
+            raise
+        return True
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
+        self._run(self._remove(keys), deadline)
+
+    async def _remove(self, keys: Sequence[bytes]) -> None:
+        await obstore.delete_async(self._bucket.client, [self._path(key) for key in keys])
+
+    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
+        self._run(self._put(generation_key, [b"%d" % generation]), deadline)
+        self._generations.pop(generation_key, None)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _path(self, key: bytes) -> str:
+        text = key.decode()
+        start = text.rpartition("/")[2][:2]
+        return f"{self._bucket.prefix}{start}/{text}"
+
+    async def _generation(self, generation_key: bytes) -> int:
+        known, at = self._generations.get(generation_key, (0, 0.0))
+        if at and time.monotonic() - at < GENERATION_S:
+            return known
+        value = await self._value(generation_key)
+        if not re.fullmatch(rb"[0-9]{0,18}", value):
+            raise StoreError("protocol", f"The object {self._path(generation_key)} is no number of up to 18 digits.")
+        if len(self._generations) >= MOST_GENERATIONS:
+            self._generations.clear()
+        self._generations[generation_key] = int(value or 0), time.monotonic()
+        return int(value or 0)
+
+    async def _value(self, key: bytes) -> bytes:
+        """The first bytes of a small object; empty where there is none."""
+        try:
+            answer = await obstore.get_async(self._bucket.client, self._path(key))
+            return b"?" if answer.meta["size"] > 20 else bytes(await answer.bytes_async())
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise
+            return b""
+
+    async def _head(self, key: bytes) -> bool:
+        try:
+            await obstore.head_async(self._bucket.client, self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    async def _heads(self, keys: Sequence[bytes]) -> list[bool]:
+        found: list[bool] = []
+        for at in range(0, len(keys), REQUESTS_AT_ONCE):
+            found += await _all([self._head(key) for key in keys[at : at + REQUESTS_AT_ONCE]])
+        return found
+
+    async def _prefix(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there if those that are are the first ones: a search with ``PROBES`` HEADs at a time.
+
+        The first step has two, since most prefixes are not there at all.
+        """
+        there, absent = 0, len(keys)  # the first so many are there; from that place on they are not
+        places = sorted({0, absent - 1}) if keys else []
+        while there < absent:
+            answers = await _all([self._head(keys[place]) for place in places])
+            gap = answers.index(False) if False in answers else len(answers)
+            if gap:
+                there = places[gap - 1] + 1
+            if gap < len(places):
+                absent = places[gap]
+            left = absent - there
+            places = sorted({there + left * part // (PROBES + 1) for part in range(1, PROBES + 1)}) if left else []
+        return [True] * there + [False] * (len(keys) - there)
+
+    def _run(self, work: Coroutine[Any, Any, T], deadline: float) -> T:
+        assert self._loop is not None
+        left = deadline - time.monotonic()
+
+        async def bounded() -> T:
+            return await asyncio.wait_for(work, max(0.0, left))
+
+        self._task = task = self._loop.create_task(bounded())
+        try:
+            return self._loop.run_until_complete(task)
+        except (Exception, asyncio.CancelledError) as error:
+            raise self._error(error) from error
+        finally:
+            self._task = None
+
+    def _error(self, error: BaseException) -> StoreError:
+        """What an exception of obstore means: its type says little, S3's code and status say it all."""
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, StoreError):
+            return error
+        name, text = self._bucket.name, str(error)
+        if isinstance(error, TimeoutError) or "TimedOut" in text:
+            return StoreError("timeout", f"{name} does not answer in time.")
+        if isinstance(error, asyncio.CancelledError):
+            return StoreError("disconnected", f"What was asked of {name} was interrupted.")
+        code = found[1] if (found := re.search("<Code>([A-Za-z0-9]+)</Code>", text)) else ""
+        status = int(found[1]) if (found := re.search("status code: ([0-9]{3})", text)) else 0
+        what = f"{name} answers {status} {code}".rstrip()
+        if FULL_CODES.search(code) or status == 507:
+            return StoreError("full", f"{what}: it takes no more.")
+        if code in CLOCK_CODES:
+            return StoreError("clock", f"{what}: set this machine's clock.", final=True)
+        if code == "NoSuchBucket":
+            return StoreError("bucket", f"{what}: make the bucket, or see its name and endpoint.", final=True)
+        if status in (401, 403):
+            why = "see the credentials; they need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket."
+            return StoreError("credentials", f"{what}: {why}", final=True)
+        if status:
+            return StoreError("busy" if status in (429, 503) else "protocol", f"{what}.")
+        if "certificate" in text.lower():
+            why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
+            return StoreError("tls", why, final=True)
+        return StoreError("unreachable", f"{name} cannot be reached: {_first_line(error)}.", final="Connect" in text)
+
+
+async def _of(task: asyncio.Task[T]) -> T:
+    return await task
+
+
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do all at the same time; the first failure cancels the others."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+    return [task.result() for task in tasks]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def open_s3(url: str, credentials: Credentials) -> Callable[[], Store]:
+    """What makes connections to the bucket at a URL. Raises KvoffdError."""
+    bucket = open_bucket(url, credentials)
+    return lambda: S3(bucket)

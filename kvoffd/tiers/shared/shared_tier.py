@@ -1,0 +1,357 @@
+"""The shared tier as the daemon's thread sees it: answers, bounds, counters. What waits for the store is in threads."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
+from kvoffd.tiers.shared.breaker import Breaker
+from kvoffd.tiers.shared.object_format import Digest, object_key
+from kvoffd.tiers.shared.redis import MOST_KEYS
+from kvoffd.tiers.shared.store import Store
+from kvoffd.tiers.shared.workers import THREADS, Ask, Raise, Read, Workers, Write
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierStats
+
+logger = logging.getLogger(__name__)
+
+MOST_ASKED = 65_536
+"""Keys that may be being asked for at a time."""
+MOST_READS, MOST_WRITES, MOST_REMOVALS = 4096, 64, 16_384
+FULL_PAUSE_S = 5.0
+"""How long nothing is written after the store had no room."""
+RAISE_S = 5.0
+"""How long it may take to raise a generation, or to look whether another node did."""
+MOST_OBJECT_BYTES = 500 * 2**20
+"""Redis takes values of 512 MiB."""
+OLD_WEIGHT = 0.9
+"""Weight of earlier asks in the time that an ask takes."""
+
+
+@dataclass
+class SharedCounters:
+    """What was done since the start."""
+
+    asked_keys: int = 0
+    found_keys: int = 0
+    unanswered_keys: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
+    present_blocks: int = 0
+    dropped_writes: int = 0
+    mismatches: int = 0
+    ask_seconds: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class SharedTier(AskedTier):
+    """A tier in a store that many nodes share.
+
+    Args:
+        name: for operators: the URL, which has no password.
+        open_store: makes a connection, for one thread.
+        pool: the pool's memory.
+        clock: ``time.monotonic``, by which the threads measure deadlines too.
+        post: has a call made in the daemon's thread.
+        ask_deadline_s: 0 for what is usual for the store.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        open_store: Callable[[], Store],
+        *,
+        pool: memoryview,
+        digest: Digest,
+        clock: Callable[[], float],
+        post: Callable[[Callable[[], None]], None],
+        listener: TierListener,
+        ask_deadline_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        stores = [open_store() for _ in range(THREADS)]
+        self.ask_deadline_s = ask_deadline_s or stores[0].ask_deadline_s
+        self._poll_s = stores[0].poll_s
+        self.most_window_keys = stores[0].most_window_keys
+        self.counters = SharedCounters()
+        self.problem = ""
+        """Why it failed last, a sentence."""
+        self.breaker = Breaker(clock)
+        self._pool = pool
+        self._clock = clock
+        self._post = post
+        self._listener = listener
+        self._answers = Answers(clock, self.ask_deadline_s)
+        self._generations: dict[bytes, int] = {}
+        self._polled_at: dict[bytes, float] = {}
+        self._voided: set[bytes] = set()
+        self._asked = 0
+        self._reads: dict[Read, OnDone] = {}
+        self._writes: dict[Write, OnDone] = {}
+        self._writing: dict[TierKey, Write] = {}
+        self._unwanted: set[Write] = set()
+        """Writes under way of blocks that were removed meanwhile."""
+        self._read_block: TierBlock | None = None
+        self._full_until = 0.0
+        self._draining = False
+        self._ended: deque[Callable[[], None]] = deque()
+        self._workers = Workers(
+            stores,
+            lambda fingerprint: self._generations.get(fingerprint, 0),
+            digest,
+            self.breaker,
+            self,
+            self.ask_deadline_s,
+        )
+
+    # --- AskedTier -------------------------------------------------------------------------------
+
+    @property
+    def reachable(self) -> bool:
+        return not self.breaker.open
+
+    def ask(
+        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+    ) -> None:
+        wanted = keys[: max(0, MOST_ASKED - self._asked)]
+        if self.breaker.open or not wanted:
+            return
+        self._answers.set_lengths(fingerprint, group, lengths)
+        self._answers.give(fingerprint, group, wanted, Answer.ASKED)
+        deadline = self._clock() + self.ask_deadline_s
+        self._asked += len(wanted)
+        self.counters.asked_keys += len(wanted)
+        for at in range(0, len(wanted), MOST_KEYS):
+            self._workers.asks.append(Ask(fingerprint, group, wanted[at : at + MOST_KEYS], deadline, prefix))
+        self._workers.wake()
+
+    def poll(self, fingerprint: bytes) -> None:
+        now = self._clock()
+        if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
+            self._polled_at[fingerprint] = now
+            self._workers.asks.append(Ask(fingerprint, 0, (), now + RAISE_S, True))
+            self._workers.wake()
+
+    def take_voided(self) -> list[bytes]:
+        found, self._voided = list(self._voided), set()
+        return found
+
+    def raise_generation(self, fingerprint: bytes) -> Raise:
+        """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
+        one = Raise(fingerprint, self._clock() + RAISE_S)
+        if self.breaker.open:
+            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
+            return one
+        self._workers.raises.append(one)
+        self._workers.wake()
+        return one
+
+    def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
+        return self._answers.of(fingerprint, group, keys)
+
+    def groups(self) -> Collection[tuple[bytes, int]]:
+        return ()
+
+    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return self._answers.within(fingerprint, group, BELIEVED_S)
+
+    def readable(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        return self._answers.within(fingerprint, group, YES_S) if self.reachable else {}
+
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        block = self.index(block_id.fingerprint, block_id.group).get(block_id.key)
+        if block is None or self.breaker.open or len(self._reads) >= MOST_READS:
+            return False
+        read = Read(block_id, self._generation(block_id), self._views(block, offsets), deadline)
+        self._reads[read] = on_done
+        self._workers.reads.append(read)
+        self._workers.wake()
+        return True
+
+    def contents(self, block: TierBlock) -> TierBlock:
+        assert self._read_block is not None
+        assert self._read_block.id == block.id
+        return self._read_block
+
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        unwelcome = self._draining or self.breaker.open or self._clock() < self._full_until
+        if unwelcome or len(self._writes) >= MOST_WRITES or block.nbytes > MOST_OBJECT_BYTES:
+            self.counters.dropped_writes += 1
+            return False
+        if block.id in self._writing or block.id.key in self.index(block.id.fingerprint, block.id.group):
+            return False
+        write = Write(block, self._generation(block.id), self._views(block, offsets))
+        self._writes[write] = on_done
+        self._writing[block.id] = write
+        self._workers.writes.append(write)
+        self._workers.wake()
+        return True
+
+    def touch(self, block_ids: Iterable[TierKey]) -> None:
+        """Nothing: what is offered again after ``BELIEVED_S`` is touched by that (``Store.touch``)."""
+
+    def remove(self, block_ids: Iterable[TierKey]) -> int:
+        count = 0
+        for block_id in block_ids:
+            fingerprint, group, key = block_id
+            count += key in self.index(fingerprint, group)
+            self._answers.refuse(fingerprint, group, key)
+            if (write := self._writing.get(block_id)) is not None:
+                self._unwanted.add(write)
+            elif len(self._workers.removals) < MOST_REMOVALS:
+                self._workers.removals.append(object_key(block_id, self._generation(block_id)))
+        self._workers.wake()
+        return count
+
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        self._answers.forget(fingerprint)
+        return 0
+
+    def tick(self) -> None:
+        """Nothing: the threads have deadlines of their own."""
+
+    def stats(self) -> TierStats:
+        own = self.counters
+        return TierStats(
+            0,
+            read_blocks=own.read_blocks,
+            read_bytes=own.read_bytes,
+            written_blocks=own.written_blocks,
+            written_bytes=own.written_bytes,
+            refused_writes=own.dropped_writes,
+            queued_reads=len(self._reads),
+            queued_writes=len(self._writes),
+            errors=dict(own.errors),
+        )
+
+    def drain(self) -> None:
+        self._draining = True
+
+    def close(self, deadline_s: float) -> bool:
+        self._draining = True
+        ended = self._workers.close(deadline_s)
+        self._deliver()
+        if ended:
+            for on_done in [*self._reads.values(), *self._writes.values()]:
+                on_done(TierResult.CANCELLED)
+            self._reads.clear()
+            self._writes.clear()
+        return ended
+
+    # --- called by the threads -------------------------------------------------------------------
+
+    def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
+        self._end(lambda: self._asked_ended(ask, generation, found, seconds))
+
+    def raised(self, one: Raise, generation: int, problem: str) -> None:
+        self._end(lambda: self._raised(one, generation, problem))
+
+    def unanswered(self, ask: Ask) -> None:
+        self._end(lambda: self._unanswered(ask))
+
+    def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
+        self._end(lambda: self._read_ended(read, result, block))
+
+    def write_ended(self, write: Write, result: TierResult, *, sent: bool, full: bool) -> None:
+        self._end(lambda: self._write_ended(write, result, sent, full))
+
+    def failed(self, kind: str, sentence: str) -> None:
+        self._end(lambda: self._failed(kind, sentence))
+
+    def _end(self, call: Callable[[], None]) -> None:
+        self._ended.append(call)
+        self._post(self._deliver)
+
+    # --- inside, in the daemon's thread ----------------------------------------------------------
+
+    def _deliver(self) -> None:
+        while self._ended:
+            self._ended.popleft()()
+
+    def _asked_ended(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None:
+        counters = self.counters
+        self._asked -= len(ask.keys)
+        counters.ask_seconds = (
+            OLD_WEIGHT * counters.ask_seconds + (1 - OLD_WEIGHT) * seconds if counters.ask_seconds else seconds
+        )
+        fingerprint, group = ask.fingerprint, ask.group
+        if generation < self._generations.get(fingerprint, 0):
+            return  # answers about blocks that have become void meanwhile
+        self._note_generation(fingerprint, generation)
+        counters.found_keys += sum(found)
+        self._answers.answered(fingerprint, group, ask.keys, found)
+
+    def _note_generation(self, fingerprint: bytes, generation: int) -> None:
+        known = self._generations.get(fingerprint)
+        self._generations[fingerprint] = generation
+        if known is not None and generation > known:
+            logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
+            self._answers.forget(fingerprint)
+            self._voided.add(fingerprint)
+
+    def _raised(self, one: Raise, generation: int, problem: str) -> None:
+        if not problem and generation > self._generations.setdefault(one.fingerprint, 0):
+            self._note_generation(one.fingerprint, generation)
+        one.ended, one.problem = True, problem
+
+    def _unanswered(self, ask: Ask) -> None:
+        self._asked -= len(ask.keys)
+        self.counters.unanswered_keys += len(ask.keys)
+        self._answers.answered(ask.fingerprint, ask.group, ask.keys, [False] * len(ask.keys))
+
+    def _read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None:
+        on_done = self._reads.pop(read)
+        counters, (fingerprint, group, key) = self.counters, read.block_id
+        if result is TierResult.DONE and read.generation != self._generation(read.block_id):
+            result = TierResult.GONE
+        if result is TierResult.DONE:
+            assert block is not None
+            counters.read_blocks += 1
+            counters.read_bytes += block.nbytes
+        elif result is TierResult.CORRUPT:
+            counters.mismatches += 1
+            self.remove([read.block_id])
+            name = object_key(read.block_id, read.generation).decode()
+            self._failed("mismatch", f"The object {name} is not the block that it should be; it is removed.")
+        else:
+            self._answers.refuse(fingerprint, group, key)
+        self._read_block = block
+        on_done(result)
+        self._read_block = None
+
+    def _write_ended(self, write: Write, result: TierResult, sent: bool, full: bool) -> None:
+        on_done = self._writes.pop(write)
+        del self._writing[write.block.id]
+        counters, (fingerprint, group, key) = self.counters, write.block.id
+        if full:
+            self._full_until = self._clock() + FULL_PAUSE_S
+            self._failed("full", f"{self.name} takes no more blocks now; see Redis's maxmemory-policy or the quota.")
+        if write in self._unwanted:
+            self._unwanted.remove(write)
+            self.remove([write.block.id])
+            result = TierResult.GONE
+        elif result is TierResult.DONE:
+            counters.written_blocks += sent
+            counters.written_bytes += write.block.nbytes if sent else 0
+            counters.present_blocks += not sent
+            if write.generation == self._generation(write.block.id):
+                self._answers.set_lengths(fingerprint, group, [shard.length for shard in write.block.shards])
+                self._answers.give(fingerprint, group, [key], Answer.YES)
+        else:
+            counters.dropped_writes += 1
+        on_done(result)
+
+    def _failed(self, kind: str, sentence: str) -> None:
+        self.counters.errors[kind] += 1
+        self.problem = sentence
+        self._listener.tier_error(self, kind, sentence)
+
+    def _generation(self, block_id: TierKey) -> int:
+        return self._generations.get(block_id.fingerprint, 0)
+
+    def _views(self, block: TierBlock, offsets: Sequence[int]) -> list[memoryview]:
+        return [self._pool[offset : offset + shard.length] for offset, shard in zip(offsets, block.shards, strict=True)]

@@ -1,0 +1,174 @@
+"""What a shared store must do, and which there are by the scheme of their URL."""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qsl, urlsplit
+
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import quoted
+
+REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
+ENTRY_POINTS = "kvoffd.shared_stores"
+"""Of stores of other packages: each is named as its scheme, and a call of what ``open_store`` is called with."""
+_OTHERS = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+SCHEMES = (*REDIS_SCHEMES, "s3", *sorted(set(_OTHERS) - {*REDIS_SCHEMES, "s3"}))
+
+
+class StoreError(Exception):
+    """A store does not do what it was asked. ``kind`` is one word for counting, or two joined by ``_``.
+
+    ``final``: asking again at once is of no use, as with a wrong password.
+    """
+
+    def __init__(self, kind: str, sentence: str, *, final: bool = False) -> None:
+        super().__init__(sentence)
+        self.kind = kind
+        self.sentence = sentence
+        self.final = final
+
+
+class GetRequest(NamedTuple):
+    """An object to be read: so many bytes of a header, and then exactly what fills the views."""
+
+    key: bytes
+    header_bytes: int
+    views: Sequence[memoryview]
+
+
+class Store(ABC):
+    """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
+
+    Deadlines are of ``time.monotonic``. After a method has ended, in whatever way, nothing more is written into views.
+
+    Attributes:
+        ask_deadline_s: how long ``ask`` may take, where the configuration does not say.
+        poll_s: how often it is looked whether generations were raised.
+        most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
+        blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
+    """
+
+    ask_deadline_s: float
+    poll_s: float
+    most_window_keys: int
+    blocks_at_once: int
+    bytes_at_once: int
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Connect, unless that is done and the other end has not closed it."""
+
+    @abstractmethod
+    def ping(self, deadline: float) -> None:
+        """Find out whether it serves."""
+
+    @abstractmethod
+    def ask(
+        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        """The number under ``generation_key``, 0 for none, and whether there is an object under each key.
+
+        ``prefix``: only how many of the first there are is of use, if an answer costs something.
+        """
+
+    @abstractmethod
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Whether there is an object under each key; what there is counts as used now."""
+
+    @abstractmethod
+    def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
+        """Read objects, in this order; of each yields the header when its views are filled.
+
+        None where there is none. Empty where it is of another length: then nothing was read, and it may be the last.
+        """
+
+    @abstractmethod
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
+        """Write objects, each whole or not at all, from their parts. False where the store has no room."""
+
+    @abstractmethod
+    def remove(self, keys: Sequence[bytes], deadline: float) -> None: ...
+
+    @abstractmethod
+    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
+        """Write the number under ``generation_key``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection. May be called again, and another connected later."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """Let what waits in another thread raise StoreError at once."""
+
+
+class Credentials(NamedTuple):
+    """Who we are for the store."""
+
+    user: str = ""
+    password: str = ""
+
+    @classmethod
+    def read(cls, path: str, count: int) -> list[Credentials]:
+        """Those of so many stores, from a file with ``password`` or ``user:password`` in a line for each.
+
+        Without a path from the variable ``KVOFFD_SHARED_PASSWORD``, else none; an empty line stands for none. Raises
+        KvoffdError.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8") if path else os.environ.get(PASSWORD_VARIABLE, "")
+        except (OSError, ValueError) as error:
+            raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
+        lines = [line.strip() for line in text.splitlines()]
+        if path and not any(lines[:count]):
+            raise KvoffdError(f"{path} has no password in its first line.", ErrorCode.BAD_ARGUMENT)
+        found = []
+        for line in (lines + [""] * count)[:count]:
+            user, colon, password = line.partition(":")
+            found.append(cls(user, password) if colon else cls("", user))
+        return found
+
+
+def check_url(url: str) -> None:
+    """Raises ValueError with half a sentence where it names no store that can be opened."""
+    if "@" in url:  # what may be a password is not repeated
+        raise ValueError("it has a user or a password in it; name their file as shared_password_file")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0 and not parts.fragment
+    except ValueError:
+        usable = False
+    if usable and parts.scheme == "s3":
+        usable = not {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - {"endpoint", "region"}
+    elif usable and parts.scheme in REDIS_SCHEMES:
+        usable = not parts.query and re.fullmatch("/?[0-9]*", parts.path) is not None
+    if not usable:
+        raise ValueError(
+            f"{quoted(url.partition('?')[0])} is not a URL that can be used; write redis://HOST:PORT or "
+            f"s3://BUCKET/PREFIX?endpoint=URL&region=NAME; there are {', '.join(SCHEMES)}"
+        )
+
+
+def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
+    """What makes connections to the store at a URL; none is made here. Raises KvoffdError."""
+    scheme = urlsplit(url).scheme
+    if scheme in REDIS_SCHEMES:
+        from kvoffd.tiers.shared.cluster import open_redis
+
+        return open_redis(url, credentials)
+    if scheme == "s3":
+        try:
+            from kvoffd.tiers.shared.s3 import open_s3
+        except ImportError as error:
+            raise KvoffdError(f"s3:// needs obstore: install kvoffd[s3] ({error}).", ErrorCode.BAD_ARGUMENT) from error
+        return open_s3(url, credentials)
+    opener: Callable[[str, Credentials], Callable[[], Store]] = _OTHERS[scheme].load()
+    return opener(url, credentials)

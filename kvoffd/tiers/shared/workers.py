@@ -1,0 +1,365 @@
+"""The threads of a shared tier: one asks and probes, some read, some write. Each has a connection of its own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvoffd.tiers.shared.breaker import Breaker
+from kvoffd.tiers.shared.object_format import (
+    Digest,
+    decode_header,
+    encode_header,
+    generation_key,
+    header_bytes,
+    key_prefix,
+    object_key,
+)
+from kvoffd.tiers.shared.store import GetRequest, Store, StoreError
+from kvoffd.tiers.tier import TierBlock, TierKey, TierResult
+
+logger = logging.getLogger(__name__)
+
+READERS, WRITERS = 2, 1
+THREADS = 1 + READERS + WRITERS
+ASK_PATIENCE_S = 0.08
+"""An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
+PROBE_S = 1.0
+WRITE_S = 10.0
+"""For a few objects, or for removing a thousand."""
+IDLE_S = 1.0
+"""How long a thread waits at most before it looks again whether it is to end."""
+REMOVED_AT_ONCE = 1000
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """Keys of one group to be asked for."""
+
+    fingerprint: bytes
+    group: int
+    keys: Sequence[bytes]
+    deadline: float
+    prefix: bool
+    """Whether only how many of the first are there is of use."""
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """A block to be read into views of the pool, one a shard."""
+
+    block_id: TierKey
+    generation: int
+    views: Sequence[memoryview]
+    deadline: float
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """A block to be written from views of the pool, one a shard."""
+
+    block: TierBlock
+    generation: int
+    views: Sequence[memoryview]
+
+
+@dataclass(slots=True, eq=False)
+class Raise:
+    """A generation to be raised, so that the blocks of a namespace are void for all nodes."""
+
+    fingerprint: bytes
+    deadline: float
+    ended: bool = False
+    problem: str = ""
+
+
+class Ends(Protocol):
+    """Told of what has ended; called in the threads."""
+
+    def raised(self, one: Raise, generation: int, problem: str) -> None:
+        """``problem``: why it was not raised."""
+
+    def asked(self, ask: Ask, generation: int, found: Sequence[bool], seconds: float) -> None: ...
+
+    def unanswered(self, ask: Ask) -> None: ...
+
+    def read_ended(self, read: Read, result: TierResult, block: TierBlock | None) -> None: ...
+
+    def write_ended(self, write: Write, result: TierResult, *, sent: bool, full: bool) -> None:
+        """``sent``: it was not there before. ``full``: the store does not take more now."""
+
+    def failed(self, kind: str, sentence: str) -> None: ...
+
+
+_Block = TypeVar("_Block", Read, Write)
+
+
+class Workers:
+    """Queues, and the threads that work them off. Deadlines are of ``clock``, which is that of ``time.monotonic``."""
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        generations: Callable[[bytes], int],
+        digest: Digest,
+        breaker: Breaker,
+        ends: Ends,
+        ask_deadline_s: float,
+    ) -> None:
+        self._generations = generations
+        self._digest = digest
+        self._breaker = breaker
+        self._ends = ends
+        self._ask_deadline_s = ask_deadline_s
+        self._changed = threading.Condition()
+        self.asks: deque[Ask] = deque()
+        self.reads: deque[Read] = deque()
+        self.writes: deque[Write] = deque()
+        self.removals: deque[bytes] = deque()
+        self.raises: deque[Raise] = deque()
+        self._closed = False
+        self._stores = stores
+        self._threads: list[threading.Thread] = []
+        works = [("ask", self._work_asks), *[("read", self._work_reads)] * READERS]
+        works += [("write", self._work_writes)] * WRITERS
+        for (name, work), store in zip(works, stores, strict=True):
+            thread = threading.Thread(target=work, args=(store,), name=f"kvoffd-shared-{name}", daemon=True)
+            self._threads.append(thread)
+        for thread in self._threads:
+            thread.start()
+
+    def wake(self) -> None:
+        """Something was put into a queue."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, deadline_s: float) -> bool:
+        """Interrupt what runs and begin nothing more. False where a thread still hangs."""
+        until = time.monotonic() + deadline_s
+        self._closed = True
+        self.wake()
+        for store in self._stores:
+            store.interrupt()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # --- asking ----------------------------------------------------------------------------------
+
+    def _work_asks(self, store: Store) -> None:
+        while not self._closed:
+            if self._breaker.open:
+                for ask in self._next_asks(len(self.asks)):
+                    self._ends.unanswered(ask)
+                self._probe_when_due(store)
+            elif self._wait(lambda: bool(self.asks)):
+                for ask in self._next_asks(1):
+                    self._ask(store, ask)
+        store.close()
+
+    def _probe_when_due(self, store: Store) -> None:
+        pause_s = self._breaker.probe_in_s
+        if pause_s:
+            with self._changed:
+                self._changed.wait(min(pause_s, IDLE_S))
+            return
+        try:
+            store.connect()
+            store.ping(time.monotonic() + PROBE_S)
+        except Exception as error:
+            self._breaker.probe_failed()
+            self._tell(store, error)
+        else:
+            self._breaker.succeeded()
+
+    def _ask(self, store: Store, ask: Ask) -> None:
+        started = time.monotonic()
+        if started >= ask.deadline:
+            self._ends.unanswered(ask)
+            return
+        try:
+            store.connect()
+            generation, found = self._exchange(store, ask, time.monotonic() + self._ask_deadline_s + ASK_PATIENCE_S)
+        except Exception as error:
+            self._fail(store, error)
+            self._ends.unanswered(ask)
+            return
+        seconds = time.monotonic() - started
+        self._ends.asked(ask, generation, found, seconds)
+        if seconds > self._ask_deadline_s:
+            self._breaker.failed()
+        else:
+            self._breaker.succeeded()
+
+    def _exchange(self, store: Store, ask: Ask, deadline: float) -> tuple[int, list[bool]]:
+        own_key, known = generation_key(ask.fingerprint), self._generations(ask.fingerprint)
+        generation, found = store.ask(own_key, _names(ask, known), deadline, prefix=ask.prefix)
+        if generation > known:
+            return store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
+        if generation < known:
+            # A store that forgot the number, and not the blocks of an older one, must not bring those back.
+            store.set_generation(own_key, known, deadline)
+        return known, found
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def _work_reads(self, store: Store) -> None:
+        while self._wait(lambda: bool(self.reads)) or not self._closed:
+            batch = self._next_blocks(store, self.reads)
+            now = time.monotonic()
+            late = [read for read in batch if read.deadline <= now]
+            for read in late:
+                self._ends.read_ended(read, TierResult.DEADLINE, None)
+            if batch := [read for read in batch if read not in late]:
+                self._read(store, deque(batch))
+        store.close()
+
+    def _read(self, store: Store, batch: deque[Read]) -> None:
+        if self._breaker.open:
+            for read in batch:
+                self._ends.read_ended(read, TierResult.FAILED, None)
+            return
+        deadline = min(read.deadline for read in batch)
+        requests = [
+            GetRequest(
+                object_key(read.block_id, read.generation), header_bytes(read.block_id, len(read.views)), read.views
+            )
+            for read in batch
+        ]
+        try:
+            store.connect()
+            for header in store.get(requests, deadline):
+                block = self._verified(batch[0], header) if header else None
+                read = batch.popleft()
+                if header is None:
+                    self._ends.read_ended(read, TierResult.GONE, None)
+                else:
+                    self._ends.read_ended(read, TierResult.DONE if block else TierResult.CORRUPT, block)
+        except Exception as error:
+            self._fail(store, error)
+            if batch:
+                read = batch.popleft()
+                late = time.monotonic() >= read.deadline
+                self._ends.read_ended(read, TierResult.DEADLINE if late else TierResult.FAILED, None)
+        with self._changed:
+            self.reads.extendleft(reversed(batch))
+
+    def _verified(self, read: Read, header: bytes) -> TierBlock | None:
+        """The block as it was read; None where header or bytes are not those of a whole object of this block."""
+        block = decode_header(header, read.block_id, [len(view) for view in read.views], read.generation, self._digest)
+        if block is None:
+            return None
+        right = all(self._digest(view) == shard.checksum for view, shard in zip(read.views, block.shards, strict=True))
+        return block if right else None
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def _work_writes(self, store: Store) -> None:
+        while self._wait(lambda: bool(self.writes or self.removals or self.raises)) or not self._closed:
+            while self.raises and not self._closed:
+                self._raise(store, self.raises.popleft())
+            if keys := self._next_removals():
+                self._remove(store, keys)
+            if batch := self._next_blocks(store, self.writes):
+                self._write(store, deque(batch))
+        store.close()
+
+    def _raise(self, store: Store, one: Raise) -> None:
+        own_key = generation_key(one.fingerprint)
+        try:
+            store.connect()
+            generation, _ = store.ask(own_key, [], one.deadline, prefix=True)
+            generation = max(generation, self._generations(one.fingerprint)) + 1
+            store.set_generation(own_key, generation, one.deadline)
+        except Exception as error:
+            self._fail(store, error)
+            self._ends.raised(one, 0, str(error) or repr(error))
+        else:
+            self._ends.raised(one, generation, "")
+
+    def _remove(self, store: Store, keys: Sequence[bytes]) -> None:
+        """Best effort: what stays is asked for again, and its checksum compared again."""
+        if not self._breaker.open:
+            try:
+                store.connect()
+                store.remove(keys, time.monotonic() + WRITE_S)
+            except Exception as error:
+                self._fail(store, error)
+
+    def _write(self, store: Store, batch: deque[Write]) -> None:
+        full = False
+        try:
+            if not self._breaker.open:
+                store.connect()
+                deadline = time.monotonic() + WRITE_S
+                names = [object_key(write.block.id, write.generation) for write in batch]
+                there = store.touch(names, deadline)
+                absent: list[tuple[bytes, list[bytes | memoryview]]] = [
+                    (name, [encode_header(write.block, write.generation, self._digest), *write.views])
+                    for name, write, known in zip(names, batch, there, strict=True)
+                    if not known
+                ]
+                stored = iter(store.put(absent, deadline))
+                for known in there:
+                    done = known or next(stored)
+                    result = TierResult.DONE if done else TierResult.FAILED
+                    self._ends.write_ended(batch.popleft(), result, sent=not known and done, full=not done)
+        except Exception as error:
+            full = self._fail(store, error) == "refused"
+        for write in batch:
+            self._ends.write_ended(write, TierResult.FAILED, sent=False, full=full)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _fail(self, store: Store, error: Exception) -> str:
+        """Tell of a failure, and note it for the breaker unless the store only refused one thing; returns its kind."""
+        told = self._tell(store, error)
+        if not self._closed and told.kind != "refused":
+            self._breaker.failed(at_once=told.final)
+        return told.kind
+
+    def _tell(self, store: Store, error: Exception) -> StoreError:
+        if not isinstance(error, StoreError):  # a bug of the store's, which must not end its thread
+            logger.error("A shared store failed unexpectedly.", exc_info=error)
+            store.close()
+            error = StoreError("internal", f"It failed unexpectedly: {error!r}; please report the log's traceback.")
+        if not self._closed:
+            self._ends.failed(error.kind, error.sentence)
+        return error
+
+    def _wait(self, there: Callable[[], bool]) -> bool:
+        """Wait a while until something is there. False where nothing is, or all is to end."""
+        with self._changed:
+            if not self._closed:
+                self._changed.wait_for(lambda: self._closed or there(), IDLE_S)
+            return not self._closed and there()
+
+    def _next_asks(self, count: int) -> list[Ask]:
+        with self._changed:
+            return [self.asks.popleft() for _ in range(min(count, len(self.asks)))] if not self._closed else []
+
+    def _next_blocks(self, store: Store, queue: deque[_Block]) -> list[_Block]:
+        """Take what may be under way at once on a connection."""
+        batch: list[_Block] = []
+        room = store.bytes_at_once
+        with self._changed:
+            while queue and not self._closed and len(batch) < store.blocks_at_once:
+                room -= sum(map(len, queue[0].views))
+                if batch and room < 0:
+                    break
+                batch.append(queue.popleft())
+        return batch
+
+    def _next_removals(self) -> list[bytes]:
+        with self._changed:
+            return [self.removals.popleft() for _ in range(min(REMOVED_AT_ONCE, len(self.removals)))]
+
+
+def _names(ask: Ask, generation: int) -> list[bytes]:
+    prefix = key_prefix(ask.fingerprint, generation, ask.group)
+    return [prefix + key.hex().encode() for key in ask.keys]

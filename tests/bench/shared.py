@@ -1,0 +1,205 @@
+"""What the shared tier costs beside its floors: ``python -m tests.bench.shared`` (needs a redis-server; a minute).
+
+In one run over loopback: a raw TCP stream, a bare pipelined EXISTS, and the tier's own writes, reads and questions,
+with the CPU time of this process, which has the tier's threads. A round has ``BATCH`` blocks; the median of the rounds
+counts.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from support.redis_server import RedisCluster, RedisServer  # noqa: E402
+
+from kvoffd.pool.table_format import digest  # noqa: E402
+from kvoffd.tiers.shared import Credentials, SharedTier, open_store  # noqa: E402
+from kvoffd.tiers.shared.cluster import slot_of  # noqa: E402
+from kvoffd.tiers.shared.object_format import key_prefix  # noqa: E402
+from kvoffd.tiers.shared.redis import Redis  # noqa: E402
+from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard  # noqa: E402
+
+MIB = 1 << 20
+BATCH, ROUNDS = 32, 10
+SIZES = (MIB // 4, MIB, 2 * MIB)
+FINGERPRINT = b"b" * 32
+FULL_BYTES = 300 * MIB
+LRU = ("--maxmemory-policy", "allkeys-lru")
+TAGS = [next(tag for tag in range(99) if slot_of(b"%d" % tag) * 3 // 16384 == third) for third in range(3)]
+"""Of keys that lie at each master of a cluster of three."""
+
+
+class Figure:
+    """Speeds and CPU times of rounds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.speeds: list[float] = []
+        self.cpu: list[float] = []
+
+    def round(self, move: Callable[[], int]) -> None:
+        """Time a call that returns how many bytes it moved."""
+        started, used = time.perf_counter(), time.process_time()
+        nbytes = move()
+        self.speeds.append(nbytes / (time.perf_counter() - started) / 1e9)
+        self.cpu.append((time.process_time() - used) / (nbytes / 2**30))
+
+    def line(self, floor: float) -> str:
+        speed = median(self.speeds)
+        return f"{self.name}: {speed:.2f} GB/s, {speed / floor:.2f} of raw TCP, {median(self.cpu):.2f} s/GiB CPU"
+
+
+class Node:
+    """The tier over a pool of ``BATCH`` slots; its ends are delivered here."""
+
+    def __init__(self, url: str) -> None:
+        self.pool = memoryview(bytearray(os.urandom(MIB) * (2 * BATCH)))
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.tier = SharedTier(
+            url, open_store(url, Credentials()), pool=self.pool, digest=digest, clock=time.monotonic,
+            post=self._posted.put, listener=self, ask_deadline_s=5.0,
+        )  # fmt: skip
+        self.until(lambda: self.tier.reachable)
+
+    def tier_stored(self, tier: Tier, block: TierBlock) -> None: ...
+
+    def tier_removed(self, tier: Tier, ids: Sequence[TierKey]) -> None: ...
+
+    def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
+        print(kind, sentence)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            try:
+                self._posted.get(timeout=0.05)()
+            except queue.Empty:
+                pass
+
+    def move(
+        self, begin: Callable[[TierBlock, int, Callable[[TierResult], None]], bool], blocks: list[TierBlock]
+    ) -> int:
+        """Write or read blocks; returns how many bytes were. The servers' LRU evicts something new at times."""
+        ended: list[TierResult] = []
+        begun = [begin(block, slot * block.nbytes, ended.append) for slot, block in enumerate(blocks)]
+        self.until(lambda: len(ended) == sum(begun))
+        assert set(ended) <= {TierResult.DONE, TierResult.GONE}
+        assert ended.count(TierResult.DONE) >= len(blocks) // 2
+        return ended.count(TierResult.DONE) * blocks[0].nbytes
+
+    def ask(self, keys: list[bytes], length: int) -> None:
+        self.tier.remove_namespace(FINGERPRINT)
+        self.tier.ask(FINGERPRINT, 0, [length], keys, prefix=True)
+        self.until(lambda: Answer.ASKED not in self.tier.answers(FINGERPRINT, 0, keys[-1:]))
+
+
+def raw_tcp(write: bool, size: int) -> float:
+    """GB/s of a stream between this process and a thread of a child, in the direction of a write or a read."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = os.fork()
+        if not child:
+            with socket.create_connection(server.getsockname()) as peer:
+                _stream(peer, not write, size)
+            os._exit(0)
+        with server.accept()[0] as peer:
+            started = time.perf_counter()
+            _stream(peer, write, size)
+            seconds = time.perf_counter() - started
+        os.waitpid(child, 0)
+    return ROUNDS * BATCH * size / seconds / 1e9
+
+
+def _stream(peer: socket.socket, send: bool, size: int) -> None:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    buffer = memoryview(bytearray(size))
+    for _ in range(ROUNDS * BATCH):
+        if send:
+            peer.sendall(buffer)
+        else:
+            done = 0
+            while done < size:
+                done += peer.recv_into(buffer[done:])
+
+
+def measure(url: str, size: int) -> Iterator[str]:
+    floors = {write: raw_tcp(write, size) for write in (True, False)}
+    yield f"{size // 1024} KiB: raw TCP {floors[True]:.2f} GB/s out, {floors[False]:.2f} in"
+    node = Node(url)
+    writes, reads = Figure("  write"), Figure("  read")
+    for number in range(ROUNDS):
+        shards = [TierShard(size, 0, digest(node.pool[slot * size : (slot + 1) * size])) for slot in range(BATCH)]
+        blocks = [
+            TierBlock(TierKey(FINGERPRINT, 0, (size + BATCH * number + slot).to_bytes(32, "big")), (shard,))
+            for slot, shard in enumerate(shards)
+        ]
+        writes.round(partial(node.move, lambda block, at, done: node.tier.write(block, [at], done), blocks))
+        node.ask([block.id.key for block in blocks], size)
+        until = time.monotonic() + 30
+        reads.round(
+            partial(node.move, lambda block, at, done, until=until: node.tier.read(block.id, [at], until, done), blocks)
+        )
+    assert node.tier.close(5.0)
+    yield writes.line(floors[True])
+    yield reads.line(floors[False])
+
+
+def warm(servers: Sequence[RedisServer], size: int) -> None:
+    """Fill servers, so that they evict as they do in use: to get memory from the kernel makes writes half as fast."""
+    value = memoryview(bytearray(size))
+    for place, server in enumerate(servers):
+        assert server.command("FLUSHALL", "SYNC") == b"+OK\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as connected:
+            for number in range(FULL_BYTES // len(servers) // size):
+                tag = b"{%d}%d" % (TAGS[place if len(servers) > 1 else 0], number)
+                head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(tag), tag, size + 200)
+                connected.sendall(head + value + bytes(200) + b"\r\n")
+                assert connected.recv(100) == b"+OK\r\n"
+
+
+def asking(url: str, port: int) -> str:
+    keys = [number.to_bytes(32, "big") for number in range(1000)]
+    bare = Redis("127.0.0.1", port, 0, Credentials(), tls=False)
+    bare.connect()
+    names = [key_prefix(FINGERPRINT, 0, 0) + key.hex().encode() for key in keys]
+    node = Node(url)
+    floors, own = [], []
+    for _ in range(50):
+        started = time.perf_counter()
+        bare.send_questions(b"EXISTS", names, time.monotonic() + 5)
+        bare.answers(len(names), time.monotonic() + 5)
+        floors.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        node.ask(keys, MIB)
+        own.append(time.perf_counter() - started)
+    bare.close()
+    assert node.tier.close(5.0)
+    floor, cost = median(floors), median(own)
+    return f"1,000 keys: {1e3 * cost:.2f} ms, {cost / floor:.2f} of {1e3 * floor:.2f} ms of a pipelined EXISTS"
+
+
+def main() -> None:
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {threading.active_count()} thread")
+    with RedisServer("--maxmemory", f"{FULL_BYTES}", *LRU) as server:
+        print("one server", asking(server.url, server.port), sep="\n")
+        for size in SIZES:
+            warm([server], size)
+            print(*measure(server.url, size), sep="\n")
+    with RedisCluster("--maxmemory", f"{FULL_BYTES // 3}", *LRU) as cluster:
+        print("a cluster of three")
+        for size in SIZES:
+            warm(cluster.servers, size)
+            print(*measure(cluster.url, size), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Two daemons over one Redis: what one stored the other loads; a server that fails costs a miss and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from support.daemon import DaemonProcess
+from support.redis_server import RedisServer, needs_redis
+from support.waiting import wait_until
+
+from kvoffd_client import AdminClient
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import messages as m
+
+pytestmark = needs_redis
+DEADLINE_S = 30.0
+PAGE = 65536
+BLOCKS = 8
+
+
+def keys_of(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(32, "big") for number in numbers]
+
+
+KEYS = keys_of(*range(BLOCKS))
+
+
+class Node:
+    """A daemon over the shared server, and an engine of it."""
+
+    def __init__(self, url: str, **flags: str) -> None:
+        self.daemon = DaemonProcess("16MiB", shared=url, **{"shared_write": "always", **flags})
+
+    def __enter__(self) -> Node:
+        self.daemon.start()
+        self.engine = FakeEngine(self.daemon.directory, page_bytes=PAGE, blocks=64)
+        self.admin = AdminClient(self.daemon.directory)
+        wait_until(lambda: self.shared.reachable, DEADLINE_S)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.admin.close()
+        self.engine.close()
+        self.daemon.close()
+
+    @property
+    def shared(self) -> m.SharedStats:
+        return self.admin.stats().shared[0]
+
+    def store(self) -> list[int]:
+        """Store the blocks, and wait until they are written; returns their checksums."""
+        self.engine.fill(range(BLOCKS), seed=5)
+        assert self.engine.store(KEYS, range(BLOCKS)).ok
+        wait_until(lambda: self.shared.written_blocks == BLOCKS, DEADLINE_S, explain=lambda: self.shared)
+        return self.engine.checksums(range(BLOCKS))
+
+    def load(self) -> list[int]:
+        """Look up until all is there, load, and return the checksums."""
+        wait_until(lambda: self.engine.lookup(KEYS) == BLOCKS, DEADLINE_S, explain=lambda: self.shared)
+        assert self.engine.load(KEYS, range(32, 32 + BLOCKS)).ok
+        return self.engine.checksums(range(32, 32 + BLOCKS))
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+def test_what_one_node_stored_another_loads_also_when_the_first_is_gone(server: RedisServer) -> None:
+    with Node(server.url) as first:
+        sums = first.store()
+        with Node(server.url) as second:
+            assert second.load() == sums
+            assert second.shared.read_blocks == BLOCKS
+        first.admin.clear()
+        assert server.objects == BLOCKS, "clearing a node takes nothing from others"
+    with Node(server.url) as third:
+        assert third.load() == sums
+        assert third.shared.mismatches == 0
+        assert third.shared.written_blocks == 0, "what came from there is not written there"
+
+
+def test_what_the_pool_has_is_not_asked_for(server: RedisServer) -> None:
+    with Node(server.url) as node:
+        node.store()
+        before = node.shared.asked_keys
+        assert node.engine.lookup(KEYS) == BLOCKS
+        assert node.shared.asked_keys == before
+
+
+def test_of_two_stores_the_second_has_what_the_first_lost(server: RedisServer) -> None:
+    with RedisServer() as other:
+        with Node(f"{server.url},{other.url}") as first:
+            sums = first.store()
+            wait_until(lambda: other.objects == BLOCKS, DEADLINE_S)
+        server.command("FLUSHALL")
+        with Node(f"{server.url},{other.url}") as second:
+            assert second.load() == sums
+            lost, kept = second.admin.stats().shared
+            assert (lost.read_blocks, kept.read_blocks) == (0, BLOCKS)
+            server.kill()
+            assert second.load() == sums
+
+
+def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer) -> None:
+    with Node(server.url) as first, Node(server.url) as second:
+        first.store()
+        second.load()
+        (namespace,) = first.admin.namespaces().namespaces
+        first.engine.scheduler.reset()
+        assert first.admin.reset_fleet(namespace.namespace) == 1
+        wait_until(lambda: second.admin.namespaces().namespaces[0].ready_blocks == 0, 8.0)
+        assert second.engine.lookup(KEYS) == 0
+        first.engine.fill(range(BLOCKS), seed=6)
+        assert first.engine.store(KEYS, range(BLOCKS)).ok
+        wait_until(lambda: first.shared.written_blocks == 2 * BLOCKS, DEADLINE_S, explain=lambda: first.shared)
+        assert second.load() == first.engine.checksums(range(BLOCKS)), "what is stored since is shared again"
+
+
+def test_after_a_reset_nothing_comes_from_there(server: RedisServer) -> None:
+    with Node(server.url) as node:
+        node.store()
+        assert node.engine.scheduler.reset()
+        asked = node.shared.asked_keys
+        assert node.engine.lookup(KEYS) == 0
+        assert node.shared.asked_keys == asked
+        node.engine.fill(range(BLOCKS), seed=6)
+        assert node.engine.store(KEYS, range(BLOCKS)).ok
+        assert node.load() == node.engine.checksums(range(BLOCKS))
+        assert node.shared.written_blocks == BLOCKS
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped", "emptied", "spoilt"])
+def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: RedisServer, fault: str) -> None:
+    with Node(server.url) as first, Node(server.url) as second:
+        sums = first.store()
+        if fault == "killed":
+            server.kill()
+        elif fault == "stopped":
+            server.signal(signal.SIGSTOP)
+        elif fault == "emptied":
+            server.command("FLUSHALL")
+        else:
+            for key in server.block_keys():
+                assert server.command("SETRANGE", key, "30000", b"wrong bytes")[:1] == b":"
+        longest = 0.0
+        for _ in range(100):
+            started = time.monotonic()
+            assert second.engine.lookup(KEYS) == 0
+            longest = max(longest, time.monotonic() - started)
+        # A lookup of the test's engine waits for all that is pending.
+        assert longest < (2.0 if fault == "spoilt" else 0.5)
+        shared = second.shared
+        assert shared.read_blocks == 0
+        assert shared.mismatches == (BLOCKS if fault == "spoilt" else 0)
+        number = BLOCKS
+        while fault in ("killed", "stopped") and second.shared.reachable:
+            number += 1
+            started = time.monotonic()
+            assert second.engine.lookup(keys_of(number)) == 0
+            assert time.monotonic() - started < 0.5
+        if fault in ("killed", "stopped"):
+            assert [cause.reason for cause in second.admin.health().causes] == ["shared_unreachable"]
+        if fault == "killed":
+            server.start()
+        server.signal(signal.SIGCONT)
+        wait_until(lambda: first.shared.reachable and second.shared.reachable, 6.0)
+        assert first.load() == sums

@@ -1,0 +1,109 @@
+"""A server that speaks as much of S3's protocol as a shared tier needs, and lies, hangs and cuts as it is told."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Self
+
+
+class FaultyBucket:
+    """Has the objects of one bucket, until a test sets a fault.
+
+    Attributes:
+        objects: by path.
+        delay_s: time that it takes before each answer.
+        spoil: changes an object on its way to a client.
+        cut_after: bytes of an object after which it closes the connection.
+        error: status and code that every request gets.
+        write_error: those that writes get.
+        requests: how many of each method it was given.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.delay_s = 0.0
+        self.spoil: Callable[[bytes], bytes] = bytes
+        self.cut_after: int | None = None
+        self.error: tuple[int, str] | None = None
+        self.write_error: tuple[int, str] | None = None
+        self.requests: Counter[str] = Counter()
+        bucket = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def log_message(self, *_: object) -> None: ...
+
+            def answer(self, status: int, body: bytes = b"") -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("ETag", '"1"')
+                self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
+                self.end_headers()
+                if self.command == "HEAD":
+                    return
+                if self.command == "GET" and status == 200 and bucket.cut_after is not None:
+                    self.wfile.write(body[: bucket.cut_after])
+                    self.close_connection = True
+                    return
+                self.wfile.write(body)
+
+            def refuse(self, status: int, code: str) -> None:
+                self.answer(status, b"<Error><Code>%s</Code></Error>" % code.encode())
+
+            def handle_one_request(self) -> None:
+                try:
+                    super().handle_one_request()
+                except OSError:
+                    self.close_connection = True
+
+            def serve(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                bucket.requests[self.command] += 1
+                time.sleep(bucket.delay_s)
+                path = self.path.partition("?")[0]
+                if bucket.error is not None:
+                    self.refuse(*bucket.error)
+                elif self.command == "PUT" and bucket.write_error is not None:
+                    self.refuse(*bucket.write_error)
+                elif self.command == "PUT":
+                    bucket.objects[path] = body
+                    self.answer(200)
+                elif self.command == "POST":
+                    gone = re.findall(rb"<Key>(.*?)</Key>", body)
+                    for key in gone:
+                        bucket.objects.pop(f"{path.rstrip('/')}/{key.decode()}", None)
+                    deleted = b"".join(b"<Deleted><Key>%s</Key></Deleted>" % key for key in gone)
+                    self.answer(200, b"<DeleteResult>%s</DeleteResult>" % deleted)
+                elif path not in bucket.objects:
+                    self.refuse(404, "NoSuchKey")
+                else:
+                    self.answer(200, bucket.spoil(bucket.objects[path]))
+
+            do_GET = do_HEAD = do_PUT = do_POST = serve
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"s3://bucket?endpoint=http://127.0.0.1:{self._server.server_address[1]}&region=us-east-1"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)

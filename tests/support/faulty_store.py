@@ -1,0 +1,122 @@
+"""A server that speaks as much of Redis's protocol as a shared tier needs, and lies, hangs and cuts as it is told."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import BinaryIO, Self
+
+Values = dict[bytes, bytes]
+
+
+class FaultyStore:
+    """Answers like ``redis-server`` until a test sets a fault.
+
+    Attributes:
+        values: what it has.
+        delay_s: time that it takes before each message.
+        spoil: changes a value on its way to a client.
+        cut_after: bytes of a value after which it closes the connection.
+        error: what every command gets, such as ``LOADING ...``.
+        full: whether writes are refused.
+        commands: how many of each it was given.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values = {}
+        self.delay_s = 0.0
+        self.spoil: Callable[[bytes], bytes] = bytes
+        self.cut_after: int | None = None
+        self.error = ""
+        self.full = False
+        self.commands: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+        store = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            disable_nagle_algorithm = True
+
+            def handle(self) -> None:
+                try:
+                    while (words := _read_command(self.rfile)) and store._answer(words, self.connection):
+                        pass
+                except OSError:
+                    pass
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            block_on_close = False
+            allow_reuse_address = True
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def _answer(self, words: list[bytes], connection: socket.socket) -> bool:
+        """Answer a command; False ends the connection."""
+        with self._lock:
+            self.commands[words[0]] = self.commands.get(words[0], 0) + 1
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        name, arguments = words[0], words[1:]
+        if self.error:
+            connection.sendall(f"-{self.error}\r\n".encode())
+        elif name == b"GET":
+            return self._send_value(arguments[0], connection)
+        elif name in (b"EXISTS", b"TOUCH"):
+            connection.sendall(b":%d\r\n" % (arguments[0] in self.values))
+        elif name == b"UNLINK":
+            connection.sendall(b":%d\r\n" % (self.values.pop(arguments[0], None) is not None))
+        elif name == b"SET" and self.full:
+            connection.sendall(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
+        elif name == b"SET":
+            self.values[arguments[0]] = arguments[1]
+            connection.sendall(b"+OK\r\n")
+        else:
+            connection.sendall(b"+PONG\r\n" if name == b"PING" else b"-ERR unknown command\r\n")
+        return True
+
+    def _send_value(self, key: bytes, connection: socket.socket) -> bool:
+        value = self.values.get(key)
+        if value is None:
+            connection.sendall(b"$-1\r\n")
+            return True
+        if not key.endswith(b"/generation"):
+            value = self.spoil(value)
+        message = b"$%d\r\n%s\r\n" % (len(value), value)
+        if self.cut_after is not None and not key.endswith(b"/generation"):
+            connection.sendall(message[: self.cut_after])
+            return False
+        connection.sendall(message)
+        return True
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5.0)
+
+
+def _read_command(stream: BinaryIO) -> list[bytes]:
+    head = stream.readline()
+    if not head:
+        return []
+    words = []
+    for _ in range(int(head[1:])):
+        length = int(stream.readline()[1:])
+        words.append(stream.read(length))
+        stream.read(2)
+    return words

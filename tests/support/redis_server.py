@@ -1,0 +1,142 @@
+"""A real ``redis-server`` (or ``valkey-server``) in a process of its own, for tests; and where to get one."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from .waiting import wait_until
+
+PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
+needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")
+START_S = 10.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+class RedisServer:
+    """Listens on a free port of 127.0.0.1 and keeps nothing on disk."""
+
+    def __init__(self, *options: str) -> None:
+        self.options = options
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> Self:
+        assert PROGRAM is not None
+        command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        with (self._directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--dir", str(self._directory), *self.options], stdout=log, stderr=log
+            )
+        wait_until(self._answers, START_S, explain=lambda: (self._directory / "log").read_text())
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            return self.command("PING")[:1] in (b"+", b"-")
+        except OSError:
+            return False
+
+    def command(self, *words: str | bytes) -> bytes:
+        """Send one command, and return the first 64 KiB of what is answered."""
+        data = [word.encode() if isinstance(word, str) else word for word in words]
+        with socket.create_connection(("127.0.0.1", self.port), 5.0) as connected:
+            connected.sendall(b"*%d\r\n" % len(data) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in data))
+            return connected.recv(65536)
+
+    @property
+    def objects(self) -> int:
+        return int(self.command("DBSIZE")[1:])
+
+    def block_keys(self) -> list[bytes]:
+        return [line for line in self.command("KEYS", "*").split(b"\r\n") if line.startswith(b"kvoffd/")]
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class RedisCluster:
+    """Three masters, each with a third of the slots."""
+
+    def __init__(self, *more: str) -> None:
+        options = (
+            *more,
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "500",
+            "--cluster-require-full-coverage",
+            "no",
+        )
+        self.bus_ports = [free_port() for _ in range(3)]
+        self.servers = [RedisServer(*options, "--cluster-port", str(port)) for port in self.bus_ports]
+
+    @property
+    def url(self) -> str:
+        return f"redis+cluster://127.0.0.1:{self.servers[0].port}"
+
+    def flush(self) -> None:
+        for server in self.servers:
+            server.command("FLUSHALL")
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _start(self) -> None:
+        for number, server in enumerate(self.servers):
+            server.start()
+            first, last = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
+            assert server.command("CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
+        for server, bus_port in zip(self.servers[1:], self.bus_ports[1:], strict=True):
+            met = self.servers[0].command("CLUSTER", "MEET", "127.0.0.1", str(server.port), str(bus_port))
+            assert met == b"+OK\r\n"
+        wait_until(self._whole, 20.0, explain=lambda: self.servers[0].command("CLUSTER", "NODES"))
+
+    def _whole(self) -> bool:
+        infos = [server.command("CLUSTER", "INFO") for server in self.servers]
+        return all(b"cluster_state:ok" in info and b"cluster_slots_assigned:16384" in info for info in infos)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self.servers:
+            server.__exit__(kind, error, trace)

@@ -1,0 +1,87 @@
+"""moto's S3 server in a process of its own, for tests; and where to get one."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import pytest
+
+from .redis_server import free_port
+from .waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = shutil.which("moto_server", path=f"{ROOT / '.venv-servers/bin'}:{Path(sys.executable).parent}")
+needs_moto = pytest.mark.skipif(PROGRAM is None, reason="there is no moto_server; `make servers` installs it")
+START_S = 20.0
+BUCKET = "kvoffd-test"
+
+
+class S3Server:
+    """Listens on a free port of 127.0.0.1 and keeps everything in memory."""
+
+    def __init__(self, options: Sequence[str] = (), scheme: str = "http") -> None:
+        self.endpoint = ""
+        self._options = options
+        self._scheme = scheme
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"s3://{BUCKET}/a/prefix?endpoint={self.endpoint}&region=us-east-1"
+
+    def __enter__(self) -> Self:
+        assert PROGRAM is not None
+        port = free_port()
+        self.endpoint = f"{self._scheme}://localhost:{port}"
+        command = [PROGRAM, "-H", "127.0.0.1", "-p", str(port), *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        if self._scheme == "http":
+            wait_until(self._answers, START_S)
+            self.request("PUT", f"/{BUCKET}")
+        return self
+
+    def listens(self) -> bool:
+        """Whether anyone does; also where ``request`` cannot tell, for want of its certificate's authority."""
+        host, port = urlsplit(self.endpoint).netloc.split(":")
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def _answers(self) -> bool:
+        try:
+            self.request("GET", "/moto-api/")
+        except OSError:
+            return False
+        return True
+
+    def request(self, method: str, path: str) -> bytes:
+        request = urllib.request.Request(self.endpoint + path, method=method)
+        with urllib.request.urlopen(request, timeout=5.0) as answer:
+            data: bytes = answer.read()
+        return data
+
+    def flush(self) -> None:
+        self.request("POST", "/moto-api/reset")
+        self.request("PUT", f"/{BUCKET}")
+
+    @property
+    def objects(self) -> int:
+        return self.request("GET", f"/{BUCKET}?list-type=2").count(b"<Key>")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,263 @@
+"""What is asked of a shared tier and what comes up from it, by what a lookup finds in pool, tier below and there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import pytest
+from support.cache_harness import SLOT_UNIT, keys_of
+from support.tiering_harness import TieringHarness
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard, TierStats
+from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupSpec
+
+QUIET = TieringSettings(mode=WriteMode.NEVER)
+ASK_S = 0.02
+
+
+class FakeAskedTier(AskedTier):
+    """Answers when it is told to; its blocks have the bytes that the harness expects."""
+
+    name = "redis://fake"
+    ask_deadline_s = ASK_S
+    most_window_keys = 8192
+    reachable = True
+
+    def __init__(self, rig: TieringHarness) -> None:
+        self.rig = rig
+        self.there: set[tuple[int, bytes]] = set()
+        self.known: dict[tuple[int, bytes], Answer] = {}
+        self.asked: list[bytes] = []
+        self.lengths: Sequence[int] = ()
+        self.reads: list[tuple[TierKey, Sequence[int], OnDone]] = []
+        self.ended: list[TierKey] = []
+        self.written: list[TierBlock] = []
+        self.removed: list[TierKey] = []
+        self._block: TierBlock | None = None
+
+    def ask(
+        self, fingerprint: bytes, group: int, lengths: Sequence[int], keys: Sequence[bytes], *, prefix: bool
+    ) -> None:
+        self.lengths = lengths
+        self.asked += keys
+        self.known.update(((group, key), Answer.ASKED) for key in keys)
+
+    def answer(self) -> None:
+        for name, answer in self.known.items():
+            if answer is Answer.ASKED:
+                self.known[name] = Answer.YES if name in self.there else Answer.NO
+
+    def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
+        return [self.known.get((group, key), Answer.UNKNOWN) for key in keys]
+
+    def poll(self, fingerprint: bytes) -> None: ...
+
+    def take_voided(self) -> Collection[bytes]:
+        return ()
+
+    def groups(self) -> Collection[tuple[bytes, int]]:
+        return ()
+
+    def index(self, fingerprint: bytes, group: int) -> Mapping[bytes, TierBlock]:
+        shards = tuple(TierShard(length, 0, 0) for length in self.lengths)
+        return {
+            key: TierBlock(TierKey(fingerprint, group, key), shards)
+            for (at, key), answer in self.known.items()
+            if at == group and answer is Answer.YES
+        }
+
+    def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
+        self.written.append(block)
+        return False
+
+    def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
+        self.reads.append((block_id, offsets, on_done))
+        return True
+
+    def end_reads(self, space: Namespace, result: TierResult = TierResult.DONE) -> None:
+        """End all reads, also those that begin meanwhile."""
+        while self.reads:
+            block_id, offsets, on_done = self.reads.pop(0)
+            shards = []
+            for rank, offset in enumerate(offsets):
+                data = self.rig.content(space, block_id.group, block_id.key, rank)
+                self.rig.memory.poke(offset, data)
+                shards.append(TierShard(len(data), 2, self.rig.memory.sum_of(offset, len(data))))
+            self._block = TierBlock(block_id, tuple(shards))
+            self.ended.append(block_id)
+            on_done(result)
+
+    def contents(self, block: TierBlock) -> TierBlock:
+        assert self._block is not None
+        return self._block
+
+    def touch(self, block_ids: Iterable[TierKey]) -> None: ...
+
+    def remove(self, block_ids: Iterable[TierKey]) -> int:
+        self.removed += block_ids
+        return 0
+
+    def remove_namespace(self, fingerprint: bytes) -> int:
+        self.known.clear()
+        return 0
+
+    def tick(self) -> None: ...
+
+    def stats(self) -> TierStats:
+        return TierStats(0)
+
+    def drain(self) -> None: ...
+
+    def close(self, deadline_s: float) -> bool:
+        return True
+
+
+@pytest.fixture
+def rig() -> TieringHarness:
+    return TieringHarness(settings=QUIET)
+
+
+@pytest.fixture
+def shared(rig: TieringHarness) -> FakeAskedTier:
+    tier = FakeAskedTier(rig)
+    rig.tiering.share(tier, QUIET)
+    return tier
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + 8] for at in range(0, len(keys), 8)]
+
+
+def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open(world_size=2, shard_bytes=(SLOT_UNIT,))
+    keys = keys_of(1, 2, 3)
+    shared.there = {(0, key) for key in split(keys_of(1, 2))}
+    assert rig.states(space, keys) == [PENDING] * 3
+    assert rig.tiering.wait_s == pytest.approx(ASK_S)
+    assert shared.asked == split(keys)
+    assert rig.states(space, keys) == [PENDING] * 3, "asked once"
+    assert shared.asked == split(keys)
+    shared.answer()
+    assert rig.states(space, keys) == [PENDING, PENDING, ABSENT]
+    rig.tiering.pump()
+    assert shared.reads
+    assert rig.states(space, keys) == [PENDING, PENDING, ABSENT], "also while they are being read"
+    shared.end_reads(space)
+    assert rig.states(space, keys) == [READY, READY, ABSENT]
+    block = rig.cache.blocks.index[space][0][keys_of(1)]
+    assert [shard.first_block for shard in block.shards.values()] == [2, 2]
+    assert [shard.checksum for shard in block.shards.values()] == [
+        rig.memory.sum_of(shard.offset, SLOT_UNIT) for shard in block.shards.values()
+    ]
+    rig.check()
+
+
+def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(2))
+    rig.put(space, keys_of(1))
+    assert rig.states(space, keys_of(1, 2)) == [READY, PENDING]
+    assert not shared.asked
+    assert rig.states(space, keys_of(1, 2, 3)) == [READY, PENDING, PENDING]
+    assert shared.asked == split(keys_of(3))
+
+
+def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    shared.there = {(0, key) for key in split(keys_of(1, 3))}
+    rig.states(space, keys_of(1, 2, 3))
+    shared.answer()
+    assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, ABSENT, ABSENT]
+    rig.tiering.pump()
+    assert len(shared.reads) == 1
+
+
+@pytest.mark.parametrize("result", [TierResult.GONE, TierResult.CORRUPT, TierResult.FAILED, TierResult.DEADLINE])
+def test_what_does_not_come_is_absent(rig: TieringHarness, shared: FakeAskedTier, result: TierResult) -> None:
+    space = rig.open()
+    shared.there = {(0, keys_of(1))}
+    rig.states(space, keys_of(1))
+    shared.answer()
+    rig.states(space, keys_of(1))
+    rig.tiering.pump()
+    shared.known[0, keys_of(1)] = Answer.NO
+    shared.end_reads(space, result)
+    assert rig.states(space, keys_of(1)) == [ABSENT]
+    assert rig.tiering.shared[0].promoter.failures == {result.value: 1}
+    rig.check()
+
+
+def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: FakeAskedTier) -> None:
+    space = rig.open()
+    shared.there = {(0, keys_of(1))}
+    rig.states(space, keys_of(1))
+    shared.answer()
+    rig.states(space, keys_of(1))
+    rig.tiering.pump()
+    shared.contents = lambda block: block  # type: ignore[method-assign]
+    shared.end_reads(space)
+    assert rig.cache.blocks.index[space][0] == {}
+    rig.check()
+
+
+def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)]
+    space, _ = rig.cache.open_namespace(b"w".ljust(32), "w", 1, 8, groups, "{}")
+    rig.cache.set_shard_bytes(space, 0, [SLOT_UNIT, SLOT_UNIT])
+    keys = keys_of(1, 2, 3, 4, 5)
+    shared.there = {(0, key) for key in split(keys_of(1, 2, 3, 4))} | {(1, key) for key in split(keys)}
+
+    def states() -> list[list[int]]:
+        return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)]).states]
+
+    assert states() == [[PENDING] * 5, [PENDING] * 5]
+    shared.answer()
+    assert states() == [[PENDING] * 4 + [ABSENT], [ABSENT, ABSENT, PENDING, PENDING, ABSENT]]
+    rig.tiering.pump()
+    shared.end_reads(space)
+    assert [one.group for one in shared.ended] == [0] * 4 + [1] * 2
+    assert states() == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
+
+
+def test_what_cannot_be_reached_and_what_an_engine_reset_is_not_asked(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    shared.reachable = False
+    assert rig.states(space, keys_of(1)) == [ABSENT]
+    shared.reachable = True
+    rig.tiering.shared[0].leave(space.fingerprint)
+    assert rig.states(space, keys_of(1)) == [ABSENT]
+    assert not shared.asked
+
+
+def test_a_namespace_that_was_reset_is_not_written(rig: TieringHarness) -> None:
+    tier = FakeAskedTier(rig)
+    rig.tiering.share(tier, TieringSettings(mode=WriteMode.ALWAYS))
+    space = rig.open()
+    rig.put(space, keys_of(1))
+    rig.tiering.pump()
+    assert [block.id.key for block in tier.written] == split(keys_of(1))
+    rig.tiering.shared[0].leave(space.fingerprint)
+    rig.put(space, keys_of(2))
+    rig.tiering.tick()
+    assert len(tier.written) == 1
+
+
+def test_what_is_invalidated_is_removed_there_and_what_is_cleared_is_not(
+    rig: TieringHarness, shared: FakeAskedTier
+) -> None:
+    space = rig.open()
+    rig.put(space, keys_of(1, 2))
+    for _ in rig.cache.invalidate(space, [(0, keys_of(1))]):
+        pass
+    assert [one.key for one in shared.removed] == split(keys_of(1))
+    for _ in rig.cache.clear(space):
+        pass
+    assert len(shared.removed) == 1

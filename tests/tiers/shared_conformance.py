@@ -1,0 +1,166 @@
+"""What any tier that is asked must do, over whatever server. Make a subclass with a fixture ``url``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tiers.shared_rig import ONE, OTHER, SharedRig, key_of
+
+from kvoffd.tiers.tier import Answer, TierResult
+
+DONE = TierResult.DONE
+Nodes = Callable[[], SharedRig]
+
+
+class SharedConformance:
+    """Two nodes write and read over one server, that has nothing at first."""
+
+    most_asked = 5000
+
+    @pytest.fixture
+    def url(self) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def node(self, url: str) -> Iterator[Nodes]:
+        rigs: list[SharedRig] = []
+
+        def make() -> SharedRig:
+            rigs.append(SharedRig(url).reachable())
+            return rigs[-1]
+
+        yield make
+        for rig in rigs:
+            assert rig.close()
+
+    @pytest.mark.parametrize("lengths", [(4096,), (1,), (1 << 20,), (1, 9999, 4096, 12_345), (0, 5000, 0), (300, 7)])
+    def test_what_one_node_writes_another_reads_byte_for_byte(self, node: Nodes, lengths: tuple[int, ...]) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1, lengths, first=3)
+        assert theirs.load(block) is None
+        ours.store(block)
+        theirs.tier.remove_namespace(ONE)  # or its NO would stand for a second
+        assert theirs.load(block) is DONE
+        assert theirs.read_block is not None
+        assert theirs.read_block.shards[0].first_block == 3
+
+    def test_it_is_asked_what_is_there(self, node: Nodes) -> None:
+        rig = node()
+        blocks = [rig.block(number) for number in range(6)]
+        rig.store(blocks[1], blocks[4])
+        other = node()
+        wanted = [Answer.YES if number in (1, 4) else Answer.NO for number in range(6)]
+        assert other.ask(*blocks) == wanted
+        assert other.tier.counters.asked_keys == 6
+        assert other.tier.counters.found_keys == 2
+        assert list(other.tier.readable(ONE, 0)) == [blocks[1].id.key, blocks[4].id.key]
+        assert other.ask(*blocks) == wanted
+        assert other.tier.counters.asked_keys == 6, "an answer is kept for a while"
+
+    def test_how_far_a_prefix_reaches(self, node: Nodes) -> None:
+        rig, other = node(), node()
+        blocks = [rig.block(0)._replace(id=rig.block(0).id._replace(key=key_of(n))) for n in range(60)]
+        for there in (0, 1, 2, 17, 59, 60):
+            rig.store(*blocks[rig.tier.counters.written_blocks : there])
+            other.tier.remove_namespace(ONE)
+            assert other.ask(*blocks, prefix=True) == [Answer.YES] * there + [Answer.NO] * (60 - there)
+
+    def test_many_keys_at_a_time(self, node: Nodes) -> None:
+        rig = node()
+        block = rig.block(self.most_asked - 1)
+        rig.store(block)
+        other = node()
+        answers = other.ask(*(block._replace(id=block.id._replace(key=key_of(n))) for n in range(self.most_asked)))
+        assert answers.count(Answer.YES) == 1
+        assert answers[-1] is Answer.YES
+
+    def test_nothing_is_written_twice(self, node: Nodes) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1)
+        theirs.block(1)
+        ours.store(block)
+        assert ours.write(block) is None
+        theirs.store(block)
+        assert (theirs.tier.counters.present_blocks, theirs.tier.counters.written_blocks) == (1, 0)
+
+    def test_groups_and_namespaces_are_kept_apart(self, node: Nodes) -> None:
+        rig, other = node(), node()
+        blocks = [rig.block(1, (5000,), fingerprint, group) for fingerprint in (ONE, OTHER) for group in (0, 1)]
+        rig.store(blocks[0])
+        assert [other.load(block) for block in blocks] == [DONE, None, None, None]
+
+    def test_many_at_a_time_all_end_once(self, node: Nodes) -> None:
+        rig, other = node(), node()
+        blocks = [rig.block(number) for number in range(14)]
+        for number, block in enumerate(blocks):
+            rig.block(number)
+            rig.store(block)
+        assert other.ask(*blocks) == [Answer.YES] * 14
+        reads = [other.begin_read(block, slot=8 + number) for number, block in enumerate(blocks)]
+        other.until(lambda: all(reads))
+        assert reads == [[DONE]] * 14
+        for number, block in enumerate(blocks):
+            length = block.shards[0].length
+            assert other.pool[(8 + number) << 20 :][:length] == _bytes_of(rig, number, length)
+
+    def test_what_is_removed_is_gone_for_all(self, node: Nodes) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1)
+        ours.store(block)
+        assert ours.tier.remove([block.id]) == 1
+        assert ours.ask(block) == [Answer.NO]
+        theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
+
+    def test_one_node_that_forgets_a_namespace_takes_nothing_from_others(self, node: Nodes) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1)
+        ours.store(block)
+        ours.tier.remove_namespace(ONE)
+        assert theirs.load(block) is DONE
+
+    def test_a_raised_generation_makes_blocks_void_for_all(self, node: Nodes) -> None:
+        ours, theirs = node(), node()
+        block = ours.block(1)
+        ours.store(block)
+        for rig in (ours, theirs):
+            assert rig.load(block) is DONE
+            assert not rig.tier.take_voided()
+        one = ours.tier.raise_generation(ONE)
+        ours.until(lambda: one.ended)
+        assert not one.problem
+        assert list(ours.tier.take_voided()) == [ONE]
+        theirs.until(lambda: theirs.ask_anew(block) == [Answer.NO])
+        assert list(theirs.tier.take_voided()) == [ONE]
+        ours.block(1)
+        ours.store(block)
+        assert theirs.ask_anew(block) == [Answer.YES]
+
+    def test_a_late_read_ends_by_its_deadline(self, node: Nodes) -> None:
+        rig = node()
+        block = rig.block(1)
+        rig.store(block)
+        assert rig.load(block, deadline_s=-1.0) is TierResult.DEADLINE
+
+    def test_a_drained_tier_is_read_only(self, node: Nodes) -> None:
+        rig = node()
+        block = rig.block(1)
+        rig.store(block)
+        rig.tier.drain()
+        assert rig.write(rig.block(2)) is None
+        rig.block(1)
+        assert rig.load(block) is DONE
+
+    def test_closing_ends_everything_once(self, node: Nodes) -> None:
+        rig = node()
+        blocks = [rig.block(number, (1 << 20,)) for number in range(8)]
+        rig.store(rig.block(0, (1 << 20,)))
+        rig.ask(*blocks)
+        reads = [rig.begin_read(blocks[0], slot=slot) for slot in range(8, 20)]
+        assert rig.close()
+        assert all(ended is not None and len(ended) == 1 for ended in reads)
+
+
+def _bytes_of(rig: SharedRig, number: int, length: int) -> bytes:
+    rig.fill(0, length, 100 * number)
+    return bytes(rig.pool[:length])

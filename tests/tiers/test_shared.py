@@ -1,0 +1,411 @@
+"""The shared tier over a real server and over a double that breaks as it is told: a miss, never a wrong byte."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.faulty_store import FaultyStore
+from support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
+from tiers.shared_conformance import SharedConformance
+from tiers.shared_rig import ONE, SharedRig
+
+from kvoffd.tiers.shared.cluster import masters_of, slot_of
+from kvoffd.tiers.shared.object_format import generation_key, object_key
+from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.tier import Answer, TierResult
+
+DONE = TierResult.DONE
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as running:
+        yield running
+
+
+@needs_redis
+class TestRedis(SharedConformance):
+    @pytest.fixture
+    def url(self, server: RedisServer) -> str:
+        server.command("FLUSHALL")
+        return server.url
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RedisCluster]:
+    with RedisCluster() as running:
+        yield running
+
+
+@needs_redis
+class TestCluster(SharedConformance):
+    @pytest.fixture
+    def url(self, cluster: RedisCluster) -> str:
+        cluster.flush()
+        return cluster.url
+
+
+class TestDouble(SharedConformance):
+    @pytest.fixture
+    def url(self) -> Iterator[str]:
+        with FaultyStore() as store:
+            yield store.url
+
+
+# --- the double, told to break ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def store() -> Iterator[FaultyStore]:
+    with FaultyStore() as running:
+        yield running
+
+
+@pytest.fixture
+def rig(store: FaultyStore) -> Iterator[SharedRig]:
+    rig = SharedRig(store.url).reachable()
+    yield rig
+    assert rig.close()
+
+
+ENDLESS = "A" * 1_000_000
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of the first byte": lambda value: bytes([value[0] ^ 1]) + value[1:],
+    "a bit of the last byte": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+    "a bit of a checksum": lambda value: value[:104] + bytes([value[104] ^ 1]) + value[105:],
+    "shorter": lambda value: value[:-1],
+    "longer": lambda value: value + b"\0",
+    "empty": lambda value: b"",
+    "zeros": lambda value: bytes(len(value)),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_not_the_block_is_a_miss_and_is_removed(store: FaultyStore, rig: SharedRig, lie: str) -> None:
+    block = rig.block(1, (5000, 300))
+    rig.store(block)
+    store.spoil = LIES[lie]
+    assert rig.load(block) is TierResult.CORRUPT
+    assert rig.tier.counters.mismatches == 1
+    assert rig.kinds["mismatch"] == 1
+    rig.until(lambda: not store.values)
+    assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
+
+
+def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
+    one, other = rig.block(1), rig.block(2)
+    rig.store(other)
+    store.values[object_key(one.id, 0)] = store.values[object_key(other.id, 0)]
+    assert rig.load(one) is TierResult.CORRUPT
+    assert rig.load(other) is DONE
+
+
+@pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
+def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
+    store: FaultyStore, rig: SharedRig, cut_after: int
+) -> None:
+    block, other = rig.block(1), rig.block(2)
+    rig.store(block, rig.block(2))
+    store.cut_after = cut_after
+    assert rig.load(block) is TierResult.FAILED
+    store.cut_after = None
+    assert rig.tier.reachable
+    assert rig.load(other) is DONE
+    assert rig.kinds["disconnected"] == 1
+
+
+def test_what_is_evicted_between_asking_and_reading_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    assert rig.ask(block) == [Answer.YES]
+    store.values.clear()
+    assert rig.load(block) is TierResult.GONE
+    assert rig.tier.reachable
+
+
+def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(store: FaultyStore) -> None:
+    rig = SharedRig(store.url, ask_deadline_s=0.02).reachable()
+    block = rig.block(1)
+    rig.store(block)
+    rig.tier.remove_namespace(ONE)
+    store.delay_s = 0.04
+    number = 10
+    while rig.tier.reachable:
+        started = time.monotonic()
+        assert rig.ask(rig.block(number)) != [Answer.YES]
+        assert time.monotonic() - started < 0.1
+        number += 1
+    rig.tier.ask(ONE, 0, [5000], [b"k" * 32], prefix=True)
+    assert rig.tier.answers(ONE, 0, [b"k" * 32]) == [Answer.UNKNOWN], "an open breaker asks nothing"
+    store.delay_s = 0.0
+    rig.until(lambda: rig.tier.reachable, 5.0)
+    rig.block(1)
+    rig.until(lambda: rig.load(block) is DONE)
+    assert rig.close()
+
+
+def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig: SharedRig) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    store.full = True
+    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.write(rig.block(3)) is None
+    assert rig.tier.counters.dropped_writes == 2
+    assert rig.kinds == {"full": 1}
+    rig.block(1)
+    assert rig.load(block) is DONE, "reading goes on"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "LOADING Redis is loading the dataset in memory",
+        "NOAUTH Authentication required.",
+        "MOVED 1 a:1",
+        "ERR",
+        ENDLESS,
+    ],
+    ids=lambda error: error[:8],
+)
+def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, error: str) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    rig.tier.remove_namespace(ONE)
+    store.error = error
+    assert rig.ask(block) == [Answer.NO]
+    assert rig.write(rig.block(2)) in (None, TierResult.FAILED)
+    assert sum(rig.kinds.values()) >= 1
+    store.error = ""
+    rig.until(lambda: rig.tier.reachable, 5.0)
+
+
+def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: SharedRig) -> None:
+    store.delay_s = 0.5
+    block = rig.block(1)
+    ends: list[TierResult] = []
+    taken = [
+        rig.tier.write(block._replace(id=block.id._replace(key=number.to_bytes(32, "big"))), [0], ends.append)
+        for number in range(100)
+    ]
+    assert sum(taken) == 64
+    assert rig.tier.counters.dropped_writes == 36
+    store.delay_s = 0.0
+    rig.until(lambda: len(ends) == 64, 30.0)
+
+
+def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStore, rig: SharedRig) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    own_key = generation_key(ONE)
+    store.values[own_key] = b"7"
+    rig.tier.remove_namespace(ONE)
+    assert rig.ask(block) == [Answer.NO]
+    rig.store(block)
+    assert object_key(block.id, 7) in store.values
+    del store.values[own_key]
+    rig.ask(rig.block(2))
+    assert store.values[own_key] == b"7"
+    rig.block(1)
+    assert rig.load(block) is DONE
+
+
+@pytest.mark.parametrize("value", [b"x", b"-1", b"1_0", b"9" * 19, b"9" * 600])
+def test_a_generation_that_is_no_number_is_named_and_nothing_is_found(
+    store: FaultyStore, rig: SharedRig, value: bytes
+) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    rig.tier.remove_namespace(ONE)
+    store.values[generation_key(ONE)] = value
+    assert rig.ask(block) == [Answer.NO]
+    assert rig.kinds == {"protocol": 1}
+    del store.values[generation_key(ONE)]
+    rig.until(lambda: rig.load(block) is DONE)
+
+
+def test_a_bug_of_a_store_is_named_and_ends_no_thread(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = rig.block(1)
+    rig.store(block)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    for method in ("ask", "get", "touch"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Redis, method, broken)
+            if method == "ask":
+                assert rig.ask_anew(block) == [Answer.NO]
+            elif method == "get":
+                rig.until(lambda: rig.ask(block) == [Answer.YES])
+                assert rig.load(block) is TierResult.FAILED
+            else:
+                assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.kinds == {"internal": 3}
+    rig.block(2)
+    rig.store(rig.block(2))
+
+
+def test_a_write_of_what_is_removed_meanwhile_leaves_nothing(store: FaultyStore, rig: SharedRig) -> None:
+    store.delay_s = 0.05
+    block = rig.block(1)
+    ends: list[TierResult] = []
+    assert rig.tier.write(block, [0], ends.append)
+    rig.tier.remove([block.id])
+    rig.until(lambda: bool(ends))
+    assert ends == [TierResult.GONE]
+    store.delay_s = 0.0
+    rig.until(lambda: not store.values)
+
+
+# --- a real server that goes away -------------------------------------------------------------------
+
+
+@needs_redis
+def test_a_server_that_is_killed_and_comes_back_empty() -> None:
+    with RedisServer() as server:
+        rig = SharedRig(server.url).reachable()
+        block = rig.block(1)
+        rig.store(block)
+        assert rig.load(block) is DONE
+        server.kill()
+        started = time.monotonic()
+        assert rig.ask(rig.block(2)) == [Answer.NO]
+        assert time.monotonic() - started < 0.1
+        rig.until(lambda: not rig.tier.reachable)
+        server.start()
+        started = time.monotonic()
+        rig.until(lambda: rig.tier.reachable, 6.0)
+        assert time.monotonic() - started < 5.0
+        rig.tier.remove_namespace(ONE)
+        assert rig.load(block) is None
+        rig.store(rig.block(1))
+        assert rig.load(block) is DONE
+        assert rig.close()
+
+
+@needs_redis
+def test_a_server_that_is_stopped_costs_no_lookup_more_than_the_ask_deadline() -> None:
+    with RedisServer() as server:
+        rig = SharedRig(server.url, ask_deadline_s=0.02).reachable()
+        block = rig.block(1)
+        rig.store(block)
+        server.signal(signal.SIGSTOP)
+        number = 1
+        while rig.tier.reachable:
+            number += 1
+            keys = [number.to_bytes(32, "big")]
+            started = time.monotonic()
+            rig.tier.ask(ONE, 0, [5000], keys, prefix=True)
+            rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])
+            assert time.monotonic() - started < 0.05
+        assert rig.tier.counters.unanswered_keys
+        assert rig.tier.read(block.id, [8 << 20], time.monotonic() + 1, lambda _: None) is False
+        server.signal(signal.SIGCONT)
+        rig.until(lambda: rig.tier.reachable, 6.0)
+        rig.until(lambda: rig.load(block) is DONE)
+        assert rig.close()
+
+
+@needs_redis
+def test_a_server_without_room_refuses_writes_and_is_still_read() -> None:
+    with RedisServer("--maxmemory", "8mb", "--maxmemory-policy", "noeviction") as server:
+        rig = SharedRig(server.url).reachable()
+        blocks = []
+        while (result := rig.write(block := rig.block(len(blocks), (1 << 20,)))) is DONE:
+            blocks.append(block)
+        assert result is TierResult.FAILED
+        assert blocks
+        assert rig.kinds == {"full": 1}
+        assert rig.load(blocks[0]) is DONE
+        assert rig.close()
+
+
+@needs_redis
+def test_a_wrong_password_is_named_and_the_right_one_serves() -> None:
+    with RedisServer("--requirepass", "s3cret") as server:
+        for password in ("", "wrong"):
+            rig = SharedRig(server.url, password)
+            rig.until(lambda rig=rig: rig.kinds["credentials"] > 0)
+            assert not rig.tier.reachable
+            assert rig.close()
+        rig = SharedRig(server.url, "s3cret").reachable()
+        rig.store(block := rig.block(1))
+        assert rig.load(block) is DONE
+        assert rig.close()
+
+
+@needs_redis
+def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, cert, key = certificate
+    tls_port = free_port()
+    options = ("--tls-port", str(tls_port), "--tls-cert-file", cert, "--tls-key-file", key, "--tls-auth-clients", "no")
+    with RedisServer(*options) as server:
+        url = f"rediss://localhost:{tls_port}"
+        rig = SharedRig(url)
+        rig.until(lambda: rig.kinds["tls"] > 0)
+        assert not rig.tier.reachable
+        assert rig.close()
+        monkeypatch.setenv("SSL_CERT_FILE", authority)
+        rig = SharedRig(f"rediss://127.0.0.1:{tls_port}")
+        rig.until(lambda: rig.kinds["tls"] > 0)
+        assert rig.close()
+        rig, other = SharedRig(url).reachable(), SharedRig(url).reachable()
+        block = rig.block(1, (1 << 20, 5000))
+        for _ in range(3):
+            rig.store(block)
+            assert other.ask_anew(block) == [Answer.YES]
+            assert other.load(block) is DONE
+            rig.tier.remove([block.id])
+            rig.until(lambda: server.objects == 0)
+            rig.tier.remove_namespace(ONE)
+        assert rig.close()
+        assert other.close()
+
+
+# --- a cluster of which one master goes away --------------------------------------------------------
+
+
+def test_the_slot_of_a_key_is_that_of_the_specification() -> None:
+    assert slot_of(b"123456789") == 0x31C3
+
+
+def test_masters_are_read_with_their_slots_and_announced_names() -> None:
+    nodes = (
+        "a 10.0.0.1:7000@17000 myself,master - 0 0 1 connected 0-5460 9000\n"
+        "b 10.0.0.2:7000@17000,valkey-1.example master - 0 0 2 connected 5461-8999 [77->-a]\n"
+        "c 10.0.0.3:7000@17000 slave a 0 0 1 connected\n"
+        "d :7003@17003,,shard-id=9 master - 0 0 3 connected 9001-16383\n"
+        "e :0@0 master,noaddr - 0 0 3 disconnected 1\n"
+    )
+    assert masters_of(nodes, ("seed", 1)) == [
+        (("10.0.0.1", 7000), [range(5461), range(9000, 9001)]),
+        (("valkey-1.example", 7000), [range(5461, 9000)]),
+        (("seed", 7003), [range(9001, 16384)]),
+    ]
+
+
+@needs_redis
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signal.Signals) -> None:
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, ask_deadline_s=0.2).reachable()
+        blocks = [rig.block(number) for number in range(12)]
+        for number, block in enumerate(blocks):
+            rig.block(number)
+            rig.store(block)
+        home = slot_of(generation_key(ONE)) * 3 // 16384
+        victim = (home + 1) % 3
+        others = [
+            number for number, block in enumerate(blocks) if slot_of(object_key(block.id, 0)) * 3 // 16384 != victim
+        ]
+        assert 0 < len(others) < len(blocks)
+        cluster.servers[victim].signal(fault)
+        wanted = [Answer.YES if number in others else Answer.NO for number in range(12)]
+        rig.until(lambda: rig.ask_anew(*blocks) == wanted)
+        rig.block(others[0])
+        assert rig.load(blocks[others[0]]) is DONE
+        cluster.servers[victim].signal(signal.SIGCONT)
+        assert rig.close()

@@ -1,0 +1,201 @@
+"""The shared tier over S3: moto's server and a double that breaks as it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.faulty_bucket import FaultyBucket
+from support.s3_server import S3Server, needs_moto
+from support.waiting import wait_until
+from tiers.shared_conformance import SharedConformance
+from tiers.shared_rig import ONE, SharedRig, key_of
+
+from kvoffd.tiers.shared.object_format import object_key
+from kvoffd.tiers.tier import Answer, TierResult
+
+pytest.importorskip("obstore")
+DONE = TierResult.DONE
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("kvoffd.tiers.shared.s3.GENERATION_S", 0.5)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@needs_moto
+class TestS3(SharedConformance):
+    most_asked = 256
+
+    @pytest.fixture
+    def url(self, server: S3Server) -> str:
+        server.flush()
+        return server.url
+
+
+class TestDouble(SharedConformance):
+    most_asked = 256
+
+    @pytest.fixture
+    def url(self) -> Iterator[str]:
+        with FaultyBucket() as bucket:
+            yield bucket.url
+
+
+# --- the double, told to break ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bucket() -> Iterator[FaultyBucket]:
+    with FaultyBucket() as running:
+        yield running
+
+
+@pytest.fixture
+def rig(bucket: FaultyBucket) -> Iterator[SharedRig]:
+    rig = SharedRig(bucket.url).reachable()
+    yield rig
+    assert rig.close()
+
+
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "a bit of the first byte": lambda value: bytes([value[0] ^ 1]) + value[1:],
+    "a bit of the last byte": lambda value: value[:-1] + bytes([value[-1] ^ 1]),
+    "shorter": lambda value: value[:-1],
+    "empty": lambda value: b"",
+    "longer than the pool": lambda value: value * 1000,
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_not_the_block_is_a_miss_and_is_removed(bucket: FaultyBucket, rig: SharedRig, lie: str) -> None:
+    block = rig.block(1, (5000, 300))
+    rig.store(block)
+    bucket.spoil = LIES[lie]
+    assert rig.load(block) is TierResult.CORRUPT
+    assert rig.kinds == {"mismatch": 1}
+    rig.until(lambda: not bucket.objects)
+
+
+@pytest.mark.parametrize("cut_after", [0, 40, 2000])
+def test_a_connection_cut_in_an_object_is_a_miss(bucket: FaultyBucket, rig: SharedRig, cut_after: int) -> None:
+    block, other = rig.block(1), rig.block(2)
+    rig.store(block, rig.block(2))
+    bucket.cut_after = cut_after
+    assert rig.load(block) is TierResult.FAILED
+    bucket.cut_after = None
+    rig.until(lambda: rig.tier.reachable, 5.0)
+    rig.block(2)
+    rig.until(lambda: rig.load(other) is DONE)
+
+
+def test_what_expires_between_asking_and_reading_is_a_miss(bucket: FaultyBucket, rig: SharedRig) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    assert rig.ask(block) == [Answer.YES]
+    bucket.objects.clear()
+    assert rig.load(block) is TierResult.GONE
+    assert rig.tier.reachable
+
+
+def test_slow_answers_are_misses_at_their_deadline_and_open_the_breaker(bucket: FaultyBucket) -> None:
+    rig = SharedRig(bucket.url, ask_deadline_s=0.05).reachable()
+    rig.store(block := rig.block(1))
+    bucket.delay_s = 0.5
+    number = 10
+    while rig.tier.reachable:
+        started = time.monotonic()
+        assert rig.ask(rig.block(number)) != [Answer.YES]
+        assert time.monotonic() - started < 0.15
+        number += 1
+    bucket.delay_s = 0.0
+    rig.until(lambda: rig.tier.reachable, 5.0)
+    rig.block(1)
+    rig.until(lambda: rig.load(block) is DONE)
+    assert rig.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        ((403, "SignatureDoesNotMatch"), "credentials"),
+        ((403, "RequestTimeTooSkewed"), "clock"),
+        ((404, "NoSuchBucket"), "bucket"),
+        ((503, "SlowDown"), "busy"),
+        ((500, "InternalError"), "protocol"),
+    ],
+)
+def test_errors_are_misses_with_a_sentence_that_says_why(
+    bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str], kind: str
+) -> None:
+    rig.store(block := rig.block(1))
+    bucket.error = error
+    while rig.tier.reachable:
+        rig.ask_anew(block)
+        rig.write(rig.block(2))
+    rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
+    bucket.error = None
+    rig.until(lambda: rig.tier.reachable, 6.0)
+    rig.block(1)
+    rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+
+
+@pytest.mark.parametrize("error", [(403, "QuotaExceeded"), (507, "XMinioStorageFull")])
+def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
+    bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str]
+) -> None:
+    rig.store(block := rig.block(1))
+    bucket.write_error = error
+    assert rig.write(rig.block(2)) is TierResult.FAILED
+    assert rig.kinds == {"full": 1}
+    rig.block(1)
+    assert rig.load(block) is DONE, "reading goes on"
+
+
+def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> None:
+    block = rig.block(0)
+    blocks = [block._replace(id=block.id._replace(key=key_of(n))) for n in range(1000)]
+    for there, most in ((0, 2), (1, 40), (77, 40), (640, 40), (1000, 2)):
+        rig.tier.remove_namespace(ONE)
+        bucket.objects.update(
+            (f"/bucket/{key_of(n).hex()[:2]}/{object_key(blocks[n].id, 0).decode()}", b"") for n in range(there)
+        )
+        bucket.requests.clear()
+        assert rig.ask(*blocks, prefix=True).count(Answer.YES) == there
+        assert bucket.requests["HEAD"] <= most
+        assert bucket.requests["GET"] <= 1, "the generation, every few seconds"
+
+
+# --- a real server ----------------------------------------------------------------------------------
+
+
+@needs_moto
+def test_a_bucket_that_is_missing_is_named(server: S3Server) -> None:
+    rig = SharedRig(server.url.replace("kvoffd-test", "nobody-has-this"))
+    rig.until(lambda: rig.kinds["bucket"] > 0)
+    assert not rig.tier.reachable
+    assert "NoSuchBucket" in rig.tier.problem
+    assert rig.close()
+
+
+@needs_moto
+def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, cert, key = certificate
+    with S3Server(("-c", cert, "-k", key), "https") as server:
+        wait_until(server.listens, 20.0)
+        rig = SharedRig(server.url)
+        rig.until(lambda: rig.kinds["tls"] > 0)
+        assert rig.close()
+        monkeypatch.setenv("SSL_CERT_FILE", authority)
+        rig = SharedRig(server.url)
+        rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
+        assert rig.close()

@@ -1,0 +1,95 @@
+"""Which URLs name a shared store, whose credentials it gets, and stores of other packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from kvoffd.config import ConfigError, load_config
+from kvoffd.errors import KvoffdError
+from kvoffd.tiers.shared import store as stores
+from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.shared.store import Credentials, check_url, open_store
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://host",
+        "rediss://host:6380/3",
+        "redis+cluster://host:7000",
+        "s3://bucket",
+        "s3://bucket/a/prefix?endpoint=https://ceph.example:8443&region=default",
+    ],
+)
+def test_a_url_that_can_be_used(url: str) -> None:
+    check_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "host:6379",
+        "http://host",
+        "redis://",
+        "redis://host:0",
+        "redis://host:port",
+        "redis://host/db",
+        "redis://host?a=b",
+        "redis://host#a",
+        "s3:///prefix",
+        f"s3://bucket?secret_access_key={SECRET}",
+        f"redis://:{SECRET}@host",
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_and_no_secret_of_it_is_told(url: str) -> None:
+    with pytest.raises(ValueError, match=r"password|can be used"):
+        check_url(url)
+    with pytest.raises(ConfigError) as refused:
+        load_config({"shared": [url]}, {})
+    assert SECRET not in str(refused.value)
+
+
+def test_several_are_kept_in_order_and_once_each() -> None:
+    urls = ["redis://b", "s3://a"]
+    assert load_config({"shared": urls}, {}).config.shared == tuple(urls)
+    assert load_config({}, {"KVOFFD_SHARED": ",".join(urls)}).config.shared == tuple(urls)
+    with pytest.raises(ConfigError, match="twice"):
+        load_config({"shared": ["redis://b", "redis://b"]}, {})
+
+
+def test_the_variable_of_passwords_is_no_setting() -> None:
+    load_config({}, {"KVOFFD_SHARED_PASSWORD": SECRET})
+
+
+def test_credentials_are_in_a_line_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "passwords"
+    file.write_text(f"{SECRET}\n\nkey:more:colons\n")
+    wanted = [Credentials("", SECRET), Credentials(), Credentials("key", "more:colons"), Credentials()]
+    assert Credentials.read(str(file), 4) == wanted
+    monkeypatch.setenv("KVOFFD_SHARED_PASSWORD", "user:other")
+    assert Credentials.read("", 2) == [Credentials("user", "other"), Credentials()]
+    assert Credentials.read(str(file), 1) == wanted[:1], "the file goes first"
+
+
+def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n\n")
+    for path in ("empty", "missing"):
+        with pytest.raises(KvoffdError):
+            Credentials.read(str(tmp_path / path), 1)
+
+
+def _opener(url: str, credentials: Credentials) -> object:
+    return lambda: Redis("elsewhere", 1, 0, credentials, tls=False)
+
+
+def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", f"{__name__}:_opener", stores.ENTRY_POINTS)
+    monkeypatch.setattr(stores, "_OTHERS", {"mine": point})
+    monkeypatch.setattr(stores, "SCHEMES", (*stores.SCHEMES, "mine"))
+    check_url("mine://anything/at?all=1")
+    assert isinstance(open_store("mine://anything", Credentials())(), Redis)
