@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from statistics import median
 
 import pytest
 from support.daemon import DaemonProcess
@@ -147,13 +148,14 @@ def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: Re
         else:
             for key in server.block_keys():
                 assert server.command("SETRANGE", key, "30000", b"wrong bytes")[:1] == b":"
-        longest = 0.0
+        times = []
         for _ in range(100):
             started = time.monotonic()
             assert second.engine.lookup(KEYS) == 0
-            longest = max(longest, time.monotonic() - started)
-        # A lookup of the test's engine waits for all that is pending.
-        assert longest < (2.0 if fault == "spoilt" else 0.5)
+            times.append(time.monotonic() - started)
+        # A lookup of the test's engine waits for all that is pending; a busy machine may hold up any.
+        assert median(times) < 0.05
+        assert max(times) < 2.0
         shared = second.shared
         assert shared.read_blocks == 0
         assert shared.mismatches == (BLOCKS if fault == "spoilt" else 0)
@@ -162,11 +164,11 @@ def test_a_server_that_fails_is_a_miss_in_time_and_never_a_wrong_byte(server: Re
             number += 1
             started = time.monotonic()
             assert second.engine.lookup(keys_of(number)) == 0
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 2.0
         if fault in ("killed", "stopped"):
             assert [cause.reason for cause in second.admin.health().causes] == ["shared_unreachable"]
         if fault == "killed":
             server.start()
         server.signal(signal.SIGCONT)
-        wait_until(lambda: first.shared.reachable and second.shared.reachable, 6.0)
+        wait_until(lambda: first.shared.reachable and second.shared.reachable, 10.0)
         assert first.load() == sums
