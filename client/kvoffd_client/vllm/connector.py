@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -50,6 +50,9 @@ from kvoffd_client.vllm.offloading_spec import SETUP, EngineSetup, KvoffdSpec
 from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWorker
 from kvoffd_client.vllm.store_origins import tell_origins
 
+if TYPE_CHECKING:
+    from kvoffd_client.vllm import vllm_types as v
+
 SPEC_NAME = "KvoffdSpec"
 OUTPUT_PAUSE_S = 0.00005
 """Pause in the first step that computes nothing: the thread that sends the last tokens waits for the GIL, and with it
@@ -63,7 +66,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
     ``failed_recving`` are the requests whose load failed since the last report.
     """
 
-    def __init__(self, spec: KvoffdSpec, vllm_config: Any, kv_cache_config: Any) -> None:
+    def __init__(self, spec: KvoffdSpec, vllm_config: v.VllmConfig, kv_cache_config: v.KVCacheConfig) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._kvoffd_spec = spec
         self._connector_worker_meta = KvoffdWorkerMetadata()
@@ -83,7 +86,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
         setup.layers = describe_layers(kv_caches, groups, self.kv_cache_config.num_blocks)
         super().register_kv_caches(kv_caches)
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+    def handle_preemptions(self, kv_connector_metadata: KvoffdConnectorMetadata) -> None:
         """As vLLM's, which calls it first in every step; names the weights and joins the namespace when told to."""
         worker, weights = self._kvoffd_worker, self._weights
         if weights is not None and weights.changed:
@@ -98,7 +101,7 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
                 worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
 
-    def start_kv_transfers(self, metadata: Any) -> None:
+    def start_kv_transfers(self, metadata: KvoffdConnectorMetadata) -> None:
         """As vLLM's; all jobs of the step go out in one message."""
         super().start_kv_transfers(metadata)
         self._kvoffd_worker.flush()
@@ -165,7 +168,7 @@ class KvoffdConnector(OffloadingConnector):
     connector_scheduler: Any
     connector_worker: Any
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: v.VllmConfig, role: KVConnectorRole, kv_cache_config: v.KVCacheConfig) -> None:
         check_engine(vllm_config)
         check_groups(kv_cache_config)
         parents = _parents(self)
@@ -197,7 +200,7 @@ class KvoffdConnector(OffloadingConnector):
 
     # --- worker ---
 
-    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+    def get_mem_pool_context(self) -> AbstractContextManager[object] | None:
         """On CPU: have the KV cache allocated in memory that can be shared. On GPUs vLLM's own allocation stays."""
         return self._setup.memory if current_platform.is_cpu() else None
 
@@ -220,7 +223,7 @@ class KvoffdConnector(OffloadingConnector):
 
     # --- scheduler ---
 
-    def on_request_received(self, request: Any) -> None:
+    def on_request_received(self, request: v.Request) -> None:
         """Look all keys of the request up now, so that the answer is there when it is scheduled.
 
         Called in the thread that receives requests, usually while a step runs.
@@ -233,7 +236,7 @@ class KvoffdConnector(OffloadingConnector):
         status.update_offload_keys()
         self._manager.begin_early_lookup(request.request_id, _keys_of(status))
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: v.Request) -> None:
         """Look all keys of the request up, where that was not done when it was received."""
         super().on_new_request(request)
         if request.lora_request is not None:
@@ -241,20 +244,20 @@ class KvoffdConnector(OffloadingConnector):
         if not self._manager.is_looked_up(request.request_id):
             self._begin_lookup(request)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: v.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, over an answer that is checked for age and completeness first."""
         self._manager.namespace.ask()
         self._begin_lookup(request)
         self._manager.await_answer(request.request_id, self._others_that_could_run(request))
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens == 0:
             self._manager.scheduled_without_load(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
+    def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
         """As vLLM's, with what the workers must be told about the namespace."""
         namespace = self._manager.namespace
         computes = scheduler_output.total_num_scheduled_tokens > 0
@@ -272,7 +275,7 @@ class KvoffdConnector(OffloadingConnector):
             return meta
         return KvoffdConnectorMetadata(**vars(meta), generation=generation, namespace=joined)
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: v.KVConnectorOutput) -> None:
         """Take the workers' reports: failures first, so that nothing that failed is used again."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvoffdWorkerMetadata):
@@ -296,30 +299,30 @@ class KvoffdConnector(OffloadingConnector):
         return super().reset_cache()
 
     @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+    def get_required_kvcache_layout(cls, vllm_config: v.VllmConfig) -> str | None:
         """As vLLM's, which asks before it builds anything: what cannot be served is refused here already."""
         check_engine(vllm_config)
         return super().get_required_kvcache_layout(vllm_config)
 
     @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+    def supports_sleep_mode(cls, kv_transfer_config: v.KVTransferConfig) -> bool:
         """Asked by 0.33, which tells us before sleep unmaps the memory that the daemon copies from and to."""
         return True
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    def build_prom_metrics(cls, vllm_config: v.VllmConfig, *args: object, **kwargs: object) -> v.KVConnectorPromMetrics:
         """As vLLM's, which looks for the spec by name in a process where no connector was built."""
         _name_spec(vllm_config.kv_transfer_config)
         return super().build_prom_metrics(vllm_config, *args, **kwargs)
 
-    def _begin_lookup(self, request: Any) -> None:
+    def _begin_lookup(self, request: v.Request) -> None:
         status = self.connector_scheduler._req_status.get(request.request_id)
         if status is None or status.transfer_jobs or request.skip_reading_prefix_cache:
             return
         status.update_offload_keys()
         self._manager.begin_lookup(request.request_id, _keys_of(status))
 
-    def _others_that_could_run(self, request: Any) -> Iterator[str]:
+    def _others_that_could_run(self, request: v.Request) -> Iterator[str]:
         """Yield the ids of all other requests that vLLM has, less those that have ended or wait for their load."""
         for request_id, status in self.connector_scheduler._req_status.items():
             other = status.req
@@ -353,14 +356,16 @@ def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
     return [state.offload_keys for state in status.group_states]
 
 
-def _name_spec(kv_transfer_config: Any) -> None:
+def _name_spec(kv_transfer_config: v.KVTransferConfig) -> None:
     """Have vLLM find our spec, so that users need not name it."""
     if SPEC_NAME not in OffloadingSpecFactory._registry:
         OffloadingSpecFactory.register_spec(SPEC_NAME, "kvoffd_client.vllm.offloading_spec", SPEC_NAME)
     kv_transfer_config.kv_connector_extra_config["spec_name"] = SPEC_NAME
 
 
-def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions, role: KVConnectorRole) -> EngineSetup:
+def _setup_of(
+    vllm_config: v.VllmConfig, kv_cache_config: v.KVCacheConfig, options: ConnectorOptions, role: KVConnectorRole
+) -> EngineSetup:
     offloading = build_offloading_config(vllm_config, kv_cache_config)
     group_ids = tuple(group.group_id for group in offloading.groups)
     shard_bytes = shard_bytes_of(kv_cache_config, group_ids, offloading.cache.blocks_per_chunk)
@@ -368,24 +373,17 @@ def _setup_of(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions,
     if role == KVConnectorRole.WORKER:
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
     transfer = vllm_config.kv_transfer_config
-    return EngineSetup(
-        options,
-        namespace,
-        group_ids,
-        shard_bytes,
-        loads=transfer.is_kv_consumer,
-        stores=transfer.is_kv_producer,
-        engine_id=str(transfer.engine_id),
-    )
+    loads, stores, engine_id = transfer.is_kv_consumer, transfer.is_kv_producer, str(transfer.engine_id)
+    return EngineSetup(options, namespace, group_ids, shard_bytes, loads, stores, engine_id=engine_id)
 
 
-def _parents(connector: KvoffdConnector) -> list[tuple[Any, Any]]:
+def _parents(connector: KvoffdConnector) -> list[tuple[KVConnectorBase_V1, v.KVTransferConfig]]:
     """Return the connectors that are building this one, as MultiConnector does, and their kv_transfer_configs.
 
     The innermost comes first. They stand on the call stack only: vLLM gives a child a copy of its configuration, with
     no way back to the one that the scheduler reads.
     """
-    found: list[tuple[Any, Any]] = []
+    found: list[tuple[KVConnectorBase_V1, v.KVTransferConfig]] = []
     frame = sys._getframe(1).f_back
     while frame is not None:
         parent, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
@@ -395,7 +393,7 @@ def _parents(connector: KvoffdConnector) -> list[tuple[Any, Any]]:
     return found
 
 
-def _check_siblings(parents: Sequence[tuple[Any, Any]]) -> None:
+def _check_siblings(parents: Sequence[tuple[KVConnectorBase_V1, v.KVTransferConfig]]) -> None:
     """Raise ValueError where a MultiConnector has another child that cannot be beside this one."""
     if not parents:
         return
@@ -422,7 +420,7 @@ def _children(extra_config: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _choose_load_failure_policy(transfer_configs: Sequence[Any], options: ConnectorOptions) -> None:
+def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:
     """Recompute failed loads, unless the user insists on the engine's policy. The scheduler reads it after this.
 
     ``transfer_configs`` are the connector's own and those of its parents; the scheduler reads the last.

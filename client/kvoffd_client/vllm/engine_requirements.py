@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import KVCacheConfig, VllmConfig
+
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
 
-def check_engine(vllm_config: Any) -> None:
+def check_engine(vllm_config: VllmConfig) -> None:
     """Raise ValueError where an engine of this configuration (vllm.config.VllmConfig) cannot use kvoffd."""
     reason = _problem(vllm_config)
     if reason:
         raise ValueError(f"kvoffd cannot serve this engine: {reason}")
 
 
-def check_groups(kv_cache_config: Any) -> None:
+def check_groups(kv_cache_config: KVCacheConfig) -> None:
     """Raise ValueError where no KV cache group of the engine (KVCacheConfig) can be kept outside it."""
     if not get_offloading_group_ids(kv_cache_config):
         raise ValueError(
@@ -39,7 +42,7 @@ def machine_id() -> str:
         return ""
 
 
-def _problem(vllm_config: Any) -> str:
+def _problem(vllm_config: VllmConfig) -> str:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         return (

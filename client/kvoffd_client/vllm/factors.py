@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import envs
@@ -25,6 +25,9 @@ from kvoffd_client.vllm import release_of
 from kvoffd_client.vllm.connector_options import ConnectorOptions
 from kvoffd_client.vllm.fingerprint import EngineFactors, GroupFactors, canonical_json, digest
 from kvoffd_client.vllm.log import logger
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, ModelConfig, VllmConfig
 
 PROBE_TOKENS = tuple(range(1, 17))
 
@@ -70,7 +73,9 @@ SAMPLE_BYTES = 256
 MAX_HEADER_BYTES = 100 << 20
 
 
-def collect_factors(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> EngineFactors:
+def collect_factors(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions
+) -> EngineFactors:
     """Return the factors of one engine, equal in all its workers.
 
     ``vllm_config`` is a worker's vllm.config.VllmConfig and ``kv_cache_config`` its KVCacheConfig.
@@ -119,14 +124,16 @@ def collect_factors(vllm_config: Any, kv_cache_config: Any, options: ConnectorOp
     )
 
 
-def label_of(vllm_config: Any) -> str:
+def label_of(vllm_config: VllmConfig) -> str:
     """Return the name for operators: the served name, else the model's; of a path only the directory's name."""
     served = vllm_config.model_config.served_model_name
     name = str((served[0] if isinstance(served, list) else served) or vllm_config.model_config.model)
     return Path(name).name if Path(name).is_dir() else name
 
 
-def shard_bytes_of(kv_cache_config: Any, group_ids: tuple[int, ...], blocks_per_chunk: int) -> tuple[int, ...]:
+def shard_bytes_of(
+    kv_cache_config: KVCacheConfig, group_ids: tuple[int, ...], blocks_per_chunk: int
+) -> tuple[int, ...]:
     """Return about the bytes of one worker's shard of one block, per offloaded group. Credits need no exact figure."""
     sizes = []
     for group_id in group_ids:
@@ -150,7 +157,7 @@ def _seed_is_random(algorithm: str) -> bool:
     return bool(resolve_none_hash_seed(function) != resolve_none_hash_seed(function))
 
 
-def _private_id(vllm_config: Any, algorithm: str) -> str:
+def _private_id(vllm_config: VllmConfig, algorithm: str) -> str:
     engine_id = str(vllm_config.kv_transfer_config.engine_id)
     if algorithm.startswith("xxhash"):
         logger.warning_once(  # type: ignore[attr-defined]
@@ -168,7 +175,7 @@ def _private_id(vllm_config: Any, algorithm: str) -> str:
     return ""
 
 
-def _config_digest(model: Any) -> str:
+def _config_digest(model: ModelConfig) -> str:
     plain = _plain(model.hf_config.to_dict())
     # Long RoPE chooses its factors by the longest context the engine was started for.
     length = model.max_model_len if "longrope" in canonical_json(plain) else None
@@ -183,7 +190,7 @@ def _config_digest(model: Any) -> str:
     )
 
 
-def _computation(vllm_config: Any) -> str:
+def _computation(vllm_config: VllmConfig) -> str:
     """Return a digest of settings outside the model's that change what a token attends to, or anything at all."""
     attention = vllm_config.attention_config
     return digest(
@@ -197,7 +204,7 @@ def _computation(vllm_config: Any) -> str:
     )
 
 
-def _multimodal(model: Any) -> str:
+def _multimodal(model: ModelConfig) -> str:
     """Return a digest of what decides a request's embeddings beside the model, and is in no hash of an image or video.
 
     Of the arguments of the processor vLLM hashes those that come with a request, not those of the engine.
@@ -207,7 +214,7 @@ def _multimodal(model: Any) -> str:
     return digest({name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS})
 
 
-def _speculative(vllm_config: Any) -> str:
+def _speculative(vllm_config: VllmConfig) -> str:
     """Return a digest of the draft model, whose layers have KV of their own; empty where nothing is added.
 
     How many tokens are drafted changes no block: what is kept was computed with the tokens that were accepted. Only
@@ -228,7 +235,7 @@ def _speculative(vllm_config: Any) -> str:
     )
 
 
-def _attention_backend(vllm_config: Any, kv_cache_config: Any) -> str:
+def _attention_backend(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """Return the backends of the offloaded layers; the configured one where layers differ from worker to worker."""
     layers = vllm_config.compilation_config.static_forward_context
     names = {
@@ -256,7 +263,7 @@ def _device_name() -> str:
         return ""
 
 
-def _group_factors(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupFactors:
+def _group_factors(group: KVCacheGroupSpec, offloaded: Any, pipeline_parallel: int) -> GroupFactors:
     spec = group.kv_cache_spec
     mixed = isinstance(spec, UniformTypeKVCacheSpecs)
     layers = list(spec.kv_cache_specs.values()) if mixed else [spec]
@@ -273,7 +280,7 @@ def _group_factors(group: Any, offloaded: Any, pipeline_parallel: int) -> GroupF
     )
 
 
-def _spec_fields(spec: Any) -> dict[str, object]:
+def _spec_fields(spec: KVCacheSpec) -> dict[str, object]:
     return {"type": type(spec).__name__} | {item.name: getattr(spec, item.name) for item in dataclasses.fields(spec)}
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.request_lookups import LookupSettings, RequestLookups
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import EngineCore, EngineCoreRequest, Request
 
 LOOKUP_WAIT_S = 0.0005
 """How long a lookup's answer is awaited inside vLLM's scheduler. An empty step, after which vLLM sleeps for a
@@ -94,7 +97,7 @@ class LookupWait:
         self._none_before = self._clock() + WAIT_PAUSE_S
 
 
-def tell_of_received_requests(engine_core: Any, told: str) -> bool:
+def tell_of_received_requests(engine_core: type[EngineCore], told: str) -> bool:
     """Have vLLM's ``engine_core`` class tell its connector of each request that it has received and hashed.
 
     The connector's method ``told``, where it has one, is called with the request, in the thread that receives requests.
@@ -107,7 +110,7 @@ def tell_of_received_requests(engine_core: Any, told: str) -> bool:
         return True
 
     @functools.wraps(prepare)
-    def preprocess_add_request(self: Any, request: Any) -> Any:
+    def preprocess_add_request(self: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
         prepared = prepare(self, request)
         try:
             connector = self.scheduler.get_kv_connector()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from huggingface_hub import try_to_load_from_cache
 
 from kvoffd_client.vllm.factors import WEIGHT_SUFFIXES, digest_of_files
 from kvoffd_client.vllm.log import logger
+
+if TYPE_CHECKING:
+    from kvoffd_client.vllm.vllm_types import LoRARequest
 
 CONFIG_FILE = "adapter_config.json"
 MAX_ADAPTERS = 100_000
@@ -40,8 +43,8 @@ class LoraAdapters:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], _Adapter] = {}
 
-    def content_of(self, lora_request: Any) -> bytes | None:
-        """Return the digest of an adapter's content (vllm.lora.request.LoRARequest), None where it is not known."""
+    def content_of(self, lora_request: LoRARequest) -> bytes | None:
+        """Return the digest of an adapter's content, None where it is not known."""
         name = (lora_request.lora_name, lora_request.lora_path)
         files = _files_of(lora_request.lora_path)
         signature = _signature(files)
