@@ -425,6 +425,17 @@ class CudaLibrary:
     def free_pinned(self, address: int) -> None:
         self._call("cuMemFreeHost", address)
 
+    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
+        """Put one copy into the stream."""
+        self._call("cuMemcpyAsync", destination, source, size, stream)
+
+    def wait_stream(self, stream: int) -> None:
+        """Wait until everything in the stream is done: for ever on a GPU that hangs."""
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
     def load_kernel(self, ptx: str, name: str) -> int:
         """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
         module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())

@@ -38,17 +38,6 @@ class BenchDriver(ExportDriver):
         """Create a stream that waits for no other."""
         return self._number(ctypes.c_void_p, "cuStreamCreate", cuda.STREAM_NON_BLOCKING)
 
-    def destroy_stream(self, stream: int) -> None:
-        self._call("cuStreamDestroy_v2", stream)
-
-    def wait_stream(self, stream: int) -> None:
-        """Wait until everything in the stream is done."""
-        self._call("cuStreamSynchronize", stream)
-
-    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        """Put one copy into the stream."""
-        self._call("cuMemcpyAsync", destination, source, size, stream)
-
     def launch(self, kernel: int, blocks: int, threads: int, arguments: Sequence[int], stream: int) -> None:
         """Put ``blocks`` x ``threads`` of a kernel whose parameters are all 64-bit integers into the stream."""
         values = (ctypes.c_uint64 * len(arguments))(*arguments)

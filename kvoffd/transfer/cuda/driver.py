@@ -47,7 +47,6 @@ class CudaDriver(cuda.CudaLibrary):
         self.gathers = gather
         self.lost: CudaError | None = None
         self._batches = batches
-        self._copy = self._library.cuMemcpyAsync
 
     def error(self, call: str, status: int, advice: str = "") -> CudaError:
         error = super().error(call, status, advice)
@@ -92,7 +91,6 @@ class CudaDriver(cuda.CudaLibrary):
         priority = greatest.value if urgent else least.value
         return self._number(ctypes.c_void_p, "cuStreamCreateWithPriority", cuda.STREAM_NON_BLOCKING, priority)
 
-    destroy_stream = partialmethod(cuda.CudaLibrary._call, "cuStreamDestroy_v2")
     destroy_event = partialmethod(cuda.CudaLibrary._call, "cuEventDestroy_v2")
 
     def create_event(self) -> int:
@@ -107,15 +105,6 @@ class CudaDriver(cuda.CudaLibrary):
     def wait_event(self, event: int) -> None:
         """Sleep until the event has happened: for ever on a GPU that hangs."""
         self._call("cuEventSynchronize", event)
-
-    def wait_stream(self, stream: int) -> None:
-        """Wait until everything in the stream is done: for ever on a GPU that hangs."""
-        self._call("cuStreamSynchronize", stream)
-
-    def copy(self, destination: int, source: int, size: int, stream: int) -> None:
-        status = self._copy(destination, source, size, stream)
-        if status:
-            raise self.error("cuMemcpyAsync", status)
 
     def copy_calls(self, batch: BatchCopy | None) -> CopyCalls:
         """Return the functions that the copy loop in C calls."""

@@ -62,7 +62,7 @@ struct gpu_copying {
 
     CUfunction kernel;      /* NULL where no piece is staged */
     uint64_t staged_bytes;  /* smaller pieces are */
-    CUdeviceptr staging;    /* cut_bytes of the GPU's memory for each event */
+    CUdeviceptr staging;    /* step_bytes of the GPU's memory: what is in a stream runs step by step */
     struct piece *table;    /* [step_pieces] for each event, read by the kernel */
 
     uint64_t use_batch;         /* cleared when a batch is refused that single copies can do */
@@ -122,7 +122,7 @@ static int copy_by_kernel(struct gpu_copying *c, struct piece *table, uint64_t c
 static int launch_step(struct gpu_copying *c, struct pace *p)
 {
     struct piece *table = c->table + c->next_event * p->step_pieces;
-    CUdeviceptr room = c->staging + c->next_event * c->cut_bytes;
+    CUdeviceptr room = c->staging;
     uint64_t count = 0, staged = 0, nbytes = 0, taken = 0;
     uint64_t run_end = 0; /* in the pool, of the last copy, if that is of staged pieces */
 

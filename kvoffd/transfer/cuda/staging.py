@@ -22,20 +22,20 @@ _ENTRY_BYTES = 3 * 8
 
 
 class Staging:
-    """What one copy thread stages with: memory of the GPU for each step in flight, and as many tables for the kernel.
+    """What one copy thread stages with: memory of the GPU for a step, and a table for the kernel for each in flight.
 
     All calls need the GPU's context. Raises CudaError, and then has nothing.
 
     Attributes:
         kernel: the driver's handle of the kernel.
-        buffer: where the first step's memory begins; each has ``step_bytes``.
+        buffer: address of ``step_bytes`` of the GPU's memory.
         tables: where the first step's table begins, in host memory that the GPU reads; each is of ``step_pieces``.
     """
 
     def __init__(self, driver: CudaDriver, steps: int, step_bytes: int, step_pieces: int) -> None:
         with ExitStack() as undo:
             self.kernel = driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
-            self.buffer = driver.allocate(steps * step_bytes)
+            self.buffer = driver.allocate(step_bytes)
             undo.callback(driver.free, self.buffer)
             self.tables = driver.allocate_pinned(steps * step_pieces * _ENTRY_BYTES)
             undo.callback(driver.free_pinned, self.tables)
