@@ -22,10 +22,10 @@ from kvoffd.config import (
     Config,
     ConfigError,
     LoadedConfig,
-    did_you_mean,
     given_log_format,
     load_config,
 )
+from kvoffd.settings import did_you_mean
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()

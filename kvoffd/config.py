@@ -23,12 +23,14 @@ from kvoffd.settings import (
     Value,
     address_setting,
     choice_setting,
+    did_you_mean,
     directory_setting,
     disks_setting,
     duration_setting,
     file_setting,
     ids_setting,
     number_setting,
+    parse_address,
     path_setting,
     share_setting,
     size_setting,
@@ -175,6 +177,19 @@ class Config:
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")
     heartbeat_interval_s: float = duration_setting(2.0, 0.01, "Interval at which clients send a heartbeat.")
     event_buffer_steps: int = number_setting(10_000, 1, 10_000_000, "KV event messages kept for replay.")
+    event_address: str = address_setting("", "TCP address of KV events with token ids, for routers; nothing for none.")
+    event_connect: tuple[str, ...] = urls_setting(
+        parse_address,
+        "TCP address of a router that listens for KV events; may be given again.",
+        "HOST:PORT",
+        "router:5557",
+    )
+    event_replay_address: str = address_setting("", "TCP address of their replay, for routers; nothing for none.")
+    event_node: str = path_setting("Name of this machine in topics of KV events; nothing for its host name.", "a host")
+    event_heartbeat_s: float = duration_setting(5.0, 0.1, "Time without KV events until routers get an empty one.")
+    event_index_bytes: int = size_setting(
+        128 * 1024**2, 1024**2, "Memory for tokens and parents of blocks, where there are routers; others are not told."
+    )
     max_frame_bytes: int = size_setting(8 * 1024**2, 4096, "Largest frame of a request.")
     max_sessions: int = number_setting(256, 1, 65_536, "Most open sessions.")
     max_namespaces: int = number_setting(1024, 1, 65_536, "Most open namespaces.")
@@ -247,6 +262,8 @@ class Config:
         if self.eviction_policy != DEFAULT_POLICY:
             books += self.pool_bytes // GHOST_PART
         books += SHARED_BYTES * len(self.shared)
+        if self.event_address or self.event_connect:
+            books += ROUTERS_BYTES + self.event_index_bytes
         return self.pool_bytes + self.pool_bytes * 21 // 1000 + books + self.clients_bytes + PROCESS_BYTES
 
     @property
@@ -272,6 +289,9 @@ CONNECTIONS_BYTES = 160 << 10
 OUTPUT_BYTES = 104 << 20
 """What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
 (``publisher.MAX_KEPT_BYTES``)."""
+ROUTERS_BYTES = (32 + 64) << 20
+"""Messages for routers that are kept for a replay (``router_stream.MAX_KEPT_BYTES``), and what routers have not read
+(``router_server.MAX_ALL_UNSENT_BYTES``)."""
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
 """What the name of a setting has in place of the unit that ends its field's name."""
 
@@ -398,14 +418,6 @@ def _from_flags(flags: Mapping[str, str | list[str] | None]) -> _Layer:
     for name, text in flags.items():
         _check_known(name, flag_of, f"The flag {quoted(name)} (value {quoted(text)})")
     return {name: (text, f"flag {flag_of[name]}") for name, text in flags.items() if text is not None}
-
-
-def did_you_mean(name: str, names: Collection[str]) -> str:
-    """A question that names the nearest of ``names``; empty where none is near."""
-    import difflib  # only errors need it
-
-    close = difflib.get_close_matches(name, sorted(names), n=1)
-    return f"did you mean {close[0]}?" if close else ""
 
 
 def _check_known(key: str, names: Collection[str], where: str) -> None:

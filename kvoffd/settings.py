@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -223,13 +223,15 @@ def address_setting(default: str, description: str) -> str:
     return _setting(default, description, Kind("HOST:PORT", parse, str))
 
 
-def urls_setting(check: Callable[[str], None], description: str) -> tuple[str, ...]:
+def urls_setting(
+    check: Callable[[str], object], description: str, metavar: str = "URL", example: str = "redis://valkey.example:6379"
+) -> tuple[str, ...]:
     """``check`` raises ValueError with half a sentence for what is no URL that can be used."""
 
     def parse(value: object) -> tuple[str, ...]:
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-            raise ValueError("it is not a list of URLs, such as redis://valkey.example:6379")
+            raise ValueError(f"it is not a list of {metavar}, such as {example}")
         urls = tuple(url.strip() for part in parts for url in part.split(",") if url.strip())
         for url in urls:
             check(url)
@@ -237,7 +239,7 @@ def urls_setting(check: Callable[[str], None], description: str) -> tuple[str, .
                 raise ValueError(f"{quoted(url)} is given twice; give each URL once")
         return urls
 
-    return _setting((), description, Kind("URL", parse, _show_list, repeated=True))
+    return _setting((), description, Kind(metavar, parse, _show_list, repeated=True))
 
 
 def path_setting(description: str, example: str) -> str:
@@ -247,3 +249,11 @@ def path_setting(description: str, example: str) -> str:
         return value.strip()
 
     return _setting("", description, Kind("PATH", parse, str))
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """A question that names the nearest of ``names``; empty where none is near."""
+    import difflib  # only errors need it
+
+    close = difflib.get_close_matches(name, sorted(names), n=1)
+    return f"did you mean {close[0]}?" if close else ""

@@ -24,6 +24,7 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
+from kvoffd.server.router_server import RouterServer
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.tiering.manager import TieringManager
@@ -67,6 +68,8 @@ class Context:
     table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""
+    router_server: RouterServer | None = None
+    """Publishes KV events for routers, where it is configured."""
     outbox: Outbox = field(default_factory=Outbox)
     sender: Sender = b""
     """Who sent the request that is being handled."""

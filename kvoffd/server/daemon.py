@@ -25,6 +25,7 @@ from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
 from kvoffd.server.admission import RESERVED_SESSIONS
+from kvoffd.server.descriptors import most_connections, raise_descriptor_limit
 from kvoffd.server.disks import opener, shared_opener
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
@@ -33,6 +34,8 @@ from kvoffd.server.kept_policy import keep_policy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
+from kvoffd.server.router_index import router_index
+from kvoffd.server.router_server import RouterServer
 from kvoffd.server.self_probe import SelfProbe
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
@@ -57,10 +60,6 @@ LINGER_MS = 500
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
-OTHER_DESCRIPTORS = 64
-"""Of the daemon itself: sockets, files of the pool and disks, HTTP."""
-MORE_CONNECTIONS = 32
-"""Clients of the ZeroMQ sockets that have no session."""
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
 EXIT_GPU_LOST = 75  # EX_TEMPFAIL: CUDA must be started anew, by a new process
 # Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
@@ -82,7 +81,7 @@ def run(config: Config) -> int:
     log_what_python_prints()
     native()  # fails now, or after minutes of touching the pool
     os.umask(0o007)
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     signal.signal(signal.SIGURG, lambda *_: None)  # a signal that is not ignored interrupts: see Closer.interrupt
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()
@@ -200,7 +199,7 @@ class Daemon:
     def _build_service(self) -> None:
         """The parts without sockets, over the pool."""
         config, pool = self._config, self._pool
-        publisher = EventPublisher(config.event_buffer_steps)
+        publisher = EventPublisher(config.event_buffer_steps, routers=router_index(config))
         cache = BlockCache(
             pool,
             make_policy(config.eviction_policy, pool.pool_bytes),
@@ -242,6 +241,8 @@ class Daemon:
         config, service = self._config, self._service
         self._transport = Transport(service, self._directory, most_connections(config.max_sessions))
         self._inbox.on_work = self._transport.wake
+        if (index := service.context.publisher.routers) is not None:
+            service.context.router_server = RouterServer(index, config)
         self._lifelines = LifelineServer(service.context, self._directory, self._transport.wake, self._pool.share)
         self._admin_server = (
             AdminServer(service, config.directory, config.admin_address, admin_keys) if admin_keys is not None else None
@@ -250,6 +251,8 @@ class Daemon:
     async def _startup(self) -> None:
         """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
         config = self._config
+        if (routers := self._service.context.router_server) is not None:
+            await routers.open()
         try:
             self._lifelines.open()
             self._transport.open()
@@ -351,6 +354,8 @@ class Daemon:
         self._probe = None
         if self._admin_server is not None:
             self._admin_server.close(LINGER_MS)
+        if (routers := self._service.context.router_server) is not None:
+            await routers.close()
         if (disks := self._service.context.disks) is not None and not disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
         keep_policy(self._service.context.cache.policy, self._config)
@@ -389,28 +394,3 @@ def _give_up() -> None:
     )
     logging.shutdown()
     os._exit(EXIT_STUCK)
-
-
-def most_connections(max_sessions: int) -> int:
-    """How many clients may connect to each of the two ZeroMQ sockets: two a session, and some more that only subscribe.
-
-    One half of the descriptors is for what sessions attach; of the other each session has its lifeline.
-    """
-    left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - max_sessions - OTHER_DESCRIPTORS
-    wanted = 2 * max_sessions + MORE_CONNECTIONS
-    most = max(MORE_CONNECTIONS, min(wanted, left // 2))
-    if most < wanted:
-        logger.warning(
-            "Only %d clients can connect, since the limit of open files is low; %d are enough for max_sessions.",
-            most,
-            2 * (max_sessions + OTHER_DESCRIPTORS + 2 * wanted),
-        )
-    return most
-
-
-def _raise_descriptor_limit() -> None:
-    """Each session costs descriptors; take what the hard limit gives."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kvoffd.cache.namespace import Namespace
+from kvoffd.server.router_index import RouterIndex
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     MEDIUM_CPU,
@@ -33,8 +34,12 @@ Frames = tuple[bytes, bytes, bytes]
 class EventPublisher:
     """A listener of the cache. Collects what happened and, at each flush, makes messages by namespace."""
 
-    def __init__(self, buffer_steps: int, wall_clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, buffer_steps: int, wall_clock: Callable[[], float] = time.time, routers: RouterIndex | None = None
+    ) -> None:
         self._wall_clock = wall_clock
+        self.routers = routers
+        """What routers are told; None where there are none."""
         self._pending: dict[bytes, list[KvEvent]] = {}
         self._buffer_steps = buffer_steps
         self._sent: deque[Frames] = deque()
@@ -46,20 +51,30 @@ class EventPublisher:
     def stored(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_CPU, None, group))
+        if self.routers is not None:
+            self.routers.stored(namespace, group, keys)
 
     def removed(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_CPU, group))
+        if self.routers is not None:
+            self.routers.removed(namespace, group, keys)
 
     def stored_in_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         """Blocks are in a tier below the pool, which vLLM knows as the one medium STORAGE, whatever the tier."""
         size = namespace.groups[group].tokens_per_block
         self._add(namespace, BlockStored(list(keys), None, [], size, None, MEDIUM_STORAGE, None, group))
+        if self.routers is not None:
+            self.routers.stored_in_tier(namespace, group, keys)
 
     def removed_from_tier(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         self._add(namespace, BlockRemoved(list(keys), MEDIUM_STORAGE, group))
+        if self.routers is not None:
+            self.routers.removed_from_tier(namespace, group, keys)
 
     def cleared(self, namespace: Namespace) -> None:
         self._add(namespace, AllBlocksCleared())
+        if self.routers is not None:
+            self.routers.cleared(namespace)
 
     @property
     def has_news(self) -> bool:

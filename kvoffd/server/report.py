@@ -18,6 +18,7 @@ from kvoffd.server.session import Session
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
+from kvoffd_proto.router_stats import RouterStats
 
 DESCRIPTIONS_BYTES = 1 << 20
 """Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
@@ -82,7 +83,13 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         health=level,
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
+        routers=_router_stats(context),
     )
+
+
+def _router_stats(context: Context) -> RouterStats | None:
+    server, index = context.router_server, context.publisher.routers
+    return filled(RouterStats, server, index) if server is not None else None
 
 
 @answers(m.Health)

@@ -83,7 +83,7 @@ class Service:
             memory,
             Sessions(config, cache, runner, random_bytes, max_attached),
             runner,
-            EngineJobs(config, cache, pool_address, runner),
+            EngineJobs(config, cache, pool_address, runner, publisher.routers),
             BlockAccess(config, cache),
             BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),

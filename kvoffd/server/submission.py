@@ -15,6 +15,7 @@ import numpy.typing as npt
 from kvoffd.cache.session_memory import copy_bytes
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError
 from kvoffd.server.engine_jobs import EngineJobs, LoadJob, StoredGroup, StoreJobs
+from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.session import Registration, Session
 from kvoffd.transfer.plan import blocks_outside, check_blocks, check_count, outside_error
 from kvoffd_proto.errors import ErrorCode
@@ -215,8 +216,15 @@ class Submission:
             plan = job.begin()
         except Exception as error:
             return dict.fromkeys(range(len(stores)), error)
+        if self.jobs.routers is not None:
+            self._expect(self.jobs.routers, registration, stores)
         job.run(plan, pieces)
         return {}
+
+    def _expect(self, routers: RouterIndex, registration: Registration, stores: Sequence[Store]) -> None:
+        namespace = registration.namespace
+        for part in [part for store in stores for part in store.groups if part.parents and part.tokens]:
+            routers.expect(namespace, part.group, namespace.split(part.group, part.keys), part.parents, part.tokens)
 
     def _gather(self, registration: Registration, stores: Sequence[Store]) -> list[StoredGroup]:
         by_group: dict[int, tuple[list[int], list[GroupTransfer]]] = {}

@@ -11,6 +11,7 @@ from typing import Annotated
 from msgspec import field
 
 from kvoffd_proto.health import HealthLevel
+from kvoffd_proto.router_stats import RouterStats
 from kvoffd_proto.tier_stats import BelowStats, DiskStats, SharedStats
 from kvoffd_proto.wire import (
     ANY_ROLE,
@@ -270,10 +271,7 @@ class StatsReply(Reply, frozen=True):
     requests: Annotated[Count, counter("Requests answered, errors included.")]
     errors: Annotated[
         dict[str, Count],
-        counter(
-            "Error replies and refusals at the lifeline, by the name of the error code.",
-            key_label="code",
-        ),
+        counter("Error replies and refusals at the lifeline, by the name of the error code.", key_label="code"),
     ]
     events_published: Annotated[Count, counter("KV event messages published.")]
     cpu_seconds: Annotated[Seconds, counter("CPU time of the daemon, in seconds.")]
@@ -357,6 +355,7 @@ class StatsReply(Reply, frozen=True):
         default_factory=lambda: Histogram({}, 0.0)
     )
     ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
+    routers: Annotated[RouterStats | None, metrics_of_part("KV events for routers; nil while off.", "router_")] = None
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

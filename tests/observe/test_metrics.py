@@ -24,6 +24,7 @@ from kvoffd_proto.messages import (
     LatencyStats,
     NamespaceStats,
     PoolStats,
+    RouterStats,
     SharedStats,
     StatsReply,
 )
@@ -60,6 +61,7 @@ def some_stats() -> StatsReply:
         blocks=numbers(BlockAccessStats, 950),
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
         recent=[],
+        routers=numbers(RouterStats, 1800),
         health=HealthLevel.DEGRADED,
         health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffd.config import CONNECTIONS_BYTES, FRAMES_AT_A_TIME, OUTPUT_BYTES, Config
 from kvoffd.server import connections, publisher, transport
-from kvoffd.server.daemon import most_connections
+from kvoffd.server.descriptors import most_connections
 
 
 def test_the_sum_has_every_bound_of_the_sockets() -> None:

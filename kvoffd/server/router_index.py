@@ -1,0 +1,381 @@
+"""Which blocks routers are told of: those that the daemon holds, of which it knows the tokens and all that is before.
+
+A router finds a prompt's blocks by their tokens, from the first one on, and some take no block whose parent they do not
+know. So a block is told when its parent is, and taken back when its parent goes: what was told can always be told
+again, parents first. Pure: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.config import Config
+from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
+from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.router_events import ClearedBlocks, RemovedBlocks, RouterEvent, StoredBlocks, router_hash
+
+POOL, TIER = 1, 2
+MEDIA = {POOL: MEDIUM_CPU, TIER: MEDIUM_STORAGE}
+ROOT = 0
+"""Parent of the first blocks of prompts. No block hash ends in eight zero bytes, or its chain is not told."""
+BLOCK_BYTES = 400
+"""Measured: what a block takes here beside its tokens, four bytes each."""
+MAX_EXPECTED = 65_536
+"""Blocks whose tokens are known and whose bytes are still on their way; the oldest are forgotten beyond that."""
+MAX_BLOCKS_PER_EVENT = 256
+"""A message holds one event of so many blocks, or a few smaller ones."""
+
+
+class Known:
+    """A block, or a parent of one, under its group."""
+
+    __slots__ = ("children", "media", "parent", "seen", "tokens", "told")
+
+    def __init__(self) -> None:
+        self.parent = ROOT
+        self.tokens: bytes | None = None
+        """Token ids, uint32; None where they are not known."""
+        self.media = 0
+        """Where the daemon holds it."""
+        self.told = 0
+        """Where routers think that it is."""
+        self.seen = 0
+        """Number of the last snapshot whose readers know it."""
+        self.children: int | set[int] | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """One group of a namespace."""
+
+    topic: bytes
+    index: int
+    spec: GroupSpec
+    blocks: dict[int, Known] = field(default_factory=dict)
+    bytes: int = 0
+    told_blocks: int = 0
+
+    def stored(self, medium: int, keys: Sequence[int]) -> StoredBlocks:
+        """The event that tells of some blocks of one chain."""
+        first = self.blocks[keys[0]]
+        tokens = b"".join([self.blocks[key].tokens or b"" for key in keys])
+        return StoredBlocks(
+            list(keys),
+            first.parent or None,
+            memoryview(tokens).cast("I").tolist(),
+            self.spec.tokens_per_block,
+            None,
+            MEDIA[medium],
+            None,
+            self.index,
+            self.spec.kind,
+            self.spec.window_tokens or None,
+        )
+
+
+def router_index(config: Config) -> RouterIndex | None:
+    """The index of a daemon that has routers to tell; None where it has none."""
+    if not (config.event_address or config.event_connect):
+        return None
+    return RouterIndex(config.event_node or socket.gethostname(), config.event_index_bytes)
+
+
+class RouterIndex:
+    """What the daemon holds, from the cache's calls, and what of it routers are told, as events in their order.
+
+    Args:
+        node: name of this machine in topics.
+        max_bytes: a block that would take the index beyond this is not told.
+    """
+
+    def __init__(self, node: str, max_bytes: int) -> None:
+        self._node = node.replace("@", "_")
+        self._max_bytes = max_bytes
+        self._groups: WeakKeyDictionary[Namespace, list[Group]] = WeakKeyDictionary()
+        self._expected: OrderedDict[tuple[Group, int], None] = OrderedDict()
+        self._news: deque[tuple[bytes, RouterEvent]] = deque()
+        self._run: tuple[Group, int, list[int]] | None = None
+        """Group, medium and blocks of a stored event that may go on."""
+        self._snapshot = 0
+        """Number of the running snapshot, or of the last one."""
+        self.index_bytes = 0
+        self.told_blocks = 0
+        """Blocks that routers know of."""
+        self.untold_blocks = 0
+        """Blocks that were stored and not told, since their tokens are not known or there was no room for them."""
+
+    def topic(self, namespace: Namespace) -> bytes:
+        """Topic of a namespace's events: ``kv@node:NODE@MODEL``."""
+        return f"kv@node:{self._node}@{namespace.label.replace('@', '_')}".encode()
+
+    # --- what the daemon holds --------------------------------------------------------------------
+
+    def expect(self, namespace: Namespace, group: int, keys: Sequence[bytes], parents: bytes, tokens: bytes) -> None:
+        """A store of these keys begins; ``parents`` and ``tokens`` as in ``GroupTransfer``, neither empty."""
+        found = self._group(namespace, group)
+        size, per_block = namespace.key_bytes, len(tokens) // len(keys)
+        for number, key in enumerate(keys):
+            at = router_hash(key)
+            known = found.blocks.get(at)
+            if (known is not None and known.tokens is not None) or at == ROOT:
+                continue
+            if self.index_bytes + BLOCK_BYTES + per_block > self._max_bytes:
+                continue
+            known = known or self._new(found, at)
+            known.tokens = tokens[number * per_block : (number + 1) * per_block]
+            self._charge(found, per_block)
+            known.parent = router_hash(parents[number * size : (number + 1) * size])
+            self._link(found, at, known.parent)
+            if known.media:  # it was there, and nobody knew its tokens
+                self._tell(found, at, known)
+            else:
+                self._expected[found, at] = None
+        while len(self._expected) > MAX_EXPECTED:
+            (group_of, at), _ = self._expected.popitem(last=False)
+            self._drop(group_of, at)
+
+    def stored(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+        self._hold(namespace, group, keys, POOL)
+
+    def removed(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+        self._let_go(namespace, group, keys, POOL)
+
+    def stored_in_tier(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+        self._hold(namespace, group, keys, TIER)
+
+    def removed_from_tier(self, namespace: Namespace, group: int, keys: Iterable[bytes]) -> None:
+        self._let_go(namespace, group, keys, TIER)
+
+    def cleared(self, namespace: Namespace) -> None:
+        """Nothing of the namespace is held any more, wherever it was."""
+        self._end_run()
+        groups = self._groups.pop(namespace, [])
+        told = sum([group.told_blocks for group in groups])
+        if told and told == self.told_blocks:
+            self._add(groups[0].topic, ClearedBlocks())
+        elif told:  # to routers that take all topics for one cache it would mean the other namespaces' blocks too
+            for group in groups:
+                for medium in MEDIA:
+                    here = [key for key, known in group.blocks.items() if known.told & medium]
+                    self._add_removed(group, medium, here)
+        self.told_blocks -= told
+        for key in [key for key in self._expected if key[0] in groups]:
+            del self._expected[key]
+        for group in groups:
+            self.index_bytes -= group.bytes
+            group.blocks.clear()
+
+    def _hold(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
+        found = self._group(namespace, group)
+        for key in keys:
+            at = router_hash(key)
+            known = found.blocks.get(at)
+            if known is None:
+                if self.index_bytes + BLOCK_BYTES > self._max_bytes:
+                    self.untold_blocks += 1
+                    continue
+                known = self._new(found, at)
+            if not known.media:
+                self._expected.pop((found, at), None)
+                self.untold_blocks += known.tokens is None
+            known.media |= medium
+            self._tell(found, at, known)
+
+    def _let_go(self, namespace: Namespace, group: int, keys: Iterable[bytes], medium: int) -> None:
+        found = self._group(namespace, group)
+        for key in keys:
+            at = router_hash(key)
+            known = found.blocks.get(at)
+            if known is None or not known.media & medium:
+                continue
+            known.media &= ~medium
+            self._tell(found, at, known)
+            if not known.media:
+                self._drop(found, at)
+
+    # --- what routers are told --------------------------------------------------------------------
+
+    def take(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
+        """What routers must be told, in order, by message: a topic and its events."""
+        self._end_run()
+        while self._news:
+            topic, event = self._news.popleft()
+            events, blocks = [event], _blocks_of(event)
+            while self._news and self._news[0][0] == topic:
+                blocks += _blocks_of(self._news[0][1])
+                if blocks > MAX_BLOCKS_PER_EVENT:
+                    break
+                events.append(self._news.popleft()[1])
+            yield topic, events
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news) or self._run is not None
+
+    def snapshot(self) -> Iterator[tuple[bytes, list[RouterEvent]]]:
+        """All that routers are told now, parents first, by message, beginning with what clears a router's index.
+
+        What changes while it runs is told by ``take``, which must be called to its end before each step. Another one
+        that begins meanwhile spoils this one.
+        """
+        groups = [group for groups in self._groups.values() for group in groups if group.blocks]
+        self._snapshot += 1
+        roots = [(group, self._children(group.blocks[ROOT])) for group in groups]
+        for group in groups:
+            group.blocks[ROOT].seen = self._snapshot
+        for topic in dict.fromkeys([group.topic for group in groups]) or [f"kv@node:{self._node}@".encode()]:
+            yield topic, [ClearedBlocks()]
+        for group, left in roots:
+            while left:
+                events: list[RouterEvent] = []
+                count = 0
+                while left and count < MAX_BLOCKS_PER_EVENT:
+                    run = self._chain(group, left, MAX_BLOCKS_PER_EVENT - count)
+                    count += len(run)
+                    events += [group.stored(one, run) for one in MEDIA if run and group.blocks[run[0]].told & one]
+                if events:
+                    yield group.topic, events
+
+    def _chain(self, group: Group, left: list[int], most: int) -> list[int]:
+        """The next blocks of a snapshot that one event can tell; ``left`` has those that come after them."""
+        run: list[int] = []
+        told = 0
+        while left and len(run) < most:
+            key = left[-1]
+            known = group.blocks.get(key)
+            if known is None or not known.told or known.seen == self._snapshot:
+                left.pop()
+                continue
+            if run and (known.told != told or known.parent != run[-1]):
+                break
+            left.pop()
+            told, known.seen = known.told, self._snapshot
+            run.append(key)
+            left += self._children(known)
+        return run
+
+    def _tell(self, group: Group, key: int, known: Known) -> None:
+        """Tell, or take back, what has become of a block and of those that come after it."""
+        left = [(key, known)]
+        while left:
+            key, known = left.pop()
+            parent = group.blocks.get(known.parent)
+            reachable = known.tokens is not None and parent is not None and (known.parent == ROOT or parent.told)
+            wanted = known.media if reachable else 0
+            before, known.told = known.told, wanted
+            for medium in MEDIA:
+                if wanted & ~before & medium:
+                    self._add_stored(group, medium, key, known.parent)
+                elif before & ~wanted & medium:
+                    self._add_removed(group, medium, [key])
+            if bool(before) == bool(wanted):
+                continue
+            change = 1 if wanted else -1
+            self.told_blocks += change
+            group.told_blocks += change
+            known.seen = parent.seen if wanted and parent is not None else 0
+            left += [(child, group.blocks[child]) for child in self._children(known)]
+
+    def _add_stored(self, group: Group, medium: int, key: int, parent: int) -> None:
+        run = self._run
+        if run is None or run[0] is not group or run[1] != medium or run[2][-1] != parent:
+            self._end_run()
+            run = self._run = group, medium, []
+        run[2].append(key)
+        if len(run[2]) == MAX_BLOCKS_PER_EVENT:
+            self._end_run()
+
+    def _end_run(self) -> None:
+        if (run := self._run) is not None:
+            self._run = None
+            self._news.append((run[0].topic, run[0].stored(run[1], run[2])))
+
+    def _add_removed(self, group: Group, medium: int, keys: Sequence[int]) -> None:
+        self._end_run()
+        last = self._news[-1][1] if self._news else None
+        if (
+            isinstance(last, RemovedBlocks)
+            and self._news[-1][0] == group.topic
+            and (last.medium, last.group_idx) == (MEDIA[medium], group.index)
+            and len(last.block_hashes) + len(keys) <= MAX_BLOCKS_PER_EVENT
+        ):
+            last.block_hashes.extend(keys)
+            return
+        for start in range(0, len(keys), MAX_BLOCKS_PER_EVENT):
+            part = list(keys[start : start + MAX_BLOCKS_PER_EVENT])
+            self._add(group.topic, RemovedBlocks(part, MEDIA[medium], group.index))
+
+    def _add(self, topic: bytes, event: RouterEvent) -> None:
+        self._end_run()
+        self._news.append((topic, event))
+
+    # --- the graph --------------------------------------------------------------------------------
+
+    def _group(self, namespace: Namespace, group: int) -> Group:
+        groups = self._groups.get(namespace)
+        if groups is None:
+            topic = self.topic(namespace)
+            groups = self._groups[namespace] = [Group(topic, at, spec) for at, spec in enumerate(namespace.groups)]
+            for one in groups:
+                self._new(one, ROOT)
+        return groups[group]
+
+    def _new(self, group: Group, key: int) -> Known:
+        known = group.blocks[key] = Known()
+        self._charge(group, BLOCK_BYTES)
+        return known
+
+    def _charge(self, group: Group, nbytes: int) -> None:
+        self.index_bytes += nbytes
+        group.bytes += nbytes
+
+    def _link(self, group: Group, key: int, parent: int) -> None:
+        above = group.blocks.get(parent) or self._new(group, parent)
+        if above.children is None:
+            above.children = key
+        elif isinstance(above.children, int):
+            above.children = {above.children, key}
+        else:
+            above.children.add(key)
+
+    def _drop(self, group: Group, key: int) -> None:
+        """Forget a block that is nowhere, and a parent of it that was kept for its sake alone."""
+        known = group.blocks[key]
+        if known.tokens is not None:
+            self._charge(group, -len(known.tokens))
+            known.tokens = None
+            self._unlink(group, key, known.parent)
+            self._forget(group, known.parent)
+        self._forget(group, key)
+
+    def _forget(self, group: Group, key: int) -> None:
+        """Take a block out of the graph that is nowhere, of unknown tokens and no parent."""
+        known = group.blocks[key]
+        if key != ROOT and known.tokens is None and not known.media and known.children is None:
+            del group.blocks[key]
+            self._charge(group, -BLOCK_BYTES)
+
+    def _unlink(self, group: Group, key: int, parent: int) -> None:
+        above = group.blocks[parent]
+        if isinstance(above.children, set):
+            above.children.discard(key)
+            if len(above.children) == 1:
+                above.children = above.children.pop()
+        elif above.children == key:
+            above.children = None
+
+    @staticmethod
+    def _children(known: Known | None) -> list[int]:
+        children = known.children if known is not None else None
+        if children is None:
+            return []
+        return [children] if isinstance(children, int) else list(children)
+
+
+def _blocks_of(event: RouterEvent) -> int:
+    return 1 if isinstance(event, ClearedBlocks) else len(event.block_hashes)

@@ -1,0 +1,323 @@
+"""KV events for routers over TCP: a PUB socket that listens, or that connects to routers, and one that replays.
+
+Whoever can connect reads the token ids of all prompts that are stored: there is no encryption and no access control, as
+with the publisher of vLLM. A subscriber that does not read is disconnected, and is told all anew when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.router_index import RouterIndex
+from kvoffd.server.router_stream import RouterMessage, RouterStream
+from kvoffd.settings import Address, parse_address
+from kvoffd_proto import zmtp
+from kvoffd_proto.events import SEQUENCE_BYTES
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_S = 0.02
+"""News are collected for so long."""
+HANDSHAKE_S = 10.0
+"""How long a peer may take to say that it speaks ZeroMQ."""
+CONNECT_TIMEOUT_S = 5.0
+"""How long a router may take to accept a connection."""
+RECONNECT_S = 1.0
+"""Between two attempts to connect to a router."""
+MAX_PEERS = 64
+"""Connections to each of the two addresses; further ones are closed."""
+MAX_UNSENT_BYTES, MAX_ALL_UNSENT_BYTES = 8 * 1024**2, 64 * 1024**2
+"""What a subscriber, and all together, may leave unread; who is sent something beyond that is disconnected."""
+SNAPSHOT_UNSENT_BYTES, SNAPSHOT_REST_S = 1024**2, 0.01
+"""A snapshot rests while its readers have so much unread."""
+REPLAYED_AT_ONCE = 64
+MAX_FRAME_BYTES, MAX_FRAMES = 512, 4
+MAX_SUBSCRIPTIONS = 64
+
+
+class _Peer(asyncio.Protocol):
+    """One connection, whoever opened it. ``type`` is our socket's."""
+
+    def __init__(self, server: RouterServer, socket_type: bytes, peers: frozenset[bytes]) -> None:
+        self._server = server
+        self._type = socket_type
+        self._input = zmtp.Input(peers, MAX_FRAME_BYTES, MAX_FRAMES)
+        self._replay: Iterator[tuple[bytes, bytes, bytes]] | None = None
+        self._paused = False
+        self.transport: asyncio.Transport | None = None
+        self.prefixes: set[bytes] = set()
+        """What it subscribed to."""
+        self.opened_at = 0.0
+        self.closed = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
+        self.opened_at = asyncio.get_running_loop().time()
+        if not self._server.admit(self, self._type):
+            self.transport.abort()
+            return
+        self.transport.write(zmtp.opening(self._type))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._replay = None
+        self._server.forget(self)
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        self._input.feed(data)
+        try:
+            while (taken := self._input.next()) is not None:
+                self._obey(taken)
+        except zmtp.ZmtpError as error:
+            self.abort(f"it sent {error}")
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._go_on_replaying()
+
+    @property
+    def ready(self) -> bool:
+        return self._input.ready
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+
+    def send(self, frames: tuple[bytes, ...]) -> None:
+        if self.transport is None or self.transport.is_closing():
+            return
+        self.transport.write(zmtp.encode(frames))
+        if self.unsent_bytes > MAX_UNSENT_BYTES or self._server.unsent_bytes > MAX_ALL_UNSENT_BYTES:
+            self._server.dropped_subscribers += 1
+            self.abort(f"it left {self.unsent_bytes} bytes unread")
+
+    def abort(self, why: str) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            name = self.transport.get_extra_info("peername")
+            logger.warning("The connection of the router at %s was closed: %s.", name, why)
+            self.transport.abort()
+
+    def _obey(self, taken: list[bytes] | zmtp.Command | zmtp.TooLong) -> None:
+        if isinstance(taken, zmtp.TooLong):
+            raise zmtp.ZmtpError(f"a frame of {taken.frame_bytes} bytes")
+        if isinstance(taken, zmtp.Command):
+            if taken.name == b"PING" and self.transport is not None:
+                self.transport.write(zmtp.encode_command(b"PONG", taken.data[2:18]))  # without the time to live
+            elif taken.name in (b"SUBSCRIBE", b"CANCEL") and self._type == b"PUB":
+                self._subscribe(taken.data, wanted=taken.name == b"SUBSCRIBE")
+        elif self._type == b"PUB":
+            if len(taken) != 1 or taken[0][:1] not in (b"\x00", b"\x01"):
+                raise zmtp.ZmtpError("what is no subscription")
+            self._subscribe(taken[0][1:], wanted=taken[0][0] == 1)
+        elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
+            self._replay = self._server.replay(int.from_bytes(taken[1], "big"))
+            self._go_on_replaying()
+        else:
+            raise zmtp.ZmtpError("what is no request for a replay")
+
+    def _subscribe(self, prefix: bytes, *, wanted: bool) -> None:
+        if not wanted:
+            self.prefixes.discard(prefix)
+        elif prefix not in self.prefixes:
+            if len(self.prefixes) == MAX_SUBSCRIPTIONS:
+                raise zmtp.ZmtpError(f"more than {MAX_SUBSCRIPTIONS} subscriptions")
+            self.prefixes.add(prefix)
+            self._server.joined(self)
+
+    def _go_on_replaying(self) -> None:
+        """Send some of a replay, and the rest at later turns of the loop, as far as it is read."""
+        replay = self._replay
+        if replay is None or self._paused:
+            return
+        sent = 0
+        for frames in itertools.islice(replay, REPLAYED_AT_ONCE):
+            self.send((b"", *frames))
+            sent += 1
+        if sent < REPLAYED_AT_ONCE:
+            self._replay = None
+        else:
+            asyncio.get_running_loop().call_soon(self._go_on_replaying)
+
+
+class RouterServer:
+    """Publishes what ``index`` has to tell, from ``open`` to ``close``."""
+
+    def __init__(self, index: RouterIndex, config: Config) -> None:
+        self._index = index
+        self._config = config
+        self._stream = RouterStream(index, config.event_buffer_steps)
+        self._loop = asyncio.get_running_loop()
+        self._peers: dict[_Peer, bytes] = {}
+        """All connections, and which socket of ours they are to."""
+        self._joining: set[_Peer] = set()
+        self._readers: set[_Peer] = set()
+        """Those to whom the running snapshot goes."""
+        self._snapshot: Iterator[tuple[RouterMessage, RouterMessage]] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._connectors: list[asyncio.Task[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_at = self._loop.time()
+        self.snapshots = 0
+        self.replays = 0
+        self.dropped_subscribers = 0
+
+    @property
+    def subscribers(self) -> int:
+        return sum(bool(peer.prefixes) for peer in self._peers)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return sum(peer.unsent_bytes for peer in self._peers)
+
+    @property
+    def messages(self) -> int:
+        return self._stream.messages
+
+    async def open(self) -> None:
+        """Listen and begin to connect. Raises KvoffdError where an address cannot be had."""
+        publish = partial(_Peer, self, b"PUB", frozenset({b"SUB", b"XSUB"}))
+        replay = partial(_Peer, self, b"ROUTER", frozenset({b"DEALER", b"REQ"}))
+        addresses = ((self._config.event_address, publish), (self._config.event_replay_address, replay))
+        for address, factory in addresses:
+            if address:
+                self._servers.append(await self._listen(parse_address(address), factory))
+        for address in self._config.event_connect:
+            self._connectors.append(asyncio.create_task(self._stay_connected(parse_address(address), publish)))
+        self._timer = self._loop.call_later(PUBLISH_S, self._tick)
+
+    async def _listen(self, address: Address, factory: partial[_Peer]) -> asyncio.Server:
+        try:
+            found = await self._loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            family, _, _, _, place = found[0]
+            listener = socket.create_server(place[:2], family=family, backlog=MAX_PEERS)
+            server = await self._loop.create_server(factory, sock=listener)
+        except OSError as error:
+            await self.close()
+            raise KvoffdError(
+                f"KV events cannot be served at {address.host}:{address.port} ({error.strerror or error}); free the "
+                "address, or choose another event_address or event_replay_address."
+            ) from error
+        return server
+
+    async def _stay_connected(self, address: Address, factory: partial[_Peer]) -> None:
+        told = False
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    _, peer = await self._loop.create_connection(factory, address.host, address.port)
+            except OSError as error:  # a TimeoutError is one
+                if not told:
+                    logger.warning("No router at %s:%d yet: %s.", address.host, address.port, error)
+                told = True
+            else:
+                told = False
+                await peer.closed
+            await asyncio.sleep(RECONNECT_S)
+
+    async def close(self) -> None:
+        """Stop listening, connecting and publishing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._connectors:
+            task.cancel()
+        await asyncio.gather(*self._connectors, return_exceptions=True)
+        for server in self._servers:
+            server.close()
+        for peer in list(self._peers):
+            if peer.transport is not None:
+                peer.transport.close()
+
+    # --- called by connections --------------------------------------------------------------------
+
+    def admit(self, peer: _Peer, socket_type: bytes) -> bool:
+        if list(self._peers.values()).count(socket_type) >= MAX_PEERS:
+            logger.warning("A router was refused: %d are connected already.", MAX_PEERS)
+            return False
+        self._peers[peer] = socket_type
+        return True
+
+    def forget(self, peer: _Peer) -> None:
+        self._peers.pop(peer, None)
+        self._joining.discard(peer)
+        self._readers.discard(peer)
+
+    def joined(self, peer: _Peer) -> None:
+        """The peer has subscribed: it is to be told all."""
+        self._joining.add(peer)
+        if self._snapshot is None and len(self._joining) == 1:
+            self._loop.call_soon(self._go_on)
+
+    def replay(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
+        self.replays += 1
+        return self._stream.replay(start)
+
+    # --- publishing -------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(PUBLISH_S, self._tick)
+        now = self._loop.time()
+        try:
+            if self._index.has_news:
+                self._publish_news()
+            if now - self._last_at >= self._config.event_heartbeat_s:
+                self._publish(self._stream.heartbeat())
+        except Exception:  # the loop that serves engines must outlive it
+            logger.exception("KV events for routers failed inside the daemon.")
+        for peer in list(self._peers):
+            if not peer.ready and now - peer.opened_at > HANDSHAKE_S:
+                peer.abort("it did not finish ZeroMQ's handshake")
+
+    def _publish_news(self) -> None:
+        for message in self._stream.take():
+            self._publish(message)
+
+    def _publish(self, message: RouterMessage, late: RouterMessage | None = None) -> None:
+        """Send ``message`` to all subscribers, or to the readers of the snapshot ``late`` in its place."""
+        self._last_at = self._loop.time()
+        empty = self._stream.empty_batch()
+        encoded: dict[frozenset[bytes], tuple[bytes, bytes, bytes]] = {}
+        for peer in list(self._peers):
+            if not peer.prefixes:
+                continue
+            if late is not None and peer in self._readers:
+                peer.send(late.frames(peer.prefixes, empty))
+                continue
+            key = frozenset(peer.prefixes)
+            if key not in encoded:
+                encoded[key] = message.frames(peer.prefixes, empty)
+            peer.send(encoded[key])
+
+    def _go_on(self) -> None:
+        """Send the next message of a snapshot, or begin one for those who have come since the last."""
+        if self._snapshot is None:
+            if not self._joining:
+                return
+            self._readers, self._joining = self._joining, set()
+            self._publish_news()
+            self._snapshot = self._stream.snapshot()
+            self.snapshots += 1
+        if any(peer.unsent_bytes > SNAPSHOT_UNSENT_BYTES for peer in self._readers):
+            self._loop.call_later(SNAPSHOT_REST_S, self._go_on)
+            return
+        self._publish_news()
+        found = next(self._snapshot, None)
+        if found is None or not self._readers:
+            self._snapshot.close()  # type: ignore[attr-defined]
+            self._snapshot = None
+            self._readers.clear()
+        else:
+            late, others = found
+            self._publish(others, late)
+        self._loop.call_soon(self._go_on)

@@ -1,0 +1,173 @@
+"""KV events for routers over TCP, read by libzmq as routers read them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+import zmq
+from support.daemon import DaemonProcess
+from support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
+from support.waiting import wait_until
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
+
+PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[tuple[DaemonProcess, int, int]]:
+    with router_daemon() as found:
+        yield found
+
+
+@pytest.fixture
+def engine(serving: tuple[DaemonProcess, int, int]) -> Iterator[PromptEngine]:
+    with PromptEngine(serving[0]) as engine:
+        engine.reset()
+        yield engine
+
+
+def router_stats(daemon: DaemonProcess) -> RouterStats:
+    with AdminClient(str(daemon.directory)) as admin:
+        found = admin.stats().routers
+    assert found is not None
+    return found
+
+
+def test_a_subscriber_of_all_topics_gets_stores_and_evictions_without_gaps(serving, engine) -> None:
+    _, port, _ = serving
+    with Subscriber(port) as router:
+        assert router.take_one(), "a heartbeat, or what clears a router's index"
+        engine.store(PROMPT)
+        router.take_until({1, 2, 3, 4})
+        assert router.blocks["CPU", 1] == (None, tuple(PROMPT[:BLOCK_TOKENS]))
+        assert router.blocks["CPU", 3] == (2, tuple(PROMPT[2 * BLOCK_TOKENS : 3 * BLOCK_TOKENS]))
+        engine.invalidate(4)
+        router.take_until({1, 2, 3})
+        engine.invalidate(2)
+        router.take_until({1})
+        assert engine.held() == {1, 3}, "3 is there, and no router can use it without 2"
+        engine.store(PROMPT, first=1)
+        router.take_until({1, 2, 3, 4})
+        engine.reset()
+        router.take_until(set())
+        assert set(router.topics) == {b""}
+
+
+def test_who_subscribes_to_topics_gets_them_and_only_them(serving, engine) -> None:
+    _, port, _ = serving
+    with Subscriber(port, b"kv@") as router, Subscriber(port, b"kv@node:node-a@other") as other:
+        assert router.take_one()
+        assert other.take_one()
+        engine.store(PROMPT)
+        router.take_until({1, 2, 3, 4})
+        assert b"kv@node:node-a@model" in router.topics
+        while other.numbers[-1] < router.numbers[-1]:
+            assert other.take_one()
+        assert (other.blocks, set(other.topics)) == ({}, {b"kv@node:node-a@other"})
+
+
+def test_who_comes_late_is_told_all_and_others_see_no_gap(serving, engine) -> None:
+    daemon, port, _ = serving
+    with Subscriber(port) as early:
+        assert early.take_one()
+        prompts = [[number, *PROMPT] for number in range(20)]
+        for prompt in prompts:
+            engine.store(prompt)
+        everything = {number for prompt in prompts for number in engine.chain(prompt)}
+        early.take_until(everything)
+        before = early.blocks
+        snapshots = router_stats(daemon).snapshots
+        with Subscriber(port, b"kv@") as late:
+            late.take_until(everything)
+            assert late.blocks == before
+            assert late.events[0]["type"] == "AllBlocksCleared"
+            while early.numbers[-1] < late.numbers[-1]:
+                assert early.take_one()
+        assert (early.blocks, router_stats(daemon).snapshots) == (before, snapshots + 1)
+        assert router_stats(daemon).told_blocks == len(everything)
+
+
+def test_what_was_missed_is_replayed_and_what_is_not_kept_is_not(serving, engine) -> None:
+    _, port, replay_port = serving
+    with Subscriber(port) as router:
+        assert router.take_one()
+        engine.store(PROMPT)
+        router.take_until({1, 2, 3, 4})
+        first, last = router.numbers[0], router.numbers[-1]
+        found = replay(replay_port, first)
+        assert [number for _, number, _ in found][: last - first + 1] == list(range(first, last + 1))
+        assert {topic for topic, _, _ in found} == {b""}
+        folded = dict(router.blocks)
+        router.blocks.clear()
+        for _, _, payload in found:
+            router.fold(payload)
+        assert router.blocks == folded
+    assert replay(replay_port, 0) == []
+    assert replay(replay_port, last + 10**9) == []
+
+
+def test_a_router_that_listens_is_connected_to_when_it_comes_and_again_when_it_comes_back() -> None:
+    (port,) = free_ports(1)
+    with DaemonProcess(event_connect=f"127.0.0.1:{port}", event_node="far", event_heartbeat="0.2s") as daemon:
+        with PromptEngine(daemon) as engine:
+            engine.store(PROMPT)
+            for _ in range(2):
+                with Subscriber(port, b"kv@", listens=True) as router:
+                    router.take_until({1, 2, 3, 4})
+                    assert b"kv@node:far@model" in router.topics
+            assert "No router at" in daemon.log
+
+
+def test_numbers_go_on_after_a_restart_so_that_a_subscriber_sees_a_gap() -> None:
+    with router_daemon() as (daemon, port, _):
+        with Subscriber(port) as router:
+            assert router.take_one()
+            before = router.numbers[-1]
+        daemon.stop()
+        daemon.start()
+        with Subscriber(port) as router:
+            assert router.take_one()
+            assert router.numbers[0] > before + 1
+
+
+def test_what_is_no_zeromq_and_what_asks_for_too_much_is_disconnected(serving, engine) -> None:
+    daemon, port, replay_port = serving
+    context = zmq.Context()
+    with Subscriber(port) as router:
+        assert router.take_one()
+        for number in (port, replay_port):
+            with socket.create_connection(("127.0.0.1", number), timeout=5) as stream:
+                stream.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(80))
+                while stream.recv(4096):
+                    pass
+        greedy = context.socket(zmq.SUB)
+        for number in range(100):
+            greedy.setsockopt(zmq.SUBSCRIBE, b"%d" % number)
+        greedy.connect(f"tcp://127.0.0.1:{port}")
+        wait_until(lambda: "more than 64 subscriptions" in daemon.log)
+        context.destroy(linger=0)
+        engine.store(PROMPT)
+        router.take_until({1, 2, 3, 4})
+
+
+def test_engines_are_asked_for_tokens_only_where_there_are_routers(serving, shared_daemon) -> None:
+    with PromptEngine(serving[0]) as engine:
+        assert WANTS_TOKENS in engine.capabilities
+    with PromptEngine(shared_daemon) as engine:
+        assert WANTS_TOKENS not in engine.capabilities
+        engine.store(PROMPT)
+    with AdminClient(str(shared_daemon.directory)) as admin:
+        assert admin.stats().routers is None
+
+
+def test_an_address_that_is_taken_stops_the_start_with_a_sentence() -> None:
+    with router_daemon() as (_, port, _):
+        second = DaemonProcess(event_address=f"127.0.0.1:{port}").start(wait=False)
+        assert second.process.wait(30) == 2
+        assert re.search(r"KV events cannot be served at 127.0.0.1:\d+ \(.+\); free the address", second.log)
+        second.close()
