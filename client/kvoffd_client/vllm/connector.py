@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
 
-from kvoffd_client.vllm import CONNECTOR_NAME, require_supported
+from kvoffd_client.vllm import require_supported
 
 require_supported(vllm.__version__)
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorRole,
     KVConnectorTransferResults,
 )
@@ -37,7 +36,7 @@ from kvoffd_client.vllm.connector_metadata import (
     MemoryReport,
 )
 from kvoffd_client.vllm.connector_options import ConnectorOptions, parse_options
-from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, machine_id
+from kvoffd_client.vllm.engine_requirements import check_engine, check_groups, check_siblings, machine_id, parents_of
 from kvoffd_client.vllm.factors import collect_factors, label_of, shard_bytes_of
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_client.vllm.kv_memory import describe_layers
@@ -171,8 +170,8 @@ class KvoffdConnector(OffloadingConnector):
     def __init__(self, vllm_config: v.VllmConfig, role: KVConnectorRole, kv_cache_config: v.KVCacheConfig) -> None:
         check_engine(vllm_config)
         check_groups(kv_cache_config)
-        parents = _parents(self)
-        _check_siblings(parents)
+        parents = parents_of(self)
+        check_siblings(parents)
         transfer_config = vllm_config.kv_transfer_config
         options, unknown = parse_options(transfer_config.kv_connector_extra_config)
         if unknown and role == KVConnectorRole.SCHEDULER:
@@ -258,7 +257,11 @@ class KvoffdConnector(OffloadingConnector):
             self._manager.scheduled_without_load(request.request_id)
 
     def build_connector_meta(self, scheduler_output: v.SchedulerOutput) -> KvoffdConnectorMetadata:
-        """As vLLM's, with what the workers must be told about the namespace."""
+        """As vLLM's, with what the workers must be told about the namespace.
+
+        The stores of a new request are prepared in the step after its first, as are those of a request that has ended:
+        its user waits for the first token.
+        """
         namespace = self._manager.namespace
         computes = scheduler_output.total_num_scheduled_tokens > 0
         if computes:
@@ -266,7 +269,7 @@ class KvoffdConnector(OffloadingConnector):
         elif self._computed:
             time.sleep(OUTPUT_PAUSE_S)
         self._computed = computes
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(_stores_later(scheduler_output))
         if meta.store_jobs:
             scheduler, capabilities = self.connector_scheduler, self._manager.client.capabilities
             tell_origins(meta.store_jobs, scheduler._req_status, scheduler.config.blocks_per_chunk, capabilities)
@@ -351,6 +354,17 @@ class KvoffdConnector(OffloadingConnector):
         return self.connector_worker
 
 
+def _stores_later(scheduler_output: v.SchedulerOutput) -> v.SchedulerOutput:
+    """Return what the scheduler chose, less the tokens of new requests, which vLLM's half reads for stores alone."""
+    new = scheduler_output.scheduled_new_reqs
+    if not new:
+        return scheduler_output
+    tokens = scheduler_output.num_scheduled_tokens.copy()
+    for request in new:
+        tokens.pop(request.req_id, None)
+    return replace(scheduler_output, num_scheduled_tokens=tokens)
+
+
 def _keys_of(status: RequestOffloadState) -> Sequence[Sequence[bytes]]:
     """Return the keys of a request, per group on the wire."""
     return [state.offload_keys for state in status.group_states]
@@ -375,49 +389,6 @@ def _setup_of(
     transfer = vllm_config.kv_transfer_config
     loads, stores, engine_id = transfer.is_kv_consumer, transfer.is_kv_producer, str(transfer.engine_id)
     return EngineSetup(options, namespace, group_ids, shard_bytes, loads, stores, engine_id=engine_id)
-
-
-def _parents(connector: KvoffdConnector) -> list[tuple[KVConnectorBase_V1, v.KVTransferConfig]]:
-    """Return the connectors that are building this one, as MultiConnector does, and their kv_transfer_configs.
-
-    The innermost comes first. They stand on the call stack only: vLLM gives a child a copy of its configuration, with
-    no way back to the one that the scheduler reads.
-    """
-    found: list[tuple[KVConnectorBase_V1, v.KVTransferConfig]] = []
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        parent, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
-        if isinstance(parent, KVConnectorBase_V1) and parent is not connector and config is not None:
-            found.append((parent, config.kv_transfer_config))
-        frame = frame.f_back
-    return found
-
-
-def _check_siblings(parents: Sequence[tuple[KVConnectorBase_V1, v.KVTransferConfig]]) -> None:
-    """Raise ValueError where a MultiConnector has another child that cannot be beside this one."""
-    if not parents:
-        return
-    names = _children(parents[-1][1].kv_connector_extra_config)
-    if names.count(CONNECTOR_NAME) > 1:
-        raise ValueError(
-            f"kvoffd cannot serve this engine: MultiConnector names {CONNECTOR_NAME} {names.count(CONNECTOR_NAME)} "
-            "times, and an engine's KV cache can be shared with one daemon only; name it once. For more room give the "
-            "daemon a larger pool or a disk."
-        )
-    if OffloadingConnector.__name__ in names:
-        raise ValueError(
-            f"kvoffd cannot serve this engine: MultiConnector names both {CONNECTOR_NAME} and "
-            f"{OffloadingConnector.__name__}, whose metrics vLLM registers under the same names, which ends its "
-            "server; name one of them."
-        )
-
-
-def _children(extra_config: Mapping[str, Any]) -> list[str]:
-    """Return the names of all connectors below a MultiConnector, those of nested ones too."""
-    names: list[str] = []
-    for child in extra_config.get("connectors", []):
-        names += [child["kv_connector"], *_children(child.get("kv_connector_extra_config", {}))]
-    return names
 
 
 def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:

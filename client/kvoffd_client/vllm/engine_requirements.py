@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import get_offloading_group_ids
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 
+from kvoffd_client.vllm import CONNECTOR_NAME
+
 if TYPE_CHECKING:
-    from kvoffd_client.vllm.vllm_types import KVCacheConfig, VllmConfig
+    from kvoffd_client.vllm.vllm_types import KVCacheConfig, KVTransferConfig, VllmConfig
 
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
@@ -30,6 +35,41 @@ def check_groups(kv_cache_config: KVCacheConfig) -> None:
         raise ValueError(
             "kvoffd cannot serve this engine: its model keeps nothing that a later prompt could use (no KV cache group "
             "with prefix caching). Start it without --kv-transfer-config."
+        )
+
+
+def parents_of(connector: KVConnectorBase_V1) -> list[tuple[KVConnectorBase_V1, KVTransferConfig]]:
+    """Return the connectors that are building this one, as MultiConnector does, and their kv_transfer_configs.
+
+    The innermost comes first. They stand on the call stack only: vLLM gives a child a copy of its configuration, with
+    no way back to the one that the scheduler reads.
+    """
+    found: list[tuple[KVConnectorBase_V1, KVTransferConfig]] = []
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        parent, config = frame.f_locals.get("self"), frame.f_locals.get("vllm_config")
+        if isinstance(parent, KVConnectorBase_V1) and parent is not connector and config is not None:
+            found.append((parent, config.kv_transfer_config))
+        frame = frame.f_back
+    return found
+
+
+def check_siblings(parents: Sequence[tuple[KVConnectorBase_V1, KVTransferConfig]]) -> None:
+    """Raise ValueError where a MultiConnector has another child that cannot be beside this one; see ``parents_of``."""
+    if not parents:
+        return
+    names = _children(parents[-1][1].kv_connector_extra_config)
+    if names.count(CONNECTOR_NAME) > 1:
+        raise ValueError(
+            f"kvoffd cannot serve this engine: MultiConnector names {CONNECTOR_NAME} {names.count(CONNECTOR_NAME)} "
+            "times, and an engine's KV cache can be shared with one daemon only; name it once. For more room give the "
+            "daemon a larger pool or a disk."
+        )
+    if OffloadingConnector.__name__ in names:
+        raise ValueError(
+            f"kvoffd cannot serve this engine: MultiConnector names both {CONNECTOR_NAME} and "
+            f"{OffloadingConnector.__name__}, whose metrics vLLM registers under the same names, which ends its "
+            "server; name one of them."
         )
 
 
@@ -81,3 +121,11 @@ def _problem(vllm_config: VllmConfig) -> str:
             "--mm-processor-cache-gb above 0."
         )
     return ""
+
+
+def _children(extra_config: Mapping[str, Any]) -> list[str]:
+    """Return the names of all connectors below a MultiConnector, those of nested ones too."""
+    names: list[str] = []
+    for child in extra_config.get("connectors", []):
+        names += [child["kv_connector"], *_children(child.get("kv_connector_extra_config", {}))]
+    return names
