@@ -23,11 +23,11 @@ from tests.support.daemon import DaemonProcess
 from tests.support.engine import BLOCK_TOKENS, EngineProcess, prompt, wait_connected
 from tests.support.models import make_tiny_llama
 
-PROMPTS = 6
-PROMPT_TOKENS = 1000
+PROMPTS = 8
+PROMPT_TOKENS = 700
 ANSWER_TOKENS = 150
 BLOCKS = 130
-"""Of the about 215 that all prompts and their answers would fill."""
+"""Of the about 215 that all prompts and their answers would fill: more prompts begin than there is room to answer."""
 LOAD_KEYS = 8
 """Blocks of 1 MiB in each job of a process that stores and loads."""
 

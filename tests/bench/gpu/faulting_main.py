@@ -6,15 +6,12 @@ import signal
 import sys
 import threading
 
-from kvoffd.cli import main
-
 NOWHERE = 0x10
 """No allocation is there."""
 
 
 def write_nowhere(library: str) -> None:
     """Run a kernel that writes where nothing is."""
-    # Not before the signal is blocked: numpy starts threads, which would take it.
     from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
     from kvoffd_client.cuda.export import CudaError
 
@@ -33,4 +30,6 @@ def write_nowhere(library: str) -> None:
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
+    from kvoffd.cli import main  # whatever threads this starts have the signal blocked
+
     sys.exit(main(sys.argv[2:]))

@@ -99,7 +99,6 @@ def look_at_driver(setup: Setup) -> Found:
     devices = list_devices(driver)
     found: Found = {
         "cuda": driver.version(),
-        "batches": driver.batch_copy() is not None,
         "devices": [str(device) for device in devices],
         "card": devices[0].name,
         "release": _first_line("/proc/driver/nvidia/version"),
@@ -113,6 +112,8 @@ def look_at_driver(setup: Setup) -> Found:
     }
     with context(setup) as bench:
         address = bench.allocate(4 * MIB)
+        found["batches"] = driver.batch_copy() is not None
+        found["host_addresses"] = driver.has_host_addresses()
         found["ordinary_memory"] = {
             "device": tried(lambda: bench.device_of(address)),
             "has_ipc_handle": tried(lambda: bench.has_ipc_handle(address)),
