@@ -23,7 +23,7 @@ from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
 from kvoffd.tiers.shared import Credentials, SharedTier, open_store
 from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.tier_stats import DiskState
+from kvoffd_proto.tier_stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,12 @@ STOP_OPENING_S = 1.0
 MAX_DISKS = 64
 TRICKLE_BYTES_A_CORE = 4 * 2**20
 """What is written in a tick while engines copy: the more cores there are, the less of it do copies feel."""
-HARMLESS_ERRORS = {"not_direct", "started_anew", "too_large", "truncated"}
+HARMLESS_ERRORS = {
+    DiskFault.NOT_DIRECT,
+    DiskFault.STARTED_ANEW,
+    DiskFault.TOO_LARGE,
+    DiskFault.TRUNCATED,
+}
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""

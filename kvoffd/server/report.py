@@ -234,7 +234,7 @@ def _disk_stats(disk: Disk) -> m.DiskStats:
         oldest_seconds=report.oldest_age_s if report else 0.0,
         lifetime_written_bytes=report.lifetime_written_bytes if report else 0,
         direct=report.direct if report else False,
-        errors=dict(figures.errors),
+        errors={m.DiskFault(kind): count for kind, count in figures.errors.items()},
     )
 
 

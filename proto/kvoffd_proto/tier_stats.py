@@ -19,6 +19,43 @@ class DiskState(StrEnum):
     FAILED = "failed"
 
 
+class DiskFault(StrEnum):
+    """What went wrong with a disk."""
+
+    CORRUPT = "corrupt"
+    """A block read back was not as it was written."""
+    TORN = "torn"
+    """A block was not kept whole by the drive when the machine ended without closing the file."""
+    DAMAGED = "damaged"
+    """The records of a region are damaged."""
+    STARTED_ANEW = "started_anew"
+    """The file could not be read and was emptied."""
+    TRUNCATED = "truncated"
+    """The file had been cut off."""
+    NOT_DIRECT = "not_direct"
+    """The file system refuses O_DIRECT."""
+    TOO_LARGE = "too_large"
+    """No region has room for a block."""
+    READ_FAILED = "read_failed"
+    """A read failed."""
+    WRITE_FAILED = "write_failed"
+    """A write failed."""
+    RECORD_FAILED = "record_failed"
+    """A write of records failed."""
+    SHORT_READ = "short_read"
+    """A read ended too soon."""
+    NO_SPACE = "no_space"
+    """A write found no space."""
+    NO_MEMORY = "no_memory"
+    """There was no memory to write records from."""
+    FORGET_FAILED = "forget_failed"
+    """Blocks that were removed may come back."""
+    HUNG = "hung"
+    """A call did not return for too long."""
+    BUG = "bug"
+    """A thread of the daemon failed."""
+
+
 class DiskStats(Wire, frozen=True):
     """One directory of the disk tier. Counters count since the directory was opened."""
 
@@ -54,7 +91,7 @@ class DiskStats(Wire, frozen=True):
     busy_seconds: Annotated[Seconds, counter("Time that threads spent reading and writing, in seconds.")]
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")]
     errors: Annotated[
-        dict[str, Count], counter("Errors of the disk by kind; the log has the sentences.", key_label="kind")
+        dict[DiskFault, Count], counter("Errors of the disk by kind; the log has the sentences.", key_label="kind")
     ]
 
 

@@ -18,6 +18,7 @@ from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.workers import Digest, Ended, Executor, ThreadWorkers, Workers, buffers_of
 from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
+from kvoffd_proto.tier_stats import DiskFault
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class DeferredEvents:
     """
 
     def __init__(self, tier: Tier, listener: TierListener, wake: Callable[[], None]) -> None:
-        self.errors: Counter[str] = Counter()
+        self.errors: Counter[DiskFault] = Counter()
         self._tier = tier
         self._listener = listener
         self._wake = wake
@@ -86,7 +87,7 @@ class DeferredEvents:
     def removed(self, ids: Sequence[TierKey]) -> None:
         self._add(partial(self._listener.tier_removed, self._tier, ids))
 
-    def error(self, kind: str, sentence: str) -> None:
+    def error(self, kind: DiskFault, sentence: str) -> None:
         self.errors[kind] += 1
         self._add(partial(self._listener.tier_error, self._tier, kind, sentence))
 
@@ -249,7 +250,7 @@ class DiskTier(Tier):
             blocks=self._index.blocks,
             **self._counts,
             **load,
-            errors=dict(self._events.errors),
+            errors={kind.value: count for kind, count in self._events.errors.items()},
         )
 
     def report(self) -> DiskReport:
@@ -306,9 +307,9 @@ class DiskTier(Tier):
             and 0 < len(block.shards) <= MAX_WORLD_SIZE
             and SlotShape.of(block).slots(self._index.regions.region_bytes) > 0
         )
-        if not fits and not self._events.errors["too_large"]:  # reported once: there will be many such blocks
+        if not fits and not self._events.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._events.error(
-                "too_large",
+                DiskFault.TOO_LARGE,
                 f"Blocks of {block.nbytes} bytes do not fit the regions of {self.name}, which have "
                 f"{self._index.regions.region_bytes} bytes; remove its file and make the tier larger.",
             )
@@ -366,7 +367,7 @@ class DiskTier(Tier):
     def _end(self, ended: Ended) -> None:
         job, result = ended.job, ended.result
         self._under_way[job.kind] -= 1
-        if ended.error_kind:
+        if ended.error_kind is not None:
             self._events.error(ended.error_kind, ended.sentence)
         if job.kind is Kind.UPDATE:
             self._record_writer.ended(result is TierResult.DONE, result is TierResult.FAILED)
@@ -426,7 +427,7 @@ class DiskTier(Tier):
         hangs = longest_s > self._options.hang_timeout_s
         if hangs and not self.hangs:
             self._events.error(
-                "hung",
+                DiskFault.HUNG,
                 f"A call of {self.name} has not returned for {longest_s:.0f} s; the tier takes no jobs until it does. "
                 "See the kernel's log (dmesg).",
             )

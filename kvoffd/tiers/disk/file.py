@@ -27,6 +27,7 @@ from kvoffd.system.files import (
 )
 from kvoffd.tiers.disk.file_format import FILE_NAME, HEAD_PAGES, REGIONS_AT, BadHead, Head, read_head
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.tier_stats import DiskFault
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def default_region_bytes(size_bytes: int) -> int:
 class Notes:
     """What was found while the file was opened, for the operator."""
 
-    errors: list[tuple[str, str]] = field(default_factory=list)
+    errors: list[tuple[DiskFault, str]] = field(default_factory=list)
     """Kind and sentence of each, as for ``TierListener.tier_error``."""
     sentences: list[str] = field(default_factory=list)
 
@@ -190,7 +191,7 @@ class DiskFile:
                 raise DiskError(
                     f"{self.path} is no disk tier's file and is left as it is; name another directory, or remove it."
                 ) from error
-            self.notes.errors.append(("started_anew", f"The disk tier {self.path} is started anew: {error}"))
+            self.notes.errors.append((DiskFault.STARTED_ANEW, f"The disk tier {self.path} is started anew: {error}"))
             return None
 
     def _start_anew(self, region_bytes: int, created_at: float) -> Head:
@@ -219,7 +220,10 @@ class DiskFile:
         if head.regions and status.st_size < self._end(head.regions):
             missing = self._end(head.regions) - status.st_size
             self.notes.errors.append(
-                ("truncated", f"{self.path} was cut off: {missing} bytes at its end are gone, and their blocks.")
+                (
+                    DiskFault.TRUNCATED,
+                    f"{self.path} was cut off: {missing} bytes at its end are gone, and their blocks.",
+                )
             )
         if regions > head.regions or held_bytes(status) < status.st_size or status.st_size < self._end(regions):
             self._allocate(self._end(regions))
@@ -269,7 +273,7 @@ class DiskFile:
         self._write_head(self.head)
         self.notes.errors.append(
             (
-                "not_direct",
+                DiskFault.NOT_DIRECT,
                 f"{self.path} does not take O_DIRECT ({why}): the disk tier goes through the page cache, which costs "
                 "memory and CPU time.",
             )

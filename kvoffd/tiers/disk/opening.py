@@ -16,6 +16,7 @@ from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
 from kvoffd.tiers.disk.workers import Digest
 from kvoffd.tiers.tier import TierKey, TierListener
+from kvoffd_proto.tier_stats import DiskFault
 
 
 def open_disk_tier(
@@ -92,7 +93,7 @@ def rebuild_index(
         try:
             _read_region(file, regions, region, found)
         except OSError as error:
-            _note_loss(file, regions, region, "read_failed", f"cannot be read ({error.strerror or error})")
+            _note_loss(file, regions, region, DiskFault.READ_FAILED, f"cannot be read ({error.strerror or error})")
         on_progress("reading the index", (region.number + 1) * head.region_bytes, head.regions * head.region_bytes)
     regions.restore()
     if file.may_be_torn:
@@ -110,7 +111,7 @@ def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found
     head = read_region(page, file.head.file_id, region.number, file.head.region_bytes)
     if head is None:
         if any(page):
-            _note_loss(file, regions, region, "damaged", "are damaged")
+            _note_loss(file, regions, region, DiskFault.DAMAGED, "are damaged")
         return
     records = bytes(file.read_pages(region.base + PAGE_BYTES, page_up(head.slots * head.shape.record_bytes)))
     region.cut_at(head.shape, head.slots, head.generation)
@@ -137,7 +138,7 @@ def _read_region(file: DiskFile, regions: DiskRegions, region: DiskRegion, found
         region.entries[slot] = entry
 
 
-def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: str, what: str) -> None:
+def _note_loss(file: DiskFile, regions: DiskRegions, region: DiskRegion, kind: DiskFault, what: str) -> None:
     # The region is written over: its blocks might be removed before its records can be read again.
     regions.mark_all_stale(region)
     sentence = f"The records of region {region.number} of {file.path} {what}; the blocks in it are lost."

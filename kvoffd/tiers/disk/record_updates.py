@@ -14,6 +14,7 @@ from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.queue import Job, Kind, Update
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions
 from kvoffd.tiers.disk.workers import Workers
+from kvoffd_proto.tier_stats import DiskFault
 
 # Regions in one update; the next one writes what changes meanwhile.
 _MOST_REGIONS = 64
@@ -177,7 +178,7 @@ class RecordWriter:
         index: DiskIndex,
         clock: Callable[[], float],
         submit: Callable[[Job], None],
-        report_error: Callable[[str, str], None],
+        report_error: Callable[[DiskFault, str], None],
     ) -> None:
         self.updates = RecordUpdates(file.head, index.regions)
         self._file = file
@@ -235,7 +236,7 @@ class RecordWriter:
             update = self.updates.begin()
         except OSError as error:
             name = f"disk:{self._file.path.parent}"
-            self._report_error("no_memory", f"{name} could not record what it has: {error.strerror or error}.")
+            self._report_error(DiskFault.NO_MEMORY, f"{name} could not record what it has: {error.strerror or error}.")
             self._not_before = self._clock() + _PAUSE_S
             self._failures_while_closing += self._closing
             return
@@ -248,4 +249,4 @@ class RecordWriter:
             self._file.calls.truncate(self._file.fd, 0)
         except OSError as error:
             path = self._file.path
-            self._report_error("forget_failed", f"{path} may bring removed blocks back: {error}; remove it.")
+            self._report_error(DiskFault.FORGET_FAILED, f"{path} may bring removed blocks back: {error}; remove it.")

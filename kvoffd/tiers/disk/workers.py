@@ -16,6 +16,7 @@ from kvoffd.system.files import ShortRead, held_bytes, read_all, write_all
 from kvoffd.tiers.disk.file import DiskFile
 from kvoffd.tiers.disk.queue import Batch, DiskQueue, Job, Kind
 from kvoffd.tiers.tier import TierBlock, TierResult
+from kvoffd_proto.tier_stats import DiskFault
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +28,8 @@ class Ended(NamedTuple):
 
     job: Job
     result: TierResult
-    error_kind: str = ""
-    """As for ``TierListener.tier_error``; empty where nothing was wrong."""
+    error_kind: DiskFault | None = None
+    """As for ``TierListener.tier_error``; None where nothing was wrong."""
     sentence: str = ""
 
 
@@ -78,7 +79,7 @@ class Executor:
                     f"The block {entry.block.id.key.hex()} at offset {job.offset} of {self._path} is not what was "
                     f"written there (rank {rank}); it is dropped and will be recomputed."
                 )
-                return Ended(job, TierResult.CORRUPT, "torn" if entry.suspect else "corrupt", sentence)
+                return Ended(job, TierResult.CORRUPT, DiskFault.TORN if entry.suspect else DiskFault.CORRUPT, sentence)
         return Ended(job, TierResult.DONE)
 
     def _update(self, job: Job) -> Ended:
@@ -99,11 +100,11 @@ class Executor:
     def _failed(self, job: Job, error: OSError) -> Ended:
         verb = {Kind.READ: "read", Kind.WRITE: "write", Kind.UPDATE: "record"}[job.kind]
         if isinstance(error, ShortRead):
-            kind = "short_read"
+            kind = DiskFault.SHORT_READ
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            kind = "no_space"
+            kind = DiskFault.NO_SPACE
         else:
-            kind = f"{verb}_failed"
+            kind = DiskFault(f"{verb}_failed")
         what = f"{job.nbytes} bytes at offset {job.offset}" if job.update is None else "its records"
         sentence = f"The disk tier could not {verb} {what} of {self._path}: {error.strerror or error}."
         return Ended(job, TierResult.FAILED, kind, sentence)
@@ -213,7 +214,7 @@ class Workers(ABC):
         except Exception as error:  # a bug: its jobs fail, the thread goes on
             logger.exception("A disk thread failed; its %d jobs fail, the thread goes on.", len(batch.jobs))
             sentence = f"A disk thread failed ({error!r}): a bug; the log has more."
-            ended = [Ended(job, TierResult.FAILED, "bug", sentence) for job in batch.jobs]
+            ended = [Ended(job, TierResult.FAILED, DiskFault.BUG, sentence) for job in batch.jobs]
         with self._changed:
             self._busy_seconds += time.perf_counter() - begun
             self._queue.done(batch)
