@@ -47,6 +47,8 @@ def reference() -> str:
         levels="\n".join(f"| `{level.value}` |" for level in m.HealthLevel),
         disk_doc=_docstring(m.DiskState),
         disk_states="\n".join(f"| `{state.value}` |" for state in m.DiskState),
+        fault_doc=_docstring(m.DiskFault),
+        faults="\n".join(f"| `{fault.value}` | {_markdown(fault.meaning)} |" for fault in m.DiskFault),
         absent=m.ABSENT,
         writing=m.WRITING,
         ready=m.READY,

@@ -20,40 +20,35 @@ class DiskState(StrEnum):
 
 
 class DiskFault(StrEnum):
-    """What went wrong with a disk."""
+    """What kinds of errors a disk has, each with what it means."""
 
-    CORRUPT = "corrupt"
-    """A block read back was not as it was written."""
-    TORN = "torn"
-    """A block was not kept whole by the drive when the machine ended without closing the file."""
-    DAMAGED = "damaged"
-    """The records of a region are damaged."""
-    STARTED_ANEW = "started_anew"
-    """The file could not be read and was emptied."""
-    TRUNCATED = "truncated"
-    """The file had been cut off."""
-    NOT_DIRECT = "not_direct"
-    """The file system refuses O_DIRECT."""
-    TOO_LARGE = "too_large"
-    """No region has room for a block."""
-    READ_FAILED = "read_failed"
-    """A read failed."""
-    WRITE_FAILED = "write_failed"
-    """A write failed."""
-    RECORD_FAILED = "record_failed"
-    """A write of records failed."""
-    SHORT_READ = "short_read"
-    """A read ended too soon."""
-    NO_SPACE = "no_space"
-    """A write found no space."""
-    NO_MEMORY = "no_memory"
-    """There was no memory to write records from."""
-    FORGET_FAILED = "forget_failed"
-    """Blocks that were removed may come back."""
-    HUNG = "hung"
-    """A call did not return for too long."""
-    BUG = "bug"
-    """A thread of the daemon failed."""
+    meaning: str
+
+    def __new__(cls, kind: str, meaning: str) -> DiskFault:
+        fault = str.__new__(cls, kind)
+        fault._value_ = kind
+        fault.meaning = meaning
+        return fault
+
+    CORRUPT = "corrupt", "blocks read back were not as they were written: a bad drive; they were recomputed"
+    TORN = (
+        "torn",
+        "blocks that the drive had not kept whole when the machine ended without closing the file; they were recomputed",
+    )
+    DAMAGED = "damaged", "regions whose records are damaged; the blocks in them are lost"
+    STARTED_ANEW = "started_anew", "the file could not be read and was emptied"
+    TRUNCATED = "truncated", "the file had been cut off; the blocks beyond are lost"
+    NOT_DIRECT = "not_direct", "the file system refuses O_DIRECT; reads and writes go through the page cache"
+    TOO_LARGE = "too_large", "blocks that no region has room for; they are not written"
+    READ_FAILED = "read_failed", "reads that failed; see dmesg and the drive's own report"
+    WRITE_FAILED = "write_failed", "writes of blocks that failed; see dmesg and the drive's own report"
+    RECORD_FAILED = "record_failed", "writes of records that failed; see dmesg and the drive's own report"
+    SHORT_READ = "short_read", "reads that ended too soon; see dmesg and the drive's own report"
+    NO_SPACE = "no_space", "writes that found no space, though it was allocated; see the file system"
+    NO_MEMORY = "no_memory", "times that there was no memory to write records from; they are written later"
+    FORGET_FAILED = "forget_failed", "files that may bring removed blocks back; remove them"
+    HUNG = "hung", "times that a call did not return for long, and nothing was read and written; see dmesg"
+    BUG = "bug", "bugs; please report the traceback in the daemon's log"
 
 
 class DiskStats(Wire, frozen=True):

@@ -12,6 +12,7 @@ from kvoffd_proto.messages import (
     BelowStats,
     BlockAccessStats,
     DirectionStats,
+    DiskFault,
     DiskStats,
     IntegrityStats,
     LatencyStats,
@@ -90,7 +91,7 @@ def disk(directory: str, state: str, problem: str = "") -> DiskStats:
         running_writes=0,
         busy_seconds=1.5,
         direct=True,
-        errors={"corrupt": 1},
+        errors={DiskFault.CORRUPT: 1},
     )
 
 

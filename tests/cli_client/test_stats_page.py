@@ -10,7 +10,7 @@ import pytest
 from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.shared_commands import SHARED_ERRORS, shared_page
 from kvoffd_client.cli.stats_page import StatsPage
-from kvoffd_proto.messages import HealthLevel, StatsReply
+from kvoffd_proto.messages import DiskFault, HealthLevel, StatsReply
 
 Render = Callable[..., str]
 WIDTHS = (80, 100, 120, 200)
@@ -155,7 +155,9 @@ def test_the_age_of_blocks_on_disk_is_told_to_the_hour(
 
 
 def test_the_page_of_disks_loses_nothing_on_a_narrow_terminal(busy: StatsReply, render: Render) -> None:
-    disk = msgspec.structs.replace(busy.disks[0], directory="/mnt/nvme0/kvoffd", errors={"io_error": 1_234_567})
+    disk = msgspec.structs.replace(
+        busy.disks[0], directory="/mnt/nvme0/kvoffd", errors={DiskFault.WRITE_FAILED: 1_234_567}
+    )
     text = render(disks_page([disk, disk], busy.below), width=80)
     assert text.count("/mnt/nvme0/kvoffd: serving, errors 1,234,567\n") == 2
     assert "…" not in text

@@ -16,25 +16,12 @@ from kvoffd_client.cli.console import percent, print_line, printable
 from kvoffd_client.cli.json_objects import Disks
 from kvoffd_client.cli.json_output import print_listing
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
-from kvoffd_proto.messages import BelowStats, DiskFault, DiskStats
+from kvoffd_proto.messages import BelowStats, DiskStats
 from kvoffd_proto.units import UnitError, format_count, format_duration, format_rate, format_size, parse_size
 
 FAILED = 1
 POLL_S = 0.1
 """Between two questions for the state of a directory that is attached or detached."""
-
-DISK_ERRORS: dict[str, str] = {
-    DiskFault.CORRUPT: "blocks read back were not as they were written: a bad drive; they were recomputed",
-    DiskFault.TORN: "blocks that the drive had not kept whole when the machine ended without closing the file; they "
-    "were recomputed",
-    DiskFault.DAMAGED: "regions whose records are damaged; the blocks in them are lost",
-    DiskFault.STARTED_ANEW: "the file could not be read and was emptied",
-    DiskFault.TRUNCATED: "the file had been cut off; the blocks beyond are lost",
-    DiskFault.NOT_DIRECT: "the file system refuses O_DIRECT; reads and writes go through the page cache",
-    DiskFault.TOO_LARGE: "blocks that no region has room for; they are not written",
-}
-"""What the kinds of a disk's errors are; others are calls that failed."""
-OTHER_DISK_ERROR = "calls that failed; see dmesg and the drive's own report"
 
 Disk = Annotated[str, typer.Argument(metavar="DISK", help="Directory of the disk tier.")]
 
@@ -88,8 +75,7 @@ def _problems(disk: DiskStats) -> list[Text]:
     if disk.problem:
         found.append(Text(printable(disk.problem), style="red"))
     for kind, count in sorted(disk.errors.items()):
-        meaning = DISK_ERRORS.get(kind, OTHER_DISK_ERROR)
-        found.append(Text(f"    {printable(kind)} {format_count(count)}: {meaning}", style="red"))
+        found.append(Text(f"    {kind} {format_count(count)}: {kind.meaning}", style="red"))
     if disk.errors:
         found.append(Text("    the daemon's log has the first of each kind", style="dim"))
     if disk.state == "serving" and not disk.direct:

@@ -23,9 +23,16 @@ from kvoffd_client.cli.console import (
     section,
     short_fingerprint,
 )
-from kvoffd_client.cli.disk_commands import DISK_ERRORS, OTHER_DISK_ERROR
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import BlockAccessStats, DirectionStats, NamespaceStats, PoolStats, RecentStats, StatsReply
+from kvoffd_proto.messages import (
+    BlockAccessStats,
+    DirectionStats,
+    DiskFault,
+    NamespaceStats,
+    PoolStats,
+    RecentStats,
+    StatsReply,
+)
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 TITLE_CELLS = 11
@@ -391,6 +398,7 @@ def _errors(failures: Counter[str]) -> Table | Text:
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
     meanings["refused_batches"] = "A CUDA driver refused batches of copies, which were made one by one, slowly."
     meanings["unread_replies"] = "Replies were dropped, since a client has left too many unread."
+    meanings |= {f"disk_{fault}": f"Of disks: {fault.meaning}." for fault in DiskFault}
     if not failures:
         return Text.assemble(("Errors".ljust(TITLE_CELLS), "bold"), "none")
     grid = Table.grid(padding=GAP)
@@ -399,11 +407,6 @@ def _errors(failures: Counter[str]) -> Table | Text:
     grid.add_column(style="red", no_wrap=True)
     grid.add_column()
     for index, (code, count) in enumerate(failures.most_common()):
-        meaning = Text(meanings.get(code.lower()) or _disk_meaning(code), "dim")
+        meaning = Text(meanings.get(code.lower(), ""), "dim")
         grid.add_row("" if index else "Errors", format_count(count), fitting(code), meaning)
     return grid
-
-
-def _disk_meaning(name: str) -> str:
-    kind = name.removeprefix("disk_")
-    return "" if kind == name else f"Of disks: {DISK_ERRORS.get(kind, OTHER_DISK_ERROR)}."
