@@ -24,7 +24,7 @@ class DiskFault(StrEnum):
 
     meaning: str
 
-    def __new__(cls, kind: str, meaning: str) -> DiskFault:
+    def __new__(cls, kind: str, meaning: str = "") -> DiskFault:
         fault = str.__new__(cls, kind)
         fault._value_ = kind
         fault.meaning = meaning
@@ -33,7 +33,7 @@ class DiskFault(StrEnum):
     CORRUPT = "corrupt", "blocks read back were not as they were written: a bad drive; they were recomputed"
     TORN = (
         "torn",
-        "blocks that the drive had not kept whole when the machine ended without closing the file; they were recomputed",
+        "blocks not kept whole by the drive when the machine ended without closing the file; they were recomputed",
     )
     DAMAGED = "damaged", "regions whose records are damaged; the blocks in them are lost"
     STARTED_ANEW = "started_anew", "the file could not be read and was emptied"
