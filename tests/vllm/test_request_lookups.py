@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from support.vllm_fakes import Clock, FakeSchedulerClient, block_hash, key
 
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT, WAIT
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import KeyStatus, LookupSettings, RequestLookups
 
 GROUPS = [[key(1), key(2), key(3)], [key(4, group_id=7)]]
@@ -236,6 +238,19 @@ def test_best_effort_takes_what_is_ready() -> None:
     harness.ask(coming=2)
     assert harness.statuses(1, 2, 3) == [KeyStatus.HIT, KeyStatus.MISS, KeyStatus.MISS]
     assert harness.lookups.disk_wait_over
+
+
+@pytest.mark.parametrize(("tokens_per_second", "waits"), [(0.0, True), (100.0, True), (1000.0, False)])
+def test_the_limit_is_no_more_than_computing_takes(tokens_per_second: float, waits: bool) -> None:
+    harness = DiskHarness()
+    prefill = PrefillRate({(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 16}, harness.clock)
+    prefill.tokens_per_second = tokens_per_second
+    harness.lookups.settings = dataclasses.replace(harness.lookups.settings, prefill=prefill)
+    harness.ask(coming=2, wait_s=0.1)  # 32 tokens
+    assert harness.statuses(2) == [KeyStatus.PENDING if waits else KeyStatus.MISS]
+    harness.clock.now += 0.35
+    harness.ask(coming=1)
+    assert harness.statuses(3) == [KeyStatus.MISS if tokens_per_second else KeyStatus.PENDING]
 
 
 def test_the_limit_ends_the_waiting_for_good() -> None:

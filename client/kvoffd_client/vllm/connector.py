@@ -263,8 +263,8 @@ class KvoffdConnector(OffloadingConnector):
         its user waits for the first token.
         """
         namespace = self._manager.namespace
-        computes = scheduler_output.total_num_scheduled_tokens > 0
-        if computes:
+        self._manager.begin_step(tokens := scheduler_output.total_num_scheduled_tokens)
+        if computes := tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
         elif self._computed:
             time.sleep(OUTPUT_PAUSE_S)

@@ -47,7 +47,8 @@ class ConnectorOptions:
             again.
         disk_wait: what a request does whose blocks come up from disk: "best_effort" takes those that are ready and
             computes the others, "wait" waits until the daemon gives up what does not come (its ``disk_deadline``),
-            "limit" waits for ``disk_wait_ms``, and not at all where the daemon expects it to take longer.
+            "limit" waits for ``disk_wait_ms`` or as long as the engine would compute them, which it learns, and not at
+            all where the daemon expects it to take longer.
         disk_wait_ms: the most that "limit" may cost a request. In a second a local SSD brings some gigabytes, tens of
             thousands of tokens of a model of 8 billion parameters: more than most GPUs compute in that time.
         store_fence_timeout_s: how long vLLM may wait for a running store before its blocks are reused; then the

@@ -204,6 +204,11 @@ class KvoffdManager(OffloadingManager):
         if self._loads and self._may_use_daemon:
             self._early_lookups.ask(request_id, groups, generation)
 
+    def begin_step(self, tokens: int) -> None:
+        """Note that the scheduler begins a step that computes so many tokens."""
+        if self._lookup_settings.prefill is not None:
+            self._lookup_settings.prefill.step(tokens)
+
     def is_looked_up(self, request_id: str) -> bool:
         """Whether a lookup of the request is on its way, or its answer has come and nobody has looked at it."""
         lookups = self._lookups.get(request_id)

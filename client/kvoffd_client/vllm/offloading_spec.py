@@ -29,6 +29,7 @@ from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import EngineNamespace, NamespaceClient
 from kvoffd_client.vllm.offloading_manager import KvEventTranslator, KvoffdManager, StoreThreshold, StoreWindow
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_lookups import LookupSettings
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import LayerSpec
@@ -147,6 +148,7 @@ class KvoffdSpec(OffloadingSpec):
             )
 
         client = NamespaceClient(connect)
+        tokens = [tokens * self.blocks_per_chunk for tokens in self.tokens_per_block]
         return KvoffdManager(
             LookupSettings(
                 client=client,
@@ -156,6 +158,7 @@ class KvoffdSpec(OffloadingSpec):
                 clock=time.monotonic,
                 disk_wait=options.disk_wait,
                 disk_wait_s=options.disk_wait_ms / 1000,
+                prefill=PrefillRate(dict(zip(suffixes, tokens, strict=True)), time.monotonic),
             ),
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,

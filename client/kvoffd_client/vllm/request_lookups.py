@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from vllm.v1.kv_offload.base import OffloadKey
 
@@ -13,6 +14,7 @@ from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, hashes_of
 from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceClient
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
 
 MIN_RETRY_PAUSE_S = 0.002
@@ -80,6 +82,7 @@ class LookupSettings:
         clock: what time is measured with, as time.monotonic().
         disk_wait: what to do about blocks that the daemon reads from disk; see ``ConnectorOptions``.
         disk_wait_s: the most that the mode "limit" waits, from the first answer in which something was pending.
+        prefill: how fast the engine computes; "limit" waits no longer than that takes. None where it is not measured.
     """
 
     client: NamespaceClient
@@ -89,6 +92,7 @@ class LookupSettings:
     clock: Callable[[], float]
     disk_wait: str = LIMIT
     disk_wait_s: float = 1.0
+    prefill: PrefillRate | None = None
 
     def release(self, lookup: PendingLookup | None) -> None:
         """End a lookup's lease, if there is one, or may be one since no answer told."""
@@ -112,6 +116,7 @@ class RequestLookups:
         extra_keys: keys that vLLM asked for beside its chunks' (partial tails), and since when.
         from_disk: keys that the daemon read, or was to read, from disk for this request.
         disk_wait_since: when the first answer came in which something was pending; None before.
+        disk_wait_limit_s: how long the mode "limit" waits from then on.
         disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
@@ -128,6 +133,7 @@ class RequestLookups:
     timeout_counted: bool = False
     from_disk: set[OffloadKey] = field(default_factory=set)
     disk_wait_since: float | None = None
+    disk_wait_limit_s: float = 0.0
     disk_wait_over: bool = False
     disk_wait_counted: bool = False
 
@@ -258,9 +264,12 @@ class RequestLookups:
         now = self.settings.clock()
         if self.disk_wait_since is None:
             self.disk_wait_since = now
+            prefill = self.settings.prefill
+            computed_s = prefill.seconds_for(answer.pending_keys()) if prefill is not None else inf
+            self.disk_wait_limit_s = min(self.settings.disk_wait_s, computed_s)
         expected_s = now - self.disk_wait_since + answer.ticket.wait_s
-        mode, limit_s = self.settings.disk_wait, self.settings.disk_wait_s
-        self.disk_wait_over = mode == BEST_EFFORT or (mode == LIMIT and expected_s >= limit_s)
+        mode = self.settings.disk_wait
+        self.disk_wait_over = mode == BEST_EFFORT or (mode == LIMIT and expected_s >= self.disk_wait_limit_s)
         return not self.disk_wait_over
 
     @property

@@ -1,0 +1,48 @@
+"""The engine's rate of computing prompts, and what is not waited for because of it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from support.vllm_fakes import Clock, key
+
+from kvoffd_client.vllm.prefill_rate import STEPS, PrefillRate
+
+TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
+
+
+def rate_after(*steps: tuple[int, float]) -> PrefillRate:
+    """Of steps of so many tokens that take so many seconds."""
+    clock = Clock()
+    rate = PrefillRate(TOKENS, clock)
+    for tokens, seconds in steps:
+        rate.step(tokens)
+        clock.now += seconds
+    rate.step(0)
+    return rate
+
+
+def test_steps_of_prompts_in_a_row_are_timed() -> None:
+    rate = rate_after(*[(2048, 0.1)] * STEPS)
+    assert rate.tokens_per_second == pytest.approx(20_480)
+    assert rate.seconds_for([key(1), key(2)]) == pytest.approx(32 / 20_480)
+    assert rate.seconds_for([key(1), key(2), key(3, 7)]) == pytest.approx(64 / 20_480), "groups are computed together"
+    assert rate.seconds_for([]) == 0.0
+
+
+def test_it_follows_slowly() -> None:
+    rate = rate_after(*[(2048, 0.1)] * STEPS, *[(2048, 0.2)] * STEPS)
+    assert rate.tokens_per_second == pytest.approx(0.7 * 20_480 + 0.3 * 10_240)
+
+
+@pytest.mark.parametrize("steps", [[(2048, 0.1)] * (STEPS - 1), [(64, 0.01)] * 50, [(2048, 0.1), (1, 0.01)] * 20])
+def test_single_steps_and_decoding_tell_nothing(steps: list[tuple[int, float]]) -> None:
+    rate = rate_after(*steps)
+    assert rate.tokens_per_second == 0.0
+    assert rate.seconds_for([key(1)]) == inf
+
+
+def test_a_pause_of_the_engine_is_no_slow_step() -> None:
+    rate = rate_after(*[(2048, 0.1)] * (STEPS - 1), (1, 60.0), *[(2048, 0.1)] * STEPS)
+    assert rate.tokens_per_second == pytest.approx(20_480)
