@@ -15,7 +15,7 @@ from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, PENDING
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
@@ -33,7 +33,7 @@ class LookupAnswer(NamedTuple):
     """What a lookup found."""
 
     states: list[bytes]
-    """By group of the request, one byte a key: ABSENT, WRITING, READY or PENDING. READY keys are under the lease."""
+    """By group of the request, the state of each key, one byte. READY keys are under the lease."""
     pinned: int
     """Blocks under the lease; where it is 0 there is no lease."""
 
@@ -138,7 +138,7 @@ class LeasedBlocks:
             split = [(group, namespace.split(group, keys)) for group, keys in groups]
             states = blocks.tiering.find(namespace, split, found)
             if not again:
-                namespace.counters.keys_pending += sum(one.count(PENDING) for one in states)
+                namespace.counters.keys_pending += sum(one.count(PENDING) + one.count(SHARED) for one in states)
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (

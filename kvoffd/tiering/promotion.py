@@ -14,7 +14,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
-from kvoffd_proto.messages import PENDING, READY, GroupSpec
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupSpec
 
 MISSES = {
     "no_room": MissReason.NO_ROOM,
@@ -47,7 +47,7 @@ def prefix_run(states: bytes, keys: Sequence[bytes], available: Callable[[bytes]
 
 def run_end(states: bytes | bytearray) -> int:
     """Keys in the unbroken run from the start that are ready, or will be."""
-    return len(states) - len(states.lstrip(bytes([READY, PENDING])))
+    return len(states) - len(states.lstrip(bytes([READY, PENDING, SHARED])))
 
 
 def window_run(

@@ -12,9 +12,12 @@ from kvoffd.tiering.demotion import Demoter
 from kvoffd.tiering.promotion import Promoter, run_end, window_run
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
-from kvoffd_proto.messages import ABSENT, PENDING, READY
+from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED
 
 logger = logging.getLogger(__name__)
+
+COMING = (READY, PENDING, SHARED)
+"""States of keys that are there, or will be, without anything to be done about it."""
 
 MOST_KEYS = 8192
 """Keys of a group that one lookup asks for, the first that are missing. The next lookup of the same request goes on
@@ -50,7 +53,7 @@ class SharedTiering:
         return max(self.promoter.wait_s, self._asked_until - self._clock())
 
     def find(self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray]) -> None:
-        """Mark PENDING the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
+        """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
         if not self._serves(namespace):
             return
         limit_tokens: int | None = None
@@ -104,7 +107,7 @@ class SharedTiering:
         requested = self.promoter.requested(namespace, group)
         if requested or any(states):
             for at, (key, state) in enumerate(zip(keys, states, strict=True)):
-                if state in (READY, PENDING) or key in requested:
+                if state in COMING or key in requested:
                     answers[at] = Answer.YES
                 elif state != ABSENT:
                     answers[at] = Answer.NO
@@ -120,7 +123,7 @@ class SharedTiering:
         *,
         prefix: bool,
     ) -> bool:
-        """Ask for what is unknown, and mark what is being asked for PENDING; whether there is any."""
+        """Ask for what is unknown, and mark what is being asked for SHARED; whether there is any."""
         unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.UNKNOWN]
         if unknown:
             sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
@@ -130,24 +133,24 @@ class SharedTiering:
             answers = self.tier.answers(namespace.fingerprint, group, keys)
         asked = [at for at, answer in enumerate(answers) if answer is Answer.ASKED and states[at] == ABSENT]
         for at in asked:
-            states[at] = PENDING
+            states[at] = SHARED
         return bool(asked)
 
     def _request(
         self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: memoryview
     ) -> None:
-        """Request keys that are there, up to the first that cannot come up, and mark them PENDING."""
+        """Request keys that are there, up to the first that cannot come up, and mark them SHARED."""
         requested = self.promoter.requested(namespace, group)
         there = self.tier.readable(namespace.fingerprint, group)
         for place in places:
             key = keys[place]
-            if states[place] in (READY, PENDING):
+            if states[place] in COMING:
                 continue
             if key not in requested:  # what is requested is WRITING once it is being read
                 source = there.get(key)
                 if states[place] != ABSENT or source is None or not self.promoter.request(namespace, source):
                     return
-            states[place] = PENDING
+            states[place] = SHARED
 
     # --- what else the cache and the daemon tell -------------------------------------------------
 

@@ -253,8 +253,9 @@ class LookupReply(Reply, frozen=True):
     states: Annotated[
         list[bytes],
         doc(
-            "Per group of the request, one byte per key: 0 absent, 1 writing, 2 ready, 3 pending. A "
-            "pending key is in a tier below the pool and being promoted: ask again."
+            "Per group of the request, one byte per key: 0 absent, 1 writing, 2 ready, 3 pending, 4 shared. A "
+            "pending key is on a disk and being promoted, a shared one in a store that nodes share, or that is "
+            "being asked: ask again."
         ),
     ]
     pinned: Annotated[Count, doc("Number of blocks pinned; with 0 there is no lease.")]

@@ -53,6 +53,7 @@ def reference() -> str:
         writing=m.WRITING,
         ready=m.READY,
         pending=m.PENDING,
+        shared=m.SHARED,
         error_doc=_docstring(ErrorCode),
         errors="\n".join(f"| {code.value} | `{code.name}` | {_markdown(code.sentence)} |" for code in ErrorCode),
         examples=_examples(),

@@ -101,9 +101,11 @@ class KeyState(IntEnum):
     """It can be loaded."""
     PENDING = 3
     """A disk has it, and it comes up: ask again."""
+    SHARED = 4
+    """A store that nodes share is asked for it, or has it and it comes up: ask again."""
 
 
-ABSENT, WRITING, READY, PENDING = KeyState
+ABSENT, WRITING, READY, PENDING, SHARED = KeyState
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, GroupKeys, GroupTransfer, JobResult, Load, Store
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, GroupTransfer, JobResult, Load, Store
 
 KEY_BYTES = 32
 
@@ -51,13 +51,18 @@ class FakeSchedulerClient:
         return future
 
     def answer(
-        self, ready: set[bytes], index: int = -1, coming: Collection[bytes] = (), wait_s: float = 0.0
+        self,
+        ready: set[bytes],
+        index: int = -1,
+        coming: Collection[bytes] = (),
+        wait_s: float = 0.0,
+        shared: Collection[bytes] = (),
     ) -> LookupFuture:
-        """Answer a lookup: these block hashes are ready, and these on their way up from disk."""
+        """Answer a lookup: these block hashes are ready, these on their way up from disk or from a shared store."""
         future, groups = self.asked[index]
         for group in groups:
             hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
-            state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(ready, READY)}
+            state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(shared, SHARED), **dict.fromkeys(ready, READY)}
             future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
         future.wait_s = wait_s
         future.pinned = sum(states.count(READY) for states in future.states)

@@ -11,7 +11,7 @@ from support.tiering_harness import TieringHarness
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard, TierStats
-from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupSpec
+from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 ASK_S = 0.02
@@ -136,16 +136,16 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     space = rig.open(world_size=2, shard_bytes=(SLOT_UNIT,))
     keys = keys_of(1, 2, 3)
     shared.there = {(0, key) for key in split(keys_of(1, 2))}
-    assert rig.states(space, keys) == [PENDING] * 3
+    assert rig.states(space, keys) == [SHARED] * 3
     assert rig.tiering.wait_s == pytest.approx(ASK_S)
     assert shared.asked == split(keys)
-    assert rig.states(space, keys) == [PENDING] * 3, "asked once"
+    assert rig.states(space, keys) == [SHARED] * 3, "asked once"
     assert shared.asked == split(keys)
     shared.answer()
-    assert rig.states(space, keys) == [PENDING, PENDING, ABSENT]
+    assert rig.states(space, keys) == [SHARED, SHARED, ABSENT]
     rig.tiering.pump()
     assert shared.reads
-    assert rig.states(space, keys) == [PENDING, PENDING, ABSENT], "also while they are being read"
+    assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
     shared.end_reads(space)
     assert rig.states(space, keys) == [READY, READY, ABSENT]
     block = rig.cache.blocks.index[space][0][keys_of(1)]
@@ -162,7 +162,7 @@ def test_nothing_is_asked_that_pool_or_disks_have(rig: TieringHarness, shared: F
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1, 2)) == [READY, PENDING]
     assert not shared.asked
-    assert rig.states(space, keys_of(1, 2, 3)) == [READY, PENDING, PENDING]
+    assert rig.states(space, keys_of(1, 2, 3)) == [READY, PENDING, SHARED]
     assert shared.asked == split(keys_of(3))
 
 
@@ -171,7 +171,7 @@ def test_behind_a_key_that_nobody_has_nothing_comes_up(rig: TieringHarness, shar
     shared.there = {(0, key) for key in split(keys_of(1, 3))}
     rig.states(space, keys_of(1, 2, 3))
     shared.answer()
-    assert rig.states(space, keys_of(1, 2, 3)) == [PENDING, ABSENT, ABSENT]
+    assert rig.states(space, keys_of(1, 2, 3)) == [SHARED, ABSENT, ABSENT]
     rig.tiering.pump()
     assert len(shared.reads) == 1
 
@@ -216,9 +216,9 @@ def test_a_window_waits_for_what_the_others_have_and_only_its_last_comes_up(
     def states() -> list[list[int]]:
         return [list(one) for one in rig.cache.lookup(space, 1, 1, [(0, keys), (1, keys)]).states]
 
-    assert states() == [[PENDING] * 5, [PENDING] * 5]
+    assert states() == [[SHARED] * 5, [SHARED] * 5]
     shared.answer()
-    assert states() == [[PENDING] * 4 + [ABSENT], [ABSENT, ABSENT, PENDING, PENDING, ABSENT]]
+    assert states() == [[SHARED] * 4 + [ABSENT], [ABSENT, ABSENT, SHARED, SHARED, ABSENT]]
     rig.tiering.pump()
     shared.end_reads(space)
     assert [one.group for one in shared.ended] == [0] * 4 + [1] * 2

@@ -283,6 +283,21 @@ def test_only_the_latest_blocks_are_counted() -> None:
     assert StoreThreshold(1, 0).take(KEYS) == KEYS
 
 
+def test_blocks_from_a_store_that_nodes_share_count_as_hits_of_a_remote_store() -> None:
+    harness = ManagerHarness()
+    context = harness.request()
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2)], shared=[block_hash(3)])
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context)[2] is LookupResult.HIT_PENDING
+    harness.clock.now += 0.1
+    harness.manager.begin_lookup("r", [KEYS])
+    harness.client.answer({block_hash(1), block_hash(2), block_hash(3)})
+    harness.manager.begin_lookup("r", [KEYS])
+    assert harness.results(context) == [LookupResult.HIT] * 3
+    sources = [harness.manager.get_load_source(item, context) for item in KEYS]
+    assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED]
+
+
 @pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
 def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(tiers: object, waits: bool) -> None:
     harness = ManagerHarness()

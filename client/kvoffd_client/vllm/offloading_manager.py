@@ -307,6 +307,8 @@ class KvoffdManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         lookups = self._lookups.get(req_context.req_id)
+        if lookups is not None and key in lookups.from_elsewhere:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED  # what vLLM calls a remote store
         from_disk = lookups is not None and key in lookups.from_disk
         return CacheHitSource.DISK if from_disk else CacheHitSource.HOST
 

@@ -15,10 +15,11 @@ from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.prefill_rate import PrefillRate
-from kvoffd_proto.messages import ABSENT, PENDING, READY, GroupKeys
+from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupKeys
 
 MIN_RETRY_PAUSE_S = 0.002
 MAX_RETRY_PAUSE_S = 0.05
+COMING = (PENDING, SHARED)
 
 
 class KeyStatus(Enum):
@@ -26,7 +27,7 @@ class KeyStatus(Enum):
 
     HIT = auto()
     MISS = auto()
-    PENDING = auto()  # the daemon reads the block from disk, and the request waits for it
+    PENDING = auto()  # the daemon brings the block up from disk or elsewhere, and the request waits for it
     RETRY = auto()  # the answer has not come yet
     TIMED_OUT = auto()  # a miss only because the answer did not come before the deadline
 
@@ -57,9 +58,9 @@ class PendingLookup:
             self._states = b"".join(self.ticket.states)
         return self._states[place] if place < len(self._states) else ABSENT
 
-    def pending_keys(self) -> list[OffloadKey]:
-        """Return the keys whose blocks the daemon reads from disk. Only once answered."""
-        return [key for key in self._places if self.state(key) == PENDING] if self.ticket.pending else []
+    def pending_keys(self, *states: int) -> list[OffloadKey]:
+        """Return the keys whose blocks the daemon brings up, those in these states. Only once answered."""
+        return [key for key in self._places if self.state(key) in states] if self.ticket.pending else []
 
     @property
     def complete(self) -> bool:
@@ -115,6 +116,7 @@ class RequestLookups:
         load_failed: a load of this request failed; the request is recomputed and never looked up again.
         extra_keys: keys that vLLM asked for beside its chunks' (partial tails), and since when.
         from_disk: keys that the daemon read, or was to read, from disk for this request.
+        from_elsewhere: the same, from a store that nodes share.
         disk_wait_since: when the first answer came in which something was pending; None before.
         disk_wait_limit_s: how long the mode "limit" waits from then on.
         disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
@@ -132,6 +134,7 @@ class RequestLookups:
     failed_at: float = float("-inf")
     timeout_counted: bool = False
     from_disk: set[OffloadKey] = field(default_factory=set)
+    from_elsewhere: set[OffloadKey] = field(default_factory=set)
     disk_wait_since: float | None = None
     disk_wait_limit_s: float = 0.0
     disk_wait_over: bool = False
@@ -165,9 +168,9 @@ class RequestLookups:
             state = self.answer.state(key)
             if state == READY:
                 return KeyStatus.HIT
-            if state == PENDING and self._wait_for_disk():
+            if state in COMING and self._wait_for_disk():
                 return KeyStatus.PENDING
-            if state is not None and (self.pending is None or state == PENDING):
+            if state is not None and (self.pending is None or state in COMING):
                 return KeyStatus.MISS
         if self.pending is not None and key in self.pending:
             if self.pending.ticket.done:
@@ -243,7 +246,8 @@ class RequestLookups:
                 # The new lease pins what the old one did, so nothing is unpinned in between.
                 self.settings.release(self.answer)
                 self.answer = self.last_answer = pending
-                self.from_disk.update(pending.pending_keys())
+                self.from_disk.update(pending.pending_keys(PENDING))
+                self.from_elsewhere.update(pending.pending_keys(SHARED))
         if self.answer is not None and not self.answer.usable:
             self.answer = None
 
@@ -265,7 +269,7 @@ class RequestLookups:
         if self.disk_wait_since is None:
             self.disk_wait_since = now
             prefill = self.settings.prefill
-            computed_s = prefill.seconds_for(answer.pending_keys()) if prefill is not None else inf
+            computed_s = prefill.seconds_for(answer.pending_keys(*COMING)) if prefill is not None else inf
             self.disk_wait_limit_s = min(self.settings.disk_wait_s, computed_s)
         expected_s = now - self.disk_wait_since + answer.ticket.wait_s
         mode = self.settings.disk_wait
