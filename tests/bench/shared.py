@@ -175,7 +175,7 @@ def asking(url: str, port: int) -> str:
     floors, own = [], []
     for _ in range(50):
         started = time.perf_counter()
-        bare.send_questions(b"EXISTS", names, time.monotonic() + 5)
+        bare.send_questions(names, time.monotonic() + 5)
         bare.answers(len(names), time.monotonic() + 5)
         floors.append(time.perf_counter() - started)
         started = time.perf_counter()

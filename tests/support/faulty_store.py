@@ -21,6 +21,7 @@ class FaultyStore:
         delay_s: time that it takes before each message.
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection.
+        hang_after: bytes of a value after which it sends nothing for ``hang_s``, and then the rest.
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
         commands: how many of each it was given.
@@ -31,6 +32,8 @@ class FaultyStore:
         self.delay_s = 0.0
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
+        self.hang_after: int | None = None
+        self.hang_s = 0.0
         self.error = ""
         self.full = False
         self.commands: dict[bytes, int] = {}
@@ -95,6 +98,10 @@ class FaultyStore:
         if self.cut_after is not None and not key.endswith(b"/generation"):
             connection.sendall(message[: self.cut_after])
             return False
+        if self.hang_after is not None and not key.endswith(b"/generation"):
+            connection.sendall(message[: self.hang_after])
+            time.sleep(self.hang_s)
+            message = message[self.hang_after :]
         connection.sendall(message)
         return True
 

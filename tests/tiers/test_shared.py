@@ -10,7 +10,7 @@ import pytest
 from support.faulty_store import FaultyStore
 from support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
 from tiers.shared_conformance import SharedConformance
-from tiers.shared_rig import ONE, SharedRig
+from tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
 from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
@@ -115,6 +115,26 @@ def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
     assert rig.tier.reachable
     assert rig.load(other) is DONE
     assert rig.kinds["disconnected"] == 1
+
+
+@pytest.mark.parametrize("hang_after", [3, 200, 100_000])
+def test_a_network_that_is_cut_in_a_value_is_a_miss_in_time_and_nothing_lands_later(
+    store: FaultyStore, rig: SharedRig, hang_after: int
+) -> None:
+    block = rig.block(1, (200_000,))
+    rig.store(block)
+    assert rig.ask(block) == [Answer.YES]
+    store.hang_after, store.hang_s = hang_after, 1.0
+    started = time.monotonic()
+    ended = rig.begin_read(block, deadline_s=0.2)
+    assert ended is not None
+    rig.until(lambda: bool(ended))
+    assert ended[0] in (TierResult.DEADLINE, TierResult.FAILED)
+    assert time.monotonic() - started < 0.9
+    at = 8 * SLOT_BYTES
+    rig.pool[at : at + 200_000] = bytes(200_000)
+    time.sleep(max(0.0, started + 1.2 - time.monotonic()))  # it sends the rest meanwhile
+    assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
 def test_what_is_evicted_between_asking_and_reading_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
@@ -258,6 +278,31 @@ def test_a_write_of_what_is_removed_meanwhile_leaves_nothing(store: FaultyStore,
     assert ends == [TierResult.GONE]
     store.delay_s = 0.0
     rig.until(lambda: not store.values)
+
+
+# --- a time to live ---------------------------------------------------------------------------------
+
+
+@needs_redis
+@pytest.mark.parametrize("of", ["server", "cluster"])
+def test_what_nobody_uses_expires_and_a_use_begins_its_time_anew(of: str, request: pytest.FixtureRequest) -> None:
+    running = request.getfixturevalue(of)
+    server = running if of == "server" else running.servers[0]
+    for one in [server] if of == "server" else running.servers:
+        one.command("FLUSHALL")
+    rig, other = SharedRig(f"{running.url}?ttl=1h").reachable(), SharedRig(f"{running.url}?ttl=2h").reachable()
+    block = next(block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) < 5000)
+    rig.block(int.from_bytes(block.id.key, "big"))
+    rig.store(block)
+    name = object_key(block.id, 0)
+    assert 3590 <= int(server.command("TTL", name)[1:]) <= 3600
+    other.block(int.from_bytes(block.id.key, "big"))
+    other.store(block)
+    assert other.tier.counters.present_blocks == 1
+    assert 7190 <= int(server.command("TTL", name)[1:]) <= 7200
+    assert other.load(block) is DONE
+    assert rig.close()
+    assert other.close()
 
 
 # --- a real server that goes away -------------------------------------------------------------------

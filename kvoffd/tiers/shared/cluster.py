@@ -6,10 +6,12 @@ import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from urllib.parse import urlsplit
+from math import ceil
+from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd_proto.units import parse_duration
 
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
@@ -53,9 +55,9 @@ class RedisCluster(Store):
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
     blocks_at_once, bytes_at_once = Redis.blocks_at_once, Redis.bytes_at_once
 
-    def __init__(self, host: str, port: int, credentials: Credentials, *, tls: bool) -> None:
+    def __init__(self, host: str, port: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0) -> None:
         self._seed = (host, port)
-        self._open: Callable[[Address], Redis] = lambda address: Redis(*address, 0, credentials, tls=tls)
+        self._open: Callable[[Address], Redis] = lambda address: Redis(*address, 0, credentials, tls=tls, ttl_s=ttl_s)
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
@@ -134,28 +136,31 @@ class RedisCluster(Store):
         home = self._owner(generation_key)
         if home is None:
             raise StoreError("unreachable", f"A master of the cluster at {self._name} cannot be reached.")
-        return self._questions(b"EXISTS", keys, deadline, home, generation_key)
+        return self._questions(keys, deadline, home, generation_key)
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return self._questions(b"TOUCH", keys, deadline)[1]
+        return self._questions(keys, deadline)[1]
 
     def _questions(
         self,
-        command: bytes,
         keys: Sequence[bytes],
         deadline: float,
         home: Address | None = None,
         generation_key: bytes | None = None,
     ) -> tuple[int, list[bool]]:
-        """Ask all masters at once, then receive from one after the other. ``home`` has the generation."""
+        """Ask all masters at once, then receive from one after the other. ``home`` has the generation; None: touch."""
         parts = self._by_owner(keys)
         if home is not None:
             parts.setdefault(home, [])
         generation, found = 0, [False] * len(keys)
         for address, places in parts.items():
             own = generation_key if address == home else None
+            asked = [keys[at] for at in places]
             with self._exchange(address) as node:
-                node.send_questions(command, [keys[at] for at in places], deadline, own)
+                if home is None:
+                    node.send_touches(asked, deadline)
+                else:
+                    node.send_questions(asked, deadline, own)
         for address, places in parts.items():
             with self._exchange(address) as node:
                 if address == home and generation_key is not None:
@@ -238,6 +243,7 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     parts = urlsplit(url)
     host, port, database = parts.hostname or "", parts.port or 6379, int(parts.path.strip("/") or 0)
     tls = parts.scheme.startswith("rediss")
+    ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
     if parts.scheme.endswith("+cluster"):
-        return lambda: RedisCluster(host, port, credentials, tls=tls)
-    return lambda: Redis(host, port, database, credentials, tls=tls)
+        return lambda: RedisCluster(host, port, credentials, tls=tls, ttl_s=ttl_s)
+    return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s)

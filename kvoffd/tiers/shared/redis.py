@@ -40,12 +40,16 @@ class Redis(Store):
     most_window_keys = 8192
     blocks_at_once, bytes_at_once = 8, 2 << 20
 
-    def __init__(self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool) -> None:
+    def __init__(
+        self, host: str, port: int, database: int, credentials: Credentials, *, tls: bool, ttl_s: int = 0
+    ) -> None:
         self._address = (host, port)
         self._name = f"{host}:{port}"
         self._database = database
         self._credentials = credentials
         self._tls = tls
+        self._ttl = b"%d" % ttl_s if ttl_s else b""
+        """Seconds after which the server forgets what nobody wrote or touched; empty for no such time."""
         self._socket: socket.socket | None = None
         self._input = bytearray()
 
@@ -110,19 +114,22 @@ class Redis(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        self.send_questions(b"EXISTS", keys, deadline, generation_key)
+        self.send_questions(keys, deadline, generation_key)
         return self.generation(generation_key, deadline), self.answers(len(keys), deadline)
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        self.send_questions(b"TOUCH", keys, deadline)
+        self.send_touches(keys, deadline)
         return self.answers(len(keys), deadline)
 
-    def send_questions(
-        self, command: bytes, keys: Sequence[bytes], deadline: float, generation_key: bytes | None = None
-    ) -> None:
+    def send_touches(self, keys: Sequence[bytes], deadline: float) -> None:
+        """Send what ``answers`` receives. A time to live begins anew, which counts as a use too."""
+        command, *last = (b"EXPIRE", self._ttl) if self._ttl else (b"TOUCH",)
+        self._send([_repeated(command, keys, *last)], deadline)
+
+    def send_questions(self, keys: Sequence[bytes], deadline: float, generation_key: bytes | None = None) -> None:
         """Send what ``generation``, where its key is given, and then ``answers`` receive."""
         head = b"*2\r\n$3\r\nGET\r\n" + _bulk(generation_key) if generation_key is not None else b""
-        self._send([head + _repeated(command, keys)], deadline)
+        self._send([head + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
         value = self._small_value(deadline)
@@ -160,10 +167,11 @@ class Redis(Store):
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
         parts: list[bytes | memoryview] = []
+        head, end = (b"*5", b"\r\n$2\r\nEX\r\n" + _bulk(self._ttl)) if self._ttl else (b"*3", b"\r\n")
         for key, values in objects:
             nbytes = sum(map(len, values))
-            parts.append(b"*3\r\n$3\r\nSET\r\n%s$%d\r\n" % (_bulk(key), nbytes))
-            parts += [*values, b"\r\n"]
+            parts.append(b"%s\r\n$3\r\nSET\r\n%s$%d\r\n" % (head, _bulk(key), nbytes))
+            parts += [*values, end]
         self._send(parts, deadline)
         return [self._stored(deadline) for _ in objects]
 
@@ -325,7 +333,7 @@ def _bulk(data: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(data), data)
 
 
-def _repeated(command: bytes, keys: Sequence[bytes]) -> bytes:
-    """A command of one key, for each key."""
-    head = b"*2\r\n$%d\r\n%s\r\n" % (len(command), command)
-    return b"".join([b"%s$%d\r\n%s\r\n" % (head, len(key), key) for key in keys])
+def _repeated(command: bytes, keys: Sequence[bytes], *last: bytes) -> bytes:
+    """A command of one key, and of what comes last, for each key."""
+    head, end = b"*%d\r\n%s" % (2 + len(last), _bulk(command)), b"".join(map(_bulk, last))
+    return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(key), key, end) for key in keys])

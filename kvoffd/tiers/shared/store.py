@@ -13,9 +13,10 @@ from urllib.parse import parse_qsl, urlsplit
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.units import quoted
+from kvoffd_proto.units import UnitError, parse_duration, quoted
 
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
+MOST_TTL_S = 10 * 365 * 86400
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 ENTRY_POINTS = "kvoffd.shared_stores"
 """Of stores of other packages: each is named as its scheme, and a call of what ``open_store`` is called with."""
@@ -149,10 +150,15 @@ def check_url(url: str) -> None:
     if usable and parts.scheme == "s3":
         usable = not {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - {"endpoint", "region"}
     elif usable and parts.scheme in REDIS_SCHEMES:
-        usable = not parts.query and re.fullmatch("/?[0-9]*", parts.path) is not None
+        asked = parse_qsl(parts.query, keep_blank_values=True)
+        try:
+            usable = all(name == "ttl" and 1 <= parse_duration(value) <= MOST_TTL_S for name, value in asked)
+        except UnitError:
+            usable = False
+        usable = usable and re.fullmatch("/?[0-9]*", parts.path) is not None
     if not usable:
         raise ValueError(
-            f"{quoted(url.partition('?')[0])} is not a URL that can be used; write redis://HOST:PORT or "
+            f"{quoted(url.partition('?')[0])} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
             f"s3://BUCKET/PREFIX?endpoint=URL&region=NAME; there are {', '.join(SCHEMES)}"
         )
 
