@@ -34,7 +34,7 @@ def left_behind(pool_bytes: int, block_bytes: int) -> tuple[int, int]:
     pool.note_namespace(NamespaceRecord(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
     for number, offset in enumerate(pool.take(block_bytes, pool_bytes // block_bytes)):
         mark_writing(pool, offset, *SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
-        mark_ready(pool, offset, 0, block_bytes)
+        mark_ready(pool, offset, 0, block_bytes, checksum=1)
     kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
     pool.close()
     return kept
