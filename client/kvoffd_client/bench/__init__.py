@@ -55,12 +55,12 @@ JOBS_STEP_S = 0.03
 BLOCK_STEPS = 16
 """A sequence fills a block in so many steps."""
 
+_LOAD_BYTES = LOOKUP_ENGINES * KEPT_TURNS * ENGINE_KEYS * COPIED_BLOCK_BYTES
 POOL_BYTES = {
-    "lookup": (max(LOOKUP_KEY_COUNTS) + LOADED_KEYS) * PAGE_BYTES
-    + LOOKUP_ENGINES * KEPT_TURNS * ENGINE_KEYS * COPIED_BLOCK_BYTES,
+    "lookup": (max(LOOKUP_KEY_COUNTS) + LOADED_KEYS) * PAGE_BYTES + _LOAD_BYTES,
     "copy": POOL_JOBS * HOST_JOB_BYTES,
     "copy --memory cuda": POOL_JOBS * GPU_JOB_BYTES,
     "fairness": 2 * FLOOD_KEYS * COPIED_BLOCK_BYTES,
-    "jobs": 2 * IN_FLIGHT_JOBS * PAGE_BYTES,
+    "jobs": 2 * IN_FLIGHT_JOBS * PAGE_BYTES + _LOAD_BYTES,
 }
 """Most bytes of the pool that a bench has at a time."""

@@ -222,3 +222,5 @@ if __name__ == "__main__":
         run(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:6]))
     except KvoffdClientError as error:
         sys.exit(f"kvoffd-cli: {error}")
+    except BrokenPipeError:
+        os._exit(1)  # the bench has ended, and says why

@@ -49,6 +49,8 @@ Bench: TypeAlias = "Callable[[Path, Progress], Report]"
 PIECE_STEP_BYTES = 4096
 
 
+POOL_SLACK = 8
+"""A pool must have this part more than what a bench stores: blocks of several sizes do not fill it."""
 CASE_CELLS = 46
 """The name of a case is not cut below it: the longest of most benches."""
 
@@ -145,7 +147,7 @@ def copy(
         return _print_report(bench_lanes(_print_progress, lanes, pieces), as_json=json)
     bench = _copy_bench(memory, piece_size or [], threads, gpu, compute=compute)
     most_bytes = POOL_BYTES["copy" if memory == "host" else "copy --memory cuda"]
-    return run_bench(bench, local_directory(context, directory), most_bytes, as_json=json, plot=plot)
+    return run_bench(bench, local_directory(context, directory), most_bytes, as_json=json, plot=plot, fits=True)
 
 
 def _copy_bench(memory: str, piece_sizes: Sequence[str], threads: int, gpu: int, *, compute: bool) -> Bench:
@@ -260,10 +262,13 @@ def pool(
     return run_bench(bench, local_directory(context, directory), as_json=json)
 
 
-def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bool, plot: Path | None = None) -> int:
+def run_bench(
+    bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bool, plot: Path | None = None, fits: bool = False
+) -> int:
     """Run ``bench`` against the daemon in ``directory``, print its report, draw it into ``plot``; return 0.
 
-    ``most_bytes`` is what it has in the pool at most; what that evicts is said on stderr before it begins.
+    ``most_bytes`` is what it has in the pool at most; what that evicts is said on stderr before it begins. A smaller
+    pool is refused, unless the bench ``fits`` itself to it. Raises CliError.
     """
     from kvoffd_client.bench.results import check_plot, draw_plot
 
@@ -271,6 +276,12 @@ def run_bench(bench: Bench, directory: Path, most_bytes: int = 0, *, as_json: bo
         check_plot(plot)
     with AdminClient(directory) as admin:
         pool = admin.stats().pool
+        least_bytes = 0 if fits else most_bytes + most_bytes // POOL_SLACK
+        if pool.pool_bytes < least_bytes:
+            raise CliError(
+                f"The pool has {format_size(pool.pool_bytes)}, and this bench needs {format_size(least_bytes)}; start "
+                "a daemon with a larger one for it."
+            )
         stored_bytes = min(most_bytes, pool.pool_bytes)
         if (evicted_bytes := stored_bytes - pool.free_bytes) > 0:
             print(
