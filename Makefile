@@ -3,13 +3,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-lmcache
+ROUTERS := .venv-routers
 BUILD := tests/tools/build_venv.py
 # The first of these that runs and is new enough; `make venv PYTHON=/path/to/python` takes another.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files routers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -76,6 +77,9 @@ gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no interne
 gpu-files: ## fetch and build what `make gpu` takes to a machine without internet, into .gpu; GPU_ARGS="--python 3.12"
 	@$(PYTHON) tests/bench/gpu/carry.py fetch $(GPU_ARGS)
 
+routers: $(VENV)/.tools $(ROUTERS)/.built ## have Dynamo's indexer and vLLM's router read KV events; they get .venv-routers (0.4 GB)
+	$(BIN)/pytest tests/routers $(PYTEST_ARGS)
+
 soak: $(VENV)/.tools ## simulate daemon, engines and faults, seed after seed, until told to stop; SOAK_ARGS="--seconds 60"
 	@$(BIN)/python -m tests.sim.soak $(SOAK_ARGS)
 
@@ -89,7 +93,7 @@ exposure: ## what systemd says of the unit's hardening, and why the rest is left
 	@$(PYTHON) -m tests.tools.exposure
 
 clean: ## remove .venv, the demo's files and all caches
-	rm -rf $(VENV) $(PEERS) .venv-next .venv-servers .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(ROUTERS) .venv-next .venv-servers .demo .fuzz .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again.
@@ -113,6 +117,10 @@ $(VENV)/.dist: $(BUILD) | $(VENV)/.tools
 
 $(VENV)/.fuzz: $(BUILD) | $(VENV)/.tools
 	@$(PYTHON) $(BUILD) $(VENV) fuzz
+	@touch $@
+
+$(ROUTERS)/.built: tests/routers/build_routers.py $(BUILD)
+	@$(PYTHON) -m tests.routers.build_routers $(ROUTERS)
 	@touch $@
 
 $(PEERS)/.built: tests/bench/peers/build_lmcache.py $(BUILD)

@@ -38,9 +38,12 @@ class PromptEngine(Closing):
     """One engine, of one worker and one group of full attention, that stores prompts of token ids.
 
     A block's key is a number that counts from 1; ``keys`` has it by the tokens of the prompt up to the block's end.
+    Engines that have one such table know a block by the same key.
     """
 
-    def __init__(self, daemon: DaemonProcess, label: str = "model") -> None:
+    def __init__(
+        self, daemon: DaemonProcess, label: str = "model", keys: dict[tuple[int, ...], int] | None = None
+    ) -> None:
         self.memory = SharedMemory(POOL_BLOCKS * PAGE, "test")
         self.fingerprint = label.encode().ljust(32, b".")
         groups = [m.GroupSpec("full_attention", BLOCK_TOKENS)]
@@ -51,7 +54,7 @@ class PromptEngine(Closing):
             opening = m.OpenNamespace(one.next_id(), one.token, self.fingerprint, label, 1, KEY_BYTES, groups, "{}")
             one.ask(opening, m.NamespaceOpened)
         self.registration = self.worker.register(self.memory, fingerprint=self.fingerprint)
-        self.keys: dict[tuple[int, ...], int] = {}
+        self.keys = keys if keys is not None else {}
         self._jobs = 0
 
     def chain(self, prompt: Sequence[int]) -> list[int]:

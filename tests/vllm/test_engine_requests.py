@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from support.daemon import DaemonProcess
-from support.engine import Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
+from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
 from support.models import TINY_LLAMA, make_tiny_llama
+from support.router_daemon import Subscriber, free_ports
 from support.shapes import add_tokenizer, wait_stored
 
 from kvoffd_client import AdminClient
@@ -40,17 +41,35 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What each kind of request got, from an empty cache, from the daemon, and from it in a new process."""
+    """What each kind of request got, from an empty cache, from the daemon, and from it in a new process.
+
+    ``told`` is what a router that came after the first of them was told: by hash of a block its parent and its tokens.
+    """
 
     cold: dict[str, Completion]
     warm: dict[str, Completion]
     restarted: dict[str, Completion]
+    told: dict[int, tuple[int | None, tuple[int, ...]]]
+
+
+def told_blocks(port: int, admin: AdminClient) -> dict[int, tuple[int | None, tuple[int, ...]]]:
+    """What a router is told that comes now."""
+    routers = admin.stats().routers
+    assert routers is not None
+    with Subscriber(port) as router:
+        while len(router.blocks) < routers.told_blocks:
+            assert router.take_one()
+        return {block: found for (_, block), found in router.blocks.items()}
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
     model: Path = add_tokenizer(make_tiny_llama(tmp_path_factory.mktemp("models") / "model"))
-    with DaemonProcess("64MiB") as daemon, AdminClient(daemon.directory) as admin:
+    (port,) = free_ports(1)
+    with (
+        DaemonProcess("64MiB", event_address=f"127.0.0.1:{port}") as daemon,
+        AdminClient(daemon.directory) as admin,
+    ):
         engine = EngineProcess(
             model,
             daemon.directory,
@@ -75,12 +94,13 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
             wait_connected(admin)
             cold = ask()
             wait_stored(admin)
+            told = told_blocks(port, admin)
             engine.forget()
             warm = ask()
             engine.kill()
             engine.start()
             wait_connected(admin)
-            yield Answers(cold, warm, ask())
+            yield Answers(cold, warm, ask(), told)
             stats = admin.stats()
             assert (stats.load.failed_jobs, stats.store.failed_jobs, stats.leases) == (0, 0, 0)
         finally:
@@ -97,3 +117,15 @@ def test_request(name: str, answers: Answers) -> None:
     # vLLM reads no cache where it must say how likely each token of the prompt was.
     expected = 0 if name == "prompt-logprobs" else full_blocks(LENGTH)
     assert [warm.cached, restarted.cached] == [expected] * 2
+
+
+def test_routers_are_told_the_tokens_of_prompts_whose_hashes_are_of_tokens_alone(answers: Answers) -> None:
+    by_tokens = {(parent, tokens): block for block, (parent, tokens) in answers.told.items()}
+    assert len(by_tokens) == len(answers.told), "a salted prompt was told as the plain one of its tokens"
+    for name in ("plain", "several-samples", "prompt-logprobs", "structured-output", "after-an-abort"):
+        (tokens,) = REQUESTS[name]["prompts"]
+        parent = None
+        for start in range(0, full_blocks(LENGTH), BLOCK_TOKENS):
+            parent = by_tokens[parent, tuple(tokens[start : start + BLOCK_TOKENS])]
+    first = {tuple(one["prompts"][0][:BLOCK_TOKENS]) for name, one in REQUESTS.items() if name != "prompt-embeddings"}
+    assert {tokens for parent, tokens in answers.told.values() if parent is None} == first
