@@ -229,6 +229,7 @@ PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuEventDestroy_v2": ("CUevent",),
     "cuMemcpyAsync": ("CUdeviceptr", "CUdeviceptr", "size_t", "CUstream"),
     "cuModuleLoadData": ("CUmodule *", "const void *"),
+    "cuModuleUnload": ("CUmodule",),
     "cuModuleGetFunction": ("CUfunction *", "CUmodule", "const char *"),
     "cuLaunchKernel": ("CUfunction", *("unsigned int",) * 7, "CUstream", "void **", "void **"),
     # Memory of the GPU and of the host.
@@ -436,10 +437,10 @@ class CudaLibrary:
     def destroy_stream(self, stream: int) -> None:
         self._call("cuStreamDestroy_v2", stream)
 
-    def load_kernel(self, ptx: str, name: str) -> int:
-        """Compile a module and return one of its kernels; the module stays until the context is destroyed."""
+    def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
+        """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
         module = self._number(ctypes.c_void_p, "cuModuleLoadData", ptx.encode())
-        return self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
+        return module, self._number(ctypes.c_void_p, "cuModuleGetFunction", module, name.encode())
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Return begin and size of the allocation, or of the mapped chunk, that an address lies in."""

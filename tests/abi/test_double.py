@@ -407,7 +407,7 @@ def test_chunks_are_copied_only_when_access_was_given(bench: Bench) -> None:
 
 
 def test_a_kernel_is_run_as_late_as_a_copy_and_may_use_what_a_gpu_may(bench: Bench) -> None:
-    kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+    _, kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
     table = bench.driver.allocate_pinned(4 * KIB)
     entries, gpu = DeviceBuffer(table, 48).view.view(np.uint64), bench.gpu
 
@@ -442,7 +442,7 @@ def test_a_kernel_is_run_as_late_as_a_copy_and_may_use_what_a_gpu_may(bench: Ben
 def test_a_kernel_beyond_its_memory_is_a_fault(
     bench: Bench, entry: tuple[int, int, int], where: str | None, status: int
 ) -> None:
-    kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+    _, kernel = bench.driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
     bench.stub.set("translated", where == "translated")
     table = bench.host + SIZE if where == "not pinned" else bench.driver.allocate_pinned(4 * KIB)
     DeviceBuffer(table, 24).view.view(np.uint64)[:] = [

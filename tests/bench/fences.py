@@ -9,6 +9,7 @@ load as fast as they can, with the daemon's counters and the engine's.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import machine
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
 from tests.support.daemon import DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, prompt, wait_connected
+from tests.support.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected
 from tests.support.models import make_tiny_llama
 
 PROMPTS = 8
@@ -28,6 +29,8 @@ PROMPT_TOKENS = 700
 ANSWER_TOKENS = 150
 BLOCKS = 130
 """Of the about 215 that all prompts and their answers would fill: more prompts begin than there is room to answer."""
+ROUND_S = 600.0
+"""Most time for a round: on a quiet machine it takes some ten seconds."""
 LOAD_KEYS = 8
 """Blocks of 1 MiB in each job of a process that stores and loads."""
 
@@ -67,7 +70,9 @@ def measure(model: Path, rounds: int, others: int) -> Survival:
         filled = 0
         for number in range(rounds):
             seeds = range(number * PROMPTS, (number + 1) * PROMPTS)
-            answers = engine.generate([prompt(seed, PROMPT_TOKENS) for seed in seeds], ANSWER_TOKENS)
+            prompts = [prompt(seed, PROMPT_TOKENS) for seed in seeds]
+            engine.begin("generate", prompts=prompts, max_tokens=ANSWER_TOKENS)
+            answers = completions(engine.finish(ROUND_S))
             # The last token's keys and values are never computed.
             filled += sum((PROMPT_TOKENS + len(answer.tokens) - 1) // BLOCK_TOKENS for answer in answers)
         load.stop()
@@ -100,7 +105,8 @@ def main() -> None:
     for name, one in found.items():
         share = f"{one.stored} ({one.stored / one.blocks:.1%})"
         rows.append([name, *map(str, (one.preemptions, one.blocks, share, one.cancelled, one.unsent, one.failed))])
-    facts = run_facts(f"python -m tests.bench.fences --rounds {options.rounds} --others {options.others}", machine())
+    command = f"python -m tests.bench.fences --rounds {options.rounds} --others {options.others}"
+    facts = run_facts(command, machine() | {"load average": os.getloadavg()[0]})
     results: dict[str, object] = {"results": {name: asdict(one) for name, one in found.items()}}
     publish_report(options, "Stores of an engine with too few blocks", facts, results, markdown_table(rows))
 

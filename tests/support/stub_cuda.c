@@ -743,6 +743,13 @@ CUresult cuModuleLoadData(CUmodule *out, const void *image) {
     *out = (CUmodule)strdup(image);
     return leave(strstr(image, ".version") ? CUDA_SUCCESS : CUDA_ERROR_INVALID_IMAGE);
 }
+CUresult cuModuleUnload(CUmodule module) {
+    ENTER("cuModuleUnload") NEED_CONTEXT NEED_HANDLE(module)
+    for (int i = 0; i < many_streams; i++) /* what is still to be run would run it */
+        for (size_t at = streams[i]->done; at < streams[i]->count; at++) NEED(!streams[i]->copies[at].launch)
+    free(module);
+    return leave(0);
+}
 CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name) {
     char entry[64];
     ENTER("cuModuleGetFunction") NEED_CONTEXT

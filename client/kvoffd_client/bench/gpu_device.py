@@ -143,7 +143,7 @@ def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
     driver = BenchDriver()
     with ExitStack() as undo:
         undo.enter_context(driver.context(driver.device(ordinal)))
-        kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
+        _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
         buffer = driver.allocate(COMPUTE_BYTES)
         undo.callback(driver.free, buffer)
         stream = driver.create_stream()

@@ -13,6 +13,13 @@ from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)
 
+_ADVICE = {
+    ("cuDevicePrimaryCtxRetain", cuda.ERROR_OUT_OF_MEMORY): (
+        "The GPU has no memory left for the daemon, which needs some hundred MiB: start engines with a lower "
+        "gpu_memory_utilization, or the daemon before them."
+    )
+}
+
 
 class CudaError(cuda.CudaCallFailed, KvoffdError):
     """A call of the driver failed."""
@@ -49,7 +56,7 @@ class CudaDriver(cuda.CudaLibrary):
         self._batches = batches
 
     def error(self, call: str, status: int, advice: str = "") -> CudaError:
-        error = super().error(call, status, advice)
+        error = super().error(call, status, advice or _ADVICE.get((call, status), ""))
         assert isinstance(error, CudaError)
         if status in cuda.RELAUNCH_ERRORS:
             self.lose(error)
@@ -147,6 +154,8 @@ class CudaDriver(cuda.CudaLibrary):
         if error or not function.value:
             return None
         return BatchCopy(function.value, form)
+
+    unload = partialmethod(cuda.CudaLibrary._call, "cuModuleUnload")
 
     # --- memory -----------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class Staging:
 
     def __init__(self, driver: CudaDriver, steps: int, step_bytes: int, step_pieces: int) -> None:
         with ExitStack() as undo:
-            self.kernel = driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+            module, self.kernel = driver.load_kernel(KERNEL.read_text(), KERNEL_NAME)
+            undo.callback(driver.unload, module)
             self.buffer = driver.allocate(step_bytes)
             undo.callback(driver.free, self.buffer)
             self.tables = driver.allocate_pinned(steps * step_pieces * _ENTRY_BYTES)

@@ -18,7 +18,7 @@ def write_nowhere(library: str) -> None:
     signal.sigwait({signal.SIGUSR1})
     driver = BenchDriver(library or None)
     with driver.context(driver.device(0)):  # the primary one, which the daemon uses too
-        kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
+        _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
         stream = driver.create_stream()
         try:
             driver.launch(kernel, 1, 32, (NOWHERE, 1 << 10), stream)

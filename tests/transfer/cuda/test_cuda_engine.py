@@ -439,6 +439,7 @@ def test_the_buffer_is_given_up(gathering: Machine) -> None:
     assert Job(gathering, PAGES, apart=ONE_RUN).wait() is Outcome.DONE
     assert gathering.stub.ranges(Ranges.DEVICE) == before[0] + 2
     assert gathering.engine.close(10)
+    assert gathering.stub.calls("cuModuleUnload") == gathering.stub.calls("cuModuleLoadData") == 2
     assert [gathering.stub.ranges(kind) for kind in (Ranges.DEVICE, Ranges.HOST)] == before
 
 

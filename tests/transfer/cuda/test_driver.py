@@ -80,6 +80,7 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda, version:
     ("call", "status", "advice"),
     [
         ("cuDevicePrimaryCtxRetain", 46, "compute mode"),
+        ("cuDevicePrimaryCtxRetain", 2, "gpu_memory_utilization"),
         ("cuInit", 802, "nvidia-fabricmanager"),
         ("cuInit", 999, "start this process again"),
         ("cuInit", 100, "give its container GPUs"),
