@@ -14,7 +14,7 @@ FIRST_PART_ID = 2**62
 """Job ids from here on are those of parts; a job that is sent whole keeps its own."""
 
 JOB_BYTES, GROUP_BYTES = 64, 32
-"""More than a job, and a group in it, take in a frame besides keys and block ids."""
+"""More than a job, and a group in it, take in a frame besides keys, block ids, parents and tokens."""
 
 
 class Part(NamedTuple):
@@ -26,7 +26,8 @@ class Part(NamedTuple):
 
 
 def _part(groups: list[GroupTransfer], pieces: int) -> Part:
-    return Part(groups, pieces, JOB_BYTES + sum([GROUP_BYTES + len(one.keys) + len(one.block_ids) for one in groups]))
+    nbytes = sum([len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) for one in groups])
+    return Part(groups, pieces, JOB_BYTES + GROUP_BYTES * len(groups) + nbytes)
 
 
 @dataclass(slots=True)
@@ -136,9 +137,13 @@ class PartSizes:
         """Keys ``begin`` to ``end`` of a group's part, with their blocks."""
         start = max(0, begin * self.blocks_per_key - one.first_block) * BLOCK_ID_BYTES
         stop = (end * self.blocks_per_key - one.first_block) * BLOCK_ID_BYTES
+        keys = slice(begin * self.key_bytes, end * self.key_bytes)
+        per_key = len(one.tokens) * self.key_bytes // len(one.keys)
         return GroupTransfer(
             one.group,
-            one.keys[begin * self.key_bytes : end * self.key_bytes],
+            one.keys[keys],
             one.block_ids[start:] if last else one.block_ids[start:stop],
             0 if begin else one.first_block,
+            one.parents[keys],
+            one.tokens[begin * per_key : end * per_key],
         )

@@ -33,12 +33,16 @@ def test_the_parts_of_a_job_are_the_job(seed: int) -> None:
         count, first = rng.randrange(1, 60), rng.randrange(4)
         end = rng.randrange(4 * count - 3, 4 * count + 1)
         if end > first:
-            groups.append(GroupTransfer(group, keys(*range(count)), ids(*range(first, end)), first))
+            told = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
+            groups.append(GroupTransfer(group, keys(*range(count)), ids(*range(first, end)), first, *told))
     parts = SIZES.cut(groups, LIMITS)
     for group in groups:
         cut = [one for part in parts for one in part.groups if one.group == group.group]
         assert [block for one in cut for block in covered(one)] == covered(group)
         assert b"".join(one.keys for one in cut) == group.keys
+        assert b"".join(one.parents for one in cut) == group.parents
+        assert b"".join(one.tokens for one in cut) == group.tokens
+        assert all(len(one.tokens) in (0, 2 * len(one.keys)) for one in cut)
     whole = len(parts) == 1
     for part in parts:
         pieces = sum(len(one.block_ids) // BLOCK_ID_BYTES * SIZES.pages[one.group] for one in part.groups)
