@@ -17,6 +17,7 @@ from kvoffd_client.cli.block_commands import _blocks_table
 from kvoffd_client.cli.console import print_list, print_page
 from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.monitor_commands import event_lines
+from kvoffd_client.cli.shared_commands import shared_page
 from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.errors import ErrorCode
@@ -101,6 +102,7 @@ def pages(troubled: StatsReply, sessions: list[SessionInfo]) -> dict[str, Render
         "engines": _engines_page(engines_of(sessions), labels),
         "namespaces": _namespaces_page(namespace_infos()),
         "disks": disks_page(troubled.disks, troubled.below),
+        "shared": shared_page(troubled.shared),
         "blocks": _blocks_table(blocks),
         "bench": _report_table(Report("lookup", "an echo", results)),
     }
