@@ -1,7 +1,7 @@
 """What a policy costs per key of a trace, apart from the cache: ``python -m tests.tools.policy_cost FILE``.
 
 The trace is replayed once to record what the cache asks of the policy; then a new policy is asked the same, and
-nothing else is done. Times are of the CPU, the best of some runs. With ``--split 32`` each block becomes 32 smaller ones.
+nothing else is done. Times are of the CPU, the best of some runs. With ``--split 32`` a block becomes 32 smaller ones.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ enum {
     CELLS = CLASSES * BINS,
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
+    AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
 };
 
 /* Classes: what tells keys apart. policies/learned.py names them. */

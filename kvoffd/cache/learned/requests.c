@@ -5,7 +5,7 @@
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
-enum { AHEAD = 8, AGINGS = 16, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
+enum { AGINGS = 16, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
 
 static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
 static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
@@ -105,6 +105,7 @@ struct request {
     uint32_t *handles; /* of the blocks that its keys have */
     struct segment *segments;
     uint32_t count, met, made, turn;
+    uint32_t unknown; /* keys behind those met that are not known */
     uint64_t tokens; /* of a block */
     int pause, new;
     uint64_t left_out; /* tokens of the request before that this one does not have */
@@ -118,6 +119,8 @@ static void meet(struct learned *l, struct request *r)
         struct place first;
         uint32_t keys = run_length(l, r->hashes + r->met, r->count - r->met, &first);
         struct span *s = &l->spans[first.span];
+        if (!first.span)
+            r->unknown = keys;
         if (!first.span || first.place != s->low + s->met)
             break;
         s->met += keys;
@@ -192,7 +195,7 @@ static void take_known(struct learned *l, struct request *r)
 /* Takes keys out of their spans that are known behind one that is not: of them it is learned that they are not there. */
 static void take_strays(struct learned *l, struct request *r)
 {
-    for (uint32_t i = r->met; i < r->count;) {
+    for (uint32_t i = r->met + r->unknown; i < r->count;) {
         struct place first;
         uint32_t keys = run_length(l, r->hashes + i, r->count - i, &first), number = first.span;
         if (number) {

@@ -64,6 +64,8 @@ static void enter_keys(struct learned *l, uint32_t number)
 
     for (uint32_t i = s->low; i < s->high; i++) {
         uint64_t hash = s->hashes[i - s->base];
+        if (i + AHEAD < s->high)
+            __builtin_prefetch(&l->places[s->hashes[i + AHEAD - s->base] & (l->capacity - 1)]);
         struct place *there = find_place(l, hash);
         l->known.known_keys += !there->hash;
         *there = (struct place){ .hash = hash, .span = number, .place = i };
