@@ -170,7 +170,9 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy", default="all", metavar="NAMES", help=f"policies, by commas: {', '.join(POLICY_NAMES)}; or all"
     )
-    parser.add_argument("--blocks", required=True, metavar="N,...", help="sizes of the pool, in blocks of the trace")
+    parser.add_argument("--blocks", metavar="N,...", help="sizes of the pool, in blocks of the trace")
+    parser.add_argument("--size", metavar="SIZE,...", help="sizes of the pool, as in 10GiB,20GiB; needs --block-size")
+    parser.add_argument("--block-size", metavar="SIZE", help="bytes of a block of the trace, of all ranks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", action="store_true", help="draw the hit ratios")
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.simulate.optimum import optimum_percent
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
+from kvoffd_proto.units import parse_size
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 ALL = "all"
 BAR_CELLS = 50
+PROGRESS_S = 0.2
 
 
 class Result(NamedTuple):
@@ -29,13 +36,13 @@ class Result(NamedTuple):
 
 def simulate(given: argparse.Namespace) -> int:
     """Run ``kvoffd simulate``. Raises ValueError with a sentence, OSError."""
-    policies, sizes = _policies(given.policy), _sizes(given.blocks)
+    policies = _policies(given.policy)
     trace = read_trace(given.file)
     if not trace.accesses:
         raise BadTrace(f"{given.file} has no request; give a trace in Mooncake's format.")
-    results = _run(trace, policies, sizes)
+    results = _run(trace, policies, _sizes(given, trace))
     if given.json:
-        print(json.dumps(_as_json(trace, results), indent=2))
+        print(json.dumps(_as_json(trace, results)))
     else:
         print(_as_table(trace, results), end="")
     if given.plot:
@@ -50,33 +57,82 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
-        raise ValueError(f"--blocks {text!r} is no list of numbers of blocks; give some as in 1000,2000.")
-    return list(dict.fromkeys(sizes))
+def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
+    """Pool sizes in blocks, ascending."""
+    sizes: set[int] = set()
+    if given.blocks:
+        try:
+            sizes.update(int(part) for part in given.blocks.split(","))
+        except ValueError:
+            sizes.add(0)
+        if min(sizes) < 1:
+            raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
+    if given.size:
+        block_bytes = parse_size(given.block_size) if given.block_size else 0
+        if not block_bytes:
+            raise ValueError(
+                f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
+                "needs; give --block-size, or --blocks instead."
+            )
+        for part in given.size.split(","):
+            if (blocks := parse_size(part) // block_bytes) < 1:
+                raise ValueError(f"A pool of {part} does not hold one block of {given.block_size}.")
+            sizes.add(blocks)
+    if not sizes:
+        raise ValueError("Give sizes of the pool: --blocks 1000,2000 or --size 10GiB,20GiB.")
+    return sorted(sizes)
 
 
 def _run(trace: Trace, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
-    """Replay all combinations on as many processes as there are cores; tell on a terminal how many are done."""
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
-        best = {blocks: pool.submit(optimum_percent, trace, blocks) for blocks in sizes}
-        runs = [pool.submit(replay, trace, policy, blocks) for blocks in sizes for policy in policies]
-        _show_progress([*best.values(), *runs])
-        done = [run.result() for run in runs]
-        return [Result(replayed, best[replayed.blocks].result()) for replayed in done]
+    """Replay all combinations on as many processes as there are cores; tell on a terminal how far they are."""
+    context = get_context("fork")
+    done = context.Value("Q", 0)
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _begin_worker, (trace, done)) as pool:
+        runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
+        best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
+        left: set[Future[Any]] = {*runs, *best.values()}
+        while left:
+            finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
+            for one in finished:
+                one.result()
+            _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
+        replayed = {(run.result().blocks, run.result().policy): run.result() for run in runs}
+        return [Result(replayed[blocks, name], best[blocks].result()) for blocks in sizes for name in policies]
 
 
-def _show_progress(futures: Iterable[Future[Replayed] | Future[float]]) -> None:
-    everything = list(futures)
-    for number, _ in enumerate(as_completed(everything), 1):
-        if sys.stderr.isatty():
-            print(f"\r{number} of {len(everything)} replayed", end="", file=sys.stderr, flush=True)
+class _Worker:
+    """What a process replays."""
+
+    trace: Trace
+    done: Synchronized[int]
+    """Accesses of all processes."""
+
+    @classmethod
+    def note(cls, accesses: int) -> None:
+        with cls.done.get_lock():
+            cls.done.value += accesses
+
+
+def _begin_worker(trace: Trace, done: Synchronized[int]) -> None:
+    _Worker.trace, _Worker.done = trace, done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # blocks are many and have no cycles
+
+
+def _replay(policy: str, blocks: int) -> Replayed:
+    return replay(_Worker.trace, policy, blocks, _Worker.note)
+
+
+def _optimum(blocks: int) -> float:
+    found = optimum_percent(_Worker.trace, blocks)
+    _Worker.note(_Worker.trace.accesses)
+    return found
+
+
+def _show_progress(part: float) -> None:
     if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+        text = f"\r{100 * part:3.0f} % replayed" if part < 1 else "\r\033[K"
+        print(text, end="", file=sys.stderr, flush=True)
 
 
 def _as_json(trace: Trace, results: Sequence[Result]) -> dict[str, object]:

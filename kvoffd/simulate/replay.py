@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple, cast
 
 from kvoffd.cache.cache import BlockCache
@@ -15,6 +15,7 @@ from kvoffd_proto.messages import READY, GroupSpec
 BLOCK_BYTES = 1 << 20
 """Of a simulated block, so that what is bounded by parts of the pool is bounded as in a daemon's."""
 SESSION = LEASE = 1
+NOTED_REQUESTS = 500
 
 
 class Replayed(NamedTuple):
@@ -83,15 +84,21 @@ class _Silence:
         """Nobody is told."""
 
 
-def replay(trace: Trace, policy: str, blocks: int) -> Replayed:
-    """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there."""
+def replay(trace: Trace, policy: str, blocks: int, note: Callable[[int], None] = lambda accesses: None) -> Replayed:
+    """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there.
+
+    ``note`` is told now and then how many accesses more are done.
+    """
     slots = cast(Pool, CountedSlots(blocks))
     cache = BlockCache(slots, make_policy(policy, slots.pool_bytes), _Silence(), lambda: 0.0)
     groups = [GroupSpec("full", trace.tokens_per_block)]
     namespace, _ = cache.open_namespace(bytes(32), trace.name, 1, KEY_BYTES, groups, "{}")
     cache.set_shard_bytes(namespace, 0, [BLOCK_BYTES])
-    for keys in trace.requests:
-        _request(cache, namespace, keys)
+    for first in range(0, len(trace.requests), NOTED_REQUESTS):
+        some = trace.requests[first : first + NOTED_REQUESTS]
+        for keys in some:
+            _request(cache, namespace, keys)
+        note(sum(map(len, some)) // KEY_BYTES)
     counters = namespace.counters
     return Replayed(policy, blocks, trace.accesses, counters.prefix_keys_ready, counters.stored_blocks)
 

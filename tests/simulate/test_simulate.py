@@ -13,6 +13,7 @@ from kvoffd.cli import main
 from kvoffd.simulate.optimum import optimum_percent
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, BadTrace, Trace, read_trace
+from kvoffd_client.cli import main as console
 
 
 def trace_of(requests: list[list[int]]) -> Trace:
@@ -94,6 +95,10 @@ def test_it_prints_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--blocks", "0"], "is no list of numbers of blocks"),
         (["--blocks", "many"], "is no list of numbers of blocks"),
         (["--blocks", "5", "--policy", "fifo"], "There is no policy 'fifo'"),
+        ([], "Give sizes of the pool"),
+        (["--size", "1GiB"], "give --block-size"),
+        (["--size", "1GiB", "--block-size", "2GiB"], "does not hold one block"),
+        (["--size", "much", "--block-size", "2MiB"], "much"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -115,3 +120,19 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(tmp_path / "none"), "--blocks", "5"]) == 2
     assert "cannot be read" in capfd.readouterr().err
+
+
+def test_sizes_are_given_in_bytes_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
+    sizes = ["--size", "12MiB,8MiB", "--block-size", "4MiB", "--blocks", "1"]
+    assert main(["simulate", str(file), "--policy", "lru", *sizes, "--json"]) == 0
+    assert [one["blocks"] for one in json.loads(capsys.readouterr().out)["results"]] == [1, 2, 3]
+
+
+def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
+    assert console(["simulate", str(file), "--policy", "lru", "--blocks", "3", "--json"]) == 0
+    told = capfd.readouterr().out
+    assert json.loads(told)["results"][0]["hit_percent"] == 75.0
+    assert console(["simulate", str(file), "--blocks", "0"]) == 2
+    assert "is no list of numbers of blocks" in capfd.readouterr().err

@@ -17,6 +17,7 @@ from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
 from kvoffd_client.cli.reference import JSON, epilog_of
+from kvoffd_client.cli.simulate_command import simulate
 from kvoffd_client.cli.target import CliError, Directory, remote_daemon
 from kvoffd_client.errors import KvoffdClientError
 
@@ -46,6 +47,7 @@ app.command()(shared_commands.reset)
 app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(disk_app, name="disk")
 app.command()(shared_commands.shared)

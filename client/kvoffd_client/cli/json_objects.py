@@ -235,3 +235,21 @@ class BenchReport(Struct, frozen=True):
     machine: Annotated[Machine, doc("What it ran on.")]
     results: Annotated[list[BenchResult], doc("The cases, in the order in which they were measured.")]
     gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
+
+
+class SimulatedPolicy(Struct, frozen=True):
+    """What a policy made of a trace."""
+
+    policy: Annotated[str, doc("The policy.")]
+    blocks: Annotated[Count, doc("Size of the pool, in blocks of the trace.")]
+    hit_percent: Annotated[float, doc("Share of the accesses that were hits, in percent.")]
+    written_percent: Annotated[float, doc("Blocks that were stored, in percent of the accesses.")]
+    optimum_percent: Annotated[float, doc("The most hits that were possible, in percent.")]
+
+
+class Simulation(Struct, frozen=True):
+    """Of ``simulate``."""
+
+    trace: Annotated[str, doc("Name of the trace's file, without its suffix.")]
+    accesses: Annotated[Count, doc("Keys of all requests.")]
+    results: Annotated[list[SimulatedPolicy], doc("By size of the pool, ascending, and policy.")]

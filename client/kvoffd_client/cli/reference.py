@@ -28,6 +28,7 @@ JSON: dict[str, type[Struct]] = {
     **{f"bench {name}": objects.BenchReport for name in ("lookup", "copy", "fairness", "jobs", "engine", "pool")},
     "disk": objects.Disks,
     "shared": objects.SharedTiers,
+    "simulate": objects.Simulation,
     "block ls": objects.Blocks,
     "block show": objects.BlockParts,
 }

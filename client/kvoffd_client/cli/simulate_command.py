@@ -1,0 +1,38 @@
+"""``kvoffd-cli simulate``: runs ``kvoffd simulate``, since the cache that it replays traces through is the daemon's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvoffd_client.cli.target import CliError, Json
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace in Mooncake's format: a JSON object a line.")],
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, separated by commas, or all.")] = "all",
+    blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of the trace.")] = "",
+    size: Annotated[
+        str, typer.Option(metavar="SIZE,...", help="Sizes of the pool, as in 10GiB,20GiB; needs --block-size.")
+    ] = "",
+    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block of the trace, of all ranks.")] = "",
+    json: Json = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw the hit ratios, with --json on stderr.")] = False,
+) -> int:
+    """Replay a trace of requests with several policies and pool sizes. No daemon is needed.
+
+    Goes through the daemon's cache, without memory, on all cores, and prints the token hit ratio, the share of the
+    blocks that is written, and the most hits that were possible.
+    """
+    if find_spec("kvoffd") is None:
+        raise CliError("simulate runs the daemon's cache, and the package kvoffd is not installed here.")
+    words = [sys.executable, "-m", "kvoffd", "simulate", f"--policy={policy}"]
+    named = {"--blocks": blocks, "--size": size, "--block-size": block_size}
+    words += [f"{option}={value}" for option, value in named.items() if value]
+    words += [option for option, wanted in {"--json": json, "--plot": plot}.items() if wanted]
+    return subprocess.run([*words, "--", str(file)], check=False).returncode
