@@ -61,12 +61,19 @@ static int check_cells(const struct learned *l, uint64_t held)
 
 static int check_order(const struct learned *l, uint64_t young)
 {
-    uint32_t before = 0;
+    uint32_t before = 0, recent = 0;
+    uint64_t recent_bytes = 0;
 
     for (uint32_t number = l->oldest.first; number; before = number, number = l->spans[number].younger) {
+        const struct span *s = &l->spans[number];
+        if (s->recent && !recent)
+            recent = number;
+        HOLDS(s->recent == (recent != 0));
+        recent_bytes += s->recent ? (s->high - s->low) * s->weight : 0;
         HOLDS(l->spans[number].room && !l->spans[number].old && l->spans[number].older == before);
         HOLDS(young--);
     }
+    HOLDS(recent == l->recent && recent_bytes == l->recent_bytes && recent_bytes <= l->known.lifetime);
     HOLDS(!young && l->oldest.last == before);
     return 0;
 }

@@ -53,6 +53,7 @@ struct span {
     uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
+    uint8_t recent : 1; /* an LRU would have its keys */
     uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
 };
 
@@ -73,6 +74,8 @@ struct known {
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* of the blocks that known keys have, or would have */
     uint64_t nbytes; /* memory of all that is known */
+    uint64_t hit_bytes; /* of the keys that requests found before the first one without a block */
+    uint64_t lru_hit_bytes; /* of those that an LRU would have had */
 };
 
 struct learned {
@@ -84,6 +87,8 @@ struct learned {
     uint32_t span_room, unused_spans; /* the latter linked by `next` */
     uint64_t array_bytes; /* of all spans' hashes and handles */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
+    uint32_t recent; /* the first of them that an LRU would have */
+    uint64_t recent_bytes; /* of these */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
     double edges[BINS]; /* where age bins begin, in bytes accessed */
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */

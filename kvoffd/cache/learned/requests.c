@@ -106,6 +106,7 @@ struct request {
     struct segment *segments;
     uint32_t count, met, made, turn;
     uint32_t unknown; /* keys behind those met that are not known */
+    uint32_t hits, lru_hits; /* keys with a block before the first one without; those that an LRU would have had */
     uint64_t tokens; /* of a block */
     int pause, new;
     uint64_t left_out; /* tokens of the request before that this one does not have */
@@ -180,16 +181,23 @@ static int new_class(const struct request *r)
 /* The known keys came back. */
 static void take_known(struct learned *l, struct request *r)
 {
+    uint32_t lru_hits = 0;
+
     for (uint32_t i = 0; i < r->made; i++) {
         struct segment *found = &r->segments[i];
         uint32_t number = found->kind, keys = found->end - found->begin;
         struct span *s = &l->spans[number];
         s->met = 0;
+        if (s->recent && lru_hits == found->begin)
+            lru_hits = found->end;
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
         found->sightings = s->sightings + 1;
         take_keys(l, number, keys, r->handles + found->begin);
     }
+    r->lru_hits = lru_hits;
+    while (r->hits < r->met && r->handles[r->hits])
+        r->hits++;
 }
 
 /* Takes keys out of their spans that are known behind one that is not: of them it is learned that they are not there. */
@@ -297,6 +305,8 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
         add_segment(&r, r.met, last, new_class(&r));
         add_segment(&r, last, r.count, LAST);
     }
+    l->known.hit_bytes += r.hits * weight;
+    l->known.lru_hit_bytes += r.lru_hits * weight;
     join_segments(&r);
     add_spans(l, &r, weight);
     return r.count;

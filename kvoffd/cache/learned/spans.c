@@ -154,10 +154,38 @@ uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, i
     return number;
 }
 
+static uint64_t bytes_of(const struct span *s)
+{
+    return (s->high - s->low) * s->weight;
+}
+
+/* An LRU would not have the keys of a span, which is the next one to go there. */
+static void age_recent(struct learned *l)
+{
+    struct span *s = &l->spans[l->recent];
+
+    s->recent = 0;
+    l->recent_bytes -= bytes_of(s);
+    l->recent = s->younger;
+}
+
+/* Keys of a span are taken or forgotten. */
+static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
+{
+    l->known.known_bytes -= keys * s->weight;
+    if (s->recent)
+        l->recent_bytes -= keys * s->weight;
+}
+
 static void leave_order(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
 
+    if (l->recent == number)
+        l->recent = s->younger;
+    if (s->recent)
+        l->recent_bytes -= bytes_of(s);
+    s->recent = 0;
     *(s->older ? &l->spans[s->older].younger : &l->oldest.first) = s->younger;
     *(s->younger ? &l->spans[s->younger].older : &l->oldest.last) = s->older;
     s->older = s->younger = 0;
@@ -176,7 +204,15 @@ static void link_before(struct learned *l, uint32_t number, uint32_t younger)
 
 void link_young(struct learned *l, uint32_t number)
 {
+    struct span *s = &l->spans[number];
+
     link_before(l, number, 0);
+    s->recent = 1;
+    l->recent_bytes += bytes_of(s);
+    if (!l->recent)
+        l->recent = number;
+    while (l->recent && l->recent_bytes > l->known.lifetime)
+        age_recent(l);
 }
 
 /* A span has no keys any more. */
@@ -226,7 +262,7 @@ static void forget_tail(struct learned *l, uint32_t number)
             remove_place(l, there);
     }
     end_lives(l, s, keys, l->forgotten[s->kind]);
-    l->known.known_bytes -= keys * s->weight;
+    lose_bytes(l, s, keys);
     s->behind += keys;
     s->high = s->top;
     if (s->low == s->high)
@@ -278,8 +314,11 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     s->behind += count;
     count_blocks(r);
     count_blocks(s);
+    r->recent = s->recent;
     if (!r->old)
         link_before(l, rest, number);
+    if (l->recent == number)
+        l->recent = rest;
     if (r->held) { /* behind the other one in its cell, which is in the order of age */
         struct row *cell = &l->cells[r->kind * BINS + r->age_bin];
         r->previous = number;
@@ -319,8 +358,8 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     memcpy(handles, handles_of(s) + (s->low - s->base), count * sizeof *handles);
     for (uint32_t i = 0; i < count && s->held; i++)
         s->held -= handles[i] != 0;
+    lose_bytes(l, s, count);
     s->low += count;
-    l->known.known_bytes -= count * s->weight;
     if (had && !s->held)
         leave_cell(l, number);
     if (s->low < s->high)
