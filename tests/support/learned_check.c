@@ -44,14 +44,17 @@ static int check_cells(const struct learned *l, uint64_t held)
 {
     uint64_t found = 0;
 
-    for (uint32_t cell = 0; cell < CELLS; cell++) {
+    for (uint32_t cell = 0; cell <= CELLS; cell++) {
         uint32_t before = 0;
         for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next) {
             const struct span *s = &l->spans[number];
-            HOLDS(s->held && s->previous == before && s->kind * BINS + s->age_bin == (int)cell);
+            int own = l->known.as_lru ? LRU_CELL : s->kind * BINS + s->age_bin;
+            HOLDS(s->held && s->previous == before && own == (int)cell);
             HOLDS(++found <= held);
         }
         HOLDS(l->cells[cell].last == before);
+        if (cell == LRU_CELL)
+            continue;
         HOLDS((l->filled[l->rank[cell] >> 6] >> (l->rank[cell] & 63) & 1) == (before != 0));
         HOLDS(l->by_rank[l->rank[cell]] == cell);
     }

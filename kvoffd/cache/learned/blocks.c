@@ -17,6 +17,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     l->seed[0] = seed[0];
     l->seed[1] = seed[1];
     l->learn_at = lifetime / 4;
+    l->stays = FEWEST_STAYS;
     for (int bin = 0; bin < BINS; bin++)
         l->edges[bin] = AGES[bin] * lifetime;
     more_places(l, 1);
@@ -109,35 +110,46 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. Of the worst
- * cell's oldest span those go first that are behind it in the same request, so that chains have no holes. */
+/* Writes the handles of the blocks of a cell, of the oldest span first of those that are behind it in the same request,
+ * so that chains have no holes. Returns how many are written then. */
+static uint64_t walk_cell(struct learned *l, uint32_t cell, uint32_t *handles, uint64_t found, uint64_t most)
+{
+    for (uint32_t oldest = l->cells[cell].first; oldest; oldest = l->spans[oldest].next) {
+        if (l->spans[oldest].seen == l->walks)
+            continue;
+        for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
+            struct span *s = &l->spans[number];
+            s->seen = l->walks;
+            for (uint32_t at = s->top; s->held && at-- > s->low;) {
+                uint32_t handle = handles_of(s)[at - s->base];
+                if (handle)
+                    handles[found++] = handle;
+                if (found == most)
+                    return found;
+            }
+            if (number == oldest)
+                break;
+        }
+    }
+    return found;
+}
+
+/* Writes the handles of blocks that are worth less, the next to go first, at most `most`; returns how many. */
 uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *handles, uint64_t most)
 {
     uint64_t found = 0;
 
     l->walks++;
+    if (l->known.as_lru)
+        return walk_cell(l, LRU_CELL, handles, 0, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
             if (l->worth[cell / BINS][cell % BINS] >= worth)
                 return found;
-            for (uint32_t oldest = l->cells[cell].first; oldest; oldest = l->spans[oldest].next) {
-                if (l->spans[oldest].seen == l->walks)
-                    continue;
-                for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
-                    struct span *s = &l->spans[number];
-                    s->seen = l->walks;
-                    for (uint32_t at = s->top; s->held && at-- > s->low;) {
-                        uint32_t handle = handles_of(s)[at - s->base];
-                        if (handle)
-                            handles[found++] = handle;
-                        if (found == most)
-                            return found;
-                    }
-                    if (number == oldest)
-                        break;
-                }
-            }
+            found = walk_cell(l, cell, handles, found, most);
+            if (found == most)
+                return found;
         }
     return found;
 }

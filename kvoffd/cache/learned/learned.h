@@ -15,8 +15,10 @@ enum {
     BINS = 17, /* age bins of a class */
     CLASSES = 77,
     CELLS = CLASSES * BINS,
+    LRU_CELL = CELLS, /* of all spans, while blocks go as in an LRU */
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
+    FEWEST_STAYS = 64, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
 };
 
@@ -76,6 +78,7 @@ struct known {
     uint64_t nbytes; /* memory of all that is known */
     uint64_t hit_bytes; /* of the keys that requests found before the first one without a block */
     uint64_t lru_hit_bytes; /* of those that an LRU would have had */
+    uint64_t as_lru; /* whether blocks go as in an LRU, since that did better */
 };
 
 struct learned {
@@ -95,10 +98,12 @@ struct learned {
     double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
     double worth[CLASSES][BINS], admission_worth[CLASSES]; /* hits for each byte accessed meanwhile */
-    struct row cells[CELLS];
+    struct row cells[CELLS + 1];
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint64_t walks;
+    double lead, lead_squares; /* of an LRU's hits over those that were, by request, in bytes; and the squares */
+    uint64_t judge_at, stays; /* when the lead is looked at next; lifetimes for which it is done as an LRU does */
     void *scratch;
     uint64_t scratch_bytes;
 };
@@ -120,6 +125,8 @@ void fill_cell(struct learned *l, uint32_t number);
 void leave_cell(struct learned *l, uint32_t number);
 void order_cells(struct learned *l);
 void move_cells(struct learned *l);
+void fill_cells(struct learned *l, int as_lru);
+void judge(struct learned *l);
 
 /* lifetimes.c */
 int age_bin(const struct learned *l, uint64_t since);

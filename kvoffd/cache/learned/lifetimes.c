@@ -15,6 +15,12 @@ static const double PRIOR_REQUESTS = 30;
 static const double MULTIPLIER_REQUESTS = 10;
 static const double HIGHEST_HAZARD = 0.95;
 
+/* Standard deviations of a lead that is not by chance. */
+static const double SURE = 1;
+/* Of the lead, in a pool lifetime. */
+static const double LEAD_KEPT = 1 - 1.0 / 256;
+enum { MOST_STAYS = 1024 };
+
 static double least(double a, double b)
 {
     return a < b ? a : b;
@@ -167,4 +173,30 @@ void work_out(struct learned *l)
         }
         set_worth(l, kind, hazard);
     }
+}
+
+/* Where an LRU would have had more hits, for longer than by chance, it is done as an LRU does for some lifetimes: loads
+ * that are not told apart by any class are served worse by what was learned of classes. */
+void judge(struct learned *l)
+{
+    if (l->known.now < l->judge_at)
+        return;
+    l->judge_at = l->known.now + l->known.lifetime;
+    if (l->known.as_lru) {
+        fill_cells(l, 0);
+        l->lead = l->lead_squares = 0;
+        return;
+    }
+    int chance = l->lead * l->lead <= SURE * SURE * l->lead_squares;
+    if (l->lead > 0 && !chance) {
+        fill_cells(l, 1);
+        l->judge_at = l->known.now + l->stays * l->known.lifetime;
+        if (l->stays < MOST_STAYS)
+            l->stays *= 2;
+        return;
+    }
+    if (l->lead < 0 && !chance)
+        l->stays = FEWEST_STAYS;
+    l->lead *= LEAD_KEPT;
+    l->lead_squares *= LEAD_KEPT;
 }

@@ -1,6 +1,7 @@
 /* What requests ask for and stores offer: their keys' spans, and the classes of these. */
 #include "learned.h"
 
+#include <math.h>
 #include <string.h>
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
@@ -305,6 +306,9 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
         add_segment(&r, r.met, last, new_class(&r));
         add_segment(&r, last, r.count, LAST);
     }
+    double lead = ((double)r.lru_hits - r.hits) * weight;
+    l->lead += lead;
+    l->lead_squares += lead * lead;
     l->known.hit_bytes += r.hits * weight;
     l->known.lru_hit_bytes += r.lru_hits * weight;
     join_segments(&r);
@@ -322,8 +326,10 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     forget_oldest(l);
     if (l->known.now >= l->age_at) {
         l->age_at = l->known.now + l->known.lifetime / AGINGS;
-        move_cells(l);
+        if (!l->known.as_lru)
+            move_cells(l);
     }
+    judge(l);
     if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
         return 0;
     return l->known.requests - l->learned_at;
@@ -361,7 +367,7 @@ struct offer {
     uint64_t keys;
 };
 
-static const double DECLINED = -1, ANY = 1e300;
+static const double DECLINED = -1;
 
 /* Writes what keys are worth that have no block, in runs, of which there are at most `count`; returns how many. Chains
  * begin at `starts`, the first at 0. */
@@ -373,7 +379,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
         uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;
-        double worth = ANY;
+        double worth = INFINITY;
         for (uint64_t i = starts[chain]; i < end;) {
             struct place first;
             uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
@@ -381,7 +387,9 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
                 number = begin_span(l, hashes + i, length, STORED, weight);
                 link_young(l, number);
             }
-            double own = l->spans[number].closed ? DECLINED : l->admission_worth[l->spans[number].floor];
+            double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];
+            if (l->spans[number].closed)
+                own = DECLINED;
             worth = own < worth ? own : worth;
             if (made && offers[made - 1].worth == worth)
                 offers[made - 1].keys += length;

@@ -92,6 +92,11 @@ static void remove_place(struct learned *l, struct place *hole)
 
 /* --- spans --- */
 
+static uint32_t cell_of(const struct learned *l, const struct span *s)
+{
+    return l->known.as_lru ? LRU_CELL : s->kind * BINS + s->age_bin;
+}
+
 uint32_t *handles_of(const struct span *s)
 {
     return (uint32_t *)(s->hashes + s->room);
@@ -320,7 +325,7 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     if (l->recent == number)
         l->recent = rest;
     if (r->held) { /* behind the other one in its cell, which is in the order of age */
-        struct row *cell = &l->cells[r->kind * BINS + r->age_bin];
+        struct row *cell = &l->cells[cell_of(l, r)];
         r->previous = number;
         r->next = s->next;
         *(r->next ? &l->spans[r->next].previous : &cell->last) = rest;
@@ -389,6 +394,8 @@ void forget_oldest(struct learned *l)
 
 static void set_filled(struct learned *l, uint32_t cell)
 {
+    if (cell == LRU_CELL)
+        return;
     uint64_t bit = (uint64_t)1 << (l->rank[cell] & 63), *word = &l->filled[l->rank[cell] >> 6];
 
     *word = l->cells[cell].first ? *word | bit : *word & ~bit;
@@ -398,7 +405,7 @@ static void set_filled(struct learned *l, uint32_t cell)
 void fill_cell(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
-    uint32_t cell = s->kind * BINS + s->age_bin, older = l->cells[cell].last;
+    uint32_t cell = cell_of(l, s), older = l->cells[cell].last;
 
     for (int steps = 0; older && l->spans[older].since > s->since && steps < NEAR; steps++)
         older = l->spans[older].previous;
@@ -412,12 +419,18 @@ void fill_cell(struct learned *l, uint32_t number)
 void leave_cell(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
-    uint32_t cell = s->kind * BINS + s->age_bin;
+    uint32_t cell = cell_of(l, s);
 
     *(s->previous ? &l->spans[s->previous].next : &l->cells[cell].first) = s->next;
     *(s->next ? &l->spans[s->next].previous : &l->cells[cell].last) = s->previous;
     s->previous = s->next = 0;
     set_filled(l, cell);
+}
+
+static void fill_anew(struct learned *l, uint32_t number)
+{
+    l->spans[number].age_bin = age_bin(l, l->spans[number].since);
+    fill_cell(l, number);
 }
 
 /* Spans whose age bin has ended move to the next one. */
@@ -434,6 +447,20 @@ void move_cells(struct learned *l)
                 fill_cell(l, number);
             }
         }
+}
+
+/* Puts all spans that have blocks into their cells anew: into one, in the order of age, or by class and age. */
+void fill_cells(struct learned *l, int as_lru)
+{
+    l->known.as_lru = as_lru;
+    memset(l->cells, 0, sizeof l->cells);
+    memset(l->filled, 0, sizeof l->filled);
+    for (uint32_t number = 1; number < l->span_room; number++)
+        if (l->spans[number].old && l->spans[number].held)
+            fill_anew(l, number);
+    for (uint32_t number = l->oldest.first; number; number = l->spans[number].younger)
+        if (l->spans[number].held)
+            fill_anew(l, number);
 }
 
 struct ranked {
@@ -463,6 +490,7 @@ void order_cells(struct learned *l)
     for (int rank = 0; rank < CELLS; rank++) {
         l->by_rank[rank] = ranked[rank].cell;
         l->rank[ranked[rank].cell] = rank;
-        set_filled(l, ranked[rank].cell);
+        if (!l->known.as_lru)
+            set_filled(l, ranked[rank].cell);
     }
 }

@@ -57,7 +57,7 @@ class Known(ctypes.Structure):
         (name, ctypes.c_uint64)
         for name in (
             "lifetime", "now", "keys", "requests", "known_keys", "blocks", "spans", "known_bytes", "nbytes",
-            "hit_bytes", "lru_hit_bytes",
+            "hit_bytes", "lru_hit_bytes", "as_lru",
         )
     )  # fmt: skip
 
