@@ -18,7 +18,7 @@ enum {
     LRU_CELL = CELLS, /* of all spans, while blocks go as in an LRU */
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
-    FEWEST_STAYS = 64, /* lifetimes for which it is done as an LRU does, at first */
+    FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
 };
 

@@ -15,11 +15,12 @@ static const double PRIOR_REQUESTS = 30;
 static const double MULTIPLIER_REQUESTS = 10;
 static const double HIGHEST_HAZARD = 0.95;
 
-/* Standard deviations of a lead that is not by chance. */
+/* Standard deviations of a lead that may not be by chance: to take chance for a lead costs little, and there are few
+ * requests in a lifetime. */
 static const double SURE = 1;
 /* Of the lead, in a pool lifetime. */
 static const double LEAD_KEPT = 1 - 1.0 / 256;
-enum { MOST_STAYS = 1024 };
+enum { FIRST_JUDGED = 8, MOST_STAYS = 1024 };
 
 static double least(double a, double b)
 {
@@ -179,7 +180,7 @@ void work_out(struct learned *l)
  * that are not told apart by any class are served worse by what was learned of classes. */
 void judge(struct learned *l)
 {
-    if (l->known.now < l->judge_at)
+    if (l->known.now < l->judge_at || l->known.now < FIRST_JUDGED * l->known.lifetime)
         return;
     l->judge_at = l->known.now + l->known.lifetime;
     if (l->known.as_lru) {

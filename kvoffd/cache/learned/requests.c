@@ -6,7 +6,7 @@
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
-enum { AGINGS = 16, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
+enum { AGINGS = 32, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
 
 static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
 static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
