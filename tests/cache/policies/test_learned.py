@@ -122,6 +122,34 @@ def conversations(rng: random.Random, tokens: int) -> list[list[int]]:
     return requests
 
 
+@pytest.mark.parametrize("blocks", [100, 400])
+def test_where_nothing_can_be_learned_it_does_as_an_lru_does(blocks: int) -> None:
+    """Which conversation goes on is chance: no class says more of when keys come back than their age."""
+    trace = trace_of(conversations(random.Random(5), 1024))
+    lru, learned = (replay(trace, policy, blocks) for policy in ("lru", "learned"))
+    print(lru, learned)
+    assert learned.hit_percent > lru.hit_percent - 0.3
+
+
+def test_the_hits_of_an_lru_are_counted_beside() -> None:
+    rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
+    lru = CacheHarness(regions=10, region_bytes=2**22)
+    hits, rng = 0, random.Random(7)
+    namespace, other = rig.open(shard_bytes=(2**20,)), lru.open(shard_bytes=(2**20,))
+    for _ in range(300):
+        first = 20 * rng.randrange(12)
+        chain = list(range(first, first + rng.randint(1, 8)))
+        ask(rig, namespace, chain)
+        rig.put(namespace, keys_of(*chain))
+        states = ask(lru, other, chain)
+        hits += len(states) - len(states.lstrip(bytes([READY])))
+        lru.put(other, keys_of(*chain))
+        check(rig)
+    known = policy_of(rig).known
+    assert known.hit_bytes == namespace.counters.prefix_keys_ready << 20
+    assert known.lru_hit_bytes >> 20 == pytest.approx(hits, rel=0.03)
+
+
 def test_the_size_of_blocks_makes_no_difference() -> None:
     tokens = 128
     large = trace_of(conversations(random.Random(5), 1024), 1024)
