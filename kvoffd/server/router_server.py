@@ -39,6 +39,7 @@ MAX_UNSENT_BYTES, MAX_ALL_UNSENT_BYTES = 8 * 1024**2, 64 * 1024**2
 SNAPSHOT_UNSENT_BYTES, SNAPSHOT_REST_S = 1024**2, 0.01
 """A snapshot rests while its readers have so much unread."""
 REPLAYED_AT_ONCE = 64
+LOGGED_S = 60.0
 MAX_FRAME_BYTES, MAX_FRAMES = 512, 4
 MAX_SUBSCRIPTIONS = 64
 
@@ -100,13 +101,13 @@ class _Peer(asyncio.Protocol):
             return
         self.transport.write(zmtp.encode(frames))
         if self.unsent_bytes > MAX_UNSENT_BYTES or self._server.unsent_bytes > MAX_ALL_UNSENT_BYTES:
-            self._server.dropped_subscribers += 1
             self.abort(f"it left {self.unsent_bytes} bytes unread")
 
     def abort(self, why: str) -> None:
         if self.transport is not None and not self.transport.is_closing():
             name = self.transport.get_extra_info("peername")
-            logger.warning("The connection of the router at %s was closed: %s.", name, why)
+            self._server.dropped_subscribers += 1
+            self._server.log("The connection of the router at %s was closed: %s.", name, why)
             self.transport.abort()
 
     def _obey(self, taken: list[bytes] | zmtp.Command | zmtp.TooLong) -> None:
@@ -169,6 +170,7 @@ class RouterServer:
         self._connectors: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._last_at = self._loop.time()
+        self._logged_at = -LOGGED_S
         self.snapshots = 0
         self.replays = 0
         self.dropped_subscribers = 0
@@ -243,10 +245,18 @@ class RouterServer:
 
     def admit(self, peer: _Peer, socket_type: bytes) -> bool:
         if list(self._peers.values()).count(socket_type) >= MAX_PEERS:
-            logger.warning("A router was refused: %d are connected already.", MAX_PEERS)
+            self.log("A router was refused: %d are connected already.", MAX_PEERS)
             return False
         self._peers[peer] = socket_type
         return True
+
+    def log(self, text: str, *values: object) -> None:
+        """Log a warning, but no more than one a minute: whoever can connect could fill a disk."""
+        now = self._loop.time()
+        level = logging.WARNING if now - self._logged_at >= LOGGED_S else logging.DEBUG
+        if level == logging.WARNING:
+            self._logged_at = now
+        logger.log(level, text, *values)
 
     def forget(self, peer: _Peer) -> None:
         self._peers.pop(peer, None)

@@ -14,7 +14,9 @@ class RouterStats(Wire, frozen=True):
     messages: Annotated[Count, counter("Messages of KV events to routers, heartbeats included.")]
     snapshots: Annotated[Count, counter("Times that routers which came late were told all.")]
     replays: Annotated[Count, counter("Requests of routers for messages that they have missed.")]
-    dropped_subscribers: Annotated[Count, counter("Routers that were disconnected, since they did not read.")]
+    dropped_subscribers: Annotated[
+        Count, counter("Routers that were disconnected, since they did not read or sent what is not ZeroMQ.")
+    ]
     told_blocks: Annotated[Count, gauge("Blocks that routers know of.")]
     untold_blocks: Annotated[
         Count, counter("Blocks that were stored and not told, since their tokens were not known or there was no room.")

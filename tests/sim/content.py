@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import TOKEN_ID_BYTES, GroupSpec
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -43,6 +43,11 @@ class Content:
     def groups(self) -> range:
         """The indices of the KV cache groups."""
         return range(len(self.spec.groups))
+
+    def tokens(self, key: bytes) -> bytes:
+        """The token ids of a key's block, as stores tell them."""
+        nbytes = self.spec.groups[0].tokens_per_block * TOKEN_ID_BYTES
+        return (key * nbytes)[:nbytes]
 
     def shard_bytes(self, rank: int, group: int) -> int:
         """The size of a shard in bytes."""

@@ -17,6 +17,7 @@ from kvoffd.pool.records import SlotRecord
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
+from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
@@ -34,6 +35,7 @@ from tests.support.slot_table import scan_table
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024
+ROUTER_INDEX_BYTES = 1 << 20
 NO_LIMIT = MemoryLimit(2**60, "nothing")
 
 
@@ -110,7 +112,7 @@ def make_service(
     random_bytes: Callable[[int], bytes],
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
-    publisher = EventPublisher(config.event_buffer_steps, clock)
+    publisher = EventPublisher(config.event_buffer_steps, clock, RouterIndex("sim", ROUTER_INDEX_BYTES))
     cache = BlockCache(
         slots,
         make_policy(config.eviction_policy, slots.pool_bytes),

@@ -285,4 +285,18 @@ PLANTED = (
         "self._cache.blocks.pin([block])",
         "self._cache.blocks.pin([])",
     ),
+    Planted(
+        "routers are told of blocks whose prompt is not there from its start on",
+        "kvoffd.server.router_index",
+        "RouterIndex._tell",
+        "wanted = known.media if reachable else 0",
+        "wanted = known.media if known.tokens is not None else 0",
+    ),
+    Planted(
+        "routers that come late are not told of what the pool no longer has",
+        "kvoffd.server.router_index",
+        "RouterIndex.snapshot",
+        "for one in MEDIA if",
+        "for one in (1,) if",
+    ),
 )

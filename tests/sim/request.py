@@ -148,12 +148,14 @@ class Request:
         if self.per_key > 1 and self._faults.hit("partial_store"):
             first = self._rng.randrange(1, self.per_key)
         keys = b"".join(self.keys[begin:])
+        content = self._engine.content
+        parents = b"".join([bytes(content.spec.key_bytes), *self.keys][begin : len(self.keys)])
+        tokens = b"".join([content.tokens(key) for key in self.keys[begin:]])
         groups = [
-            GroupTransfer(group, keys, ids(blocks[begin * self.per_key + first :]), first)
+            GroupTransfer(group, keys, ids(blocks[begin * self.per_key + first :]), first, parents, tokens)
             for group, blocks in enumerate(self.blocks)
         ]
         for rank in self._engine.ranks:
-            content = self._engine.content
             wanted = sum(content.shard_bytes(rank.memory.rank, group) for group in content.groups)
             wanted *= len(self.keys) - begin
             if wanted <= rank.session.credit_bytes or self._faults.hit("beyond_credit"):
