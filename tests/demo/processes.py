@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -120,12 +122,31 @@ class Child:
 
 
 class Daemon(Child):
-    """`kvoffd serve` as a user would start it."""
+    """`kvoffd serve` as a user would start it. ``shared`` is the URL of a store that nodes share; empty for none."""
 
-    def __init__(self, directory: Path, pool_size: str, log: Path) -> None:
+    def __init__(self, directory: Path, pool_size: str, log: Path, shared: str = "") -> None:
         command = [script("kvoffd"), "serve", "--directory", str(directory), "--pool-size", pool_size]
         # No HTTP: its port may be taken on the machine of whoever tries the demo.
-        super().__init__("The daemon", [*command, "--http-address", ""], log, own_environment())
+        command += ["--http-address", ""]
+        if shared:  # the deadlines are for a machine that is busy with other things, as the client's are
+            command += ["--shared", shared, "--shared-ask-deadline", "1s", "--shared-deadline", "10s"]
+        super().__init__("The daemon", command, log, own_environment())
+
+
+class SharedServer(Child):
+    """A Valkey or Redis server that keeps nothing on disk."""
+
+    @staticmethod
+    def program() -> str | None:
+        """The first of both that is installed."""
+        return shutil.which("valkey-server") or shutil.which("redis-server")
+
+    def __init__(self, program: str, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{port}"
+        options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        super().__init__("The shared server", [program, *options], log, own_environment())
 
 
 class Engine(Child):

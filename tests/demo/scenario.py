@@ -1,4 +1,6 @@
-"""What the demo does: the same long prompts cold, after a cache reset, after a restart, and in a second engine."""
+"""What the demo does: the same long prompts cold, after a cache reset, after a restart, in a second engine, and on what
+is another node for all they know: another daemon, which shares a server with the first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typing import cast
 from kvoffd_client import AdminClient, KvoffdClientError
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.sockets import SocketPaths
-from tests.demo.processes import Daemon, DemoFailed, Engine
+from tests.demo.processes import Daemon, DemoFailed, Engine, SharedServer
 
 BLOCK_TOKENS = 32
 # None is a whole number of blocks: the tail of each is computed again, as in real life.
@@ -67,17 +69,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The four passes."""
+    """The passes. ``another_node`` is None where there is neither Valkey nor Redis."""
 
     cold: Pass
     warm: Pass
     restarted: Pass
     second_engine: Pass
+    another_node: Pass | None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         """In the order they were run."""
-        return (self.cold, self.warm, self.restarted, self.second_engine)
+        there = () if self.another_node is None else (self.another_node,)
+        return (self.cold, self.warm, self.restarted, self.second_engine, *there)
 
     @property
     def tokens_equal(self) -> bool:
@@ -96,6 +100,7 @@ class Outcome:
             "warm_ttft_ms": round(self.warm.ttft_ms, 1),
             "restarted_ttft_ms": round(self.restarted.ttft_ms, 1),
             "second_engine_ttft_ms": round(self.second_engine.ttft_ms, 1),
+            "another_node_ttft_ms": None if self.another_node is None else round(self.another_node.ttft_ms, 1),
             "tokens_equal": self.tokens_equal,
             "loaded_tokens": self.loaded_tokens,
             "prompt_tokens": sum(PROMPT_LENGTHS),
@@ -117,6 +122,7 @@ class Scenario:
         self._step = step
         self._children = children
         self._engines: list[Engine] = []
+        self._shared = ""
         prompts = random.Random(7)
         self._prompts = [prompts.choices(range(3, 1000), k=length) for length in PROMPT_LENGTHS]
         self._warm_up = prompts.choices(range(3, 1000), k=WARM_UP_TOKENS)
@@ -136,15 +142,33 @@ class Scenario:
         second_engine = self._start_engine("The second engine", "engine-second.log")
         restarted_engine.check_alive()
         second = self._send_all(second_engine, "second engine")
-        return Outcome(cold, warm, restarted, second)
+        elsewhere = None
+        if self._shared:
+            self.stop_engines()
+            with self._step("waiting until the shared server has what was used twice"):
+                self._wait_for_writes()
+            other = self._sockets / "other"
+            other.mkdir()
+            self._start_daemon(other, "kvoffd-other.log", "the daemon of another node, whose pool is empty")
+            third_engine = self._start_engine("The engine of another node", "engine-other.log", other)
+            elsewhere = self._send_all(third_engine, "another node")
+        return Outcome(cold, warm, restarted, second, elsewhere)
 
     def start_daemon(self) -> None:
-        """Start the daemon and wait until it takes sessions."""
-        with self._step(f"starting kvoffd with a pool of {POOL_SIZE}"):
-            daemon = Daemon(self._sockets, POOL_SIZE, self._logs / "kvoffd.log")
+        """Start the daemon, and before it a server to be shared, if there is one."""
+        if (program := SharedServer.program()) is not None:
+            server = SharedServer(program, self._logs / "shared-server.log")
+            self._children.callback(server.abort)
+            self._shared = server.url
+        self._start_daemon(self._sockets, "kvoffd.log", f"kvoffd with a pool of {POOL_SIZE}")
+
+    def _start_daemon(self, directory: Path, log: str, what: str) -> None:
+        """Start a daemon and wait until it takes sessions."""
+        with self._step(f"starting {what}"):
+            daemon = Daemon(directory, POOL_SIZE, self._logs / log, self._shared)
             self._children.callback(daemon.abort)
             deadline = time.monotonic() + DAEMON_TIMEOUT_S
-            while not self._daemon_is_ready():
+            while not self._daemon_is_ready(directory):
                 daemon.check_alive()
                 if time.monotonic() > deadline:
                     raise daemon.failure(f"took no sessions within {DAEMON_TIMEOUT_S:.0f} s")
@@ -156,16 +180,16 @@ class Scenario:
             with self._step("stopping an engine"):
                 self._engines.pop().stop()
 
-    def _daemon_is_ready(self) -> bool:
-        if not SocketPaths(self._sockets).lifeline.exists():
+    def _daemon_is_ready(self, directory: Path) -> bool:
+        if not SocketPaths(directory).lifeline.exists():
             return False
         try:
-            with AdminClient(self._sockets) as admin:
-                return admin.health().ready
+            with AdminClient(directory) as admin:
+                return admin.health().ready and all(one.reachable for one in admin.stats().shared)
         except KvoffdClientError:
             return False
 
-    def _start_engine(self, name: str, log: str) -> Engine:
+    def _start_engine(self, name: str, log: str, directory: Path | None = None) -> Engine:
         arguments = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
@@ -179,7 +203,11 @@ class Scenario:
                 "kv_connector": "KvoffdConnector",
                 "kv_role": "kv_both",
                 # A machine busy with other things may answer a lookup late; a late answer is a miss.
-                "kv_connector_extra_config": {"directory": str(self._sockets), "lookup_deadline_ms": 2000.0},
+                "kv_connector_extra_config": {
+                    "directory": str(directory or self._sockets),
+                    "lookup_deadline_ms": 2000.0,
+                    "disk_wait_ms": 5000.0,
+                },
             },
         }
         with self._step(f"starting vLLM: {name.lower()} (its log: {self._logs / log})"):
@@ -218,6 +246,17 @@ class Scenario:
                 stats = admin.stats()
                 if is_storing(stats) or stats.pool.ready_bytes != held_bytes:
                     quiet_since, held_bytes = time.monotonic(), stats.pool.ready_bytes
+                time.sleep(POLL_S)
+
+    def _wait_for_writes(self) -> None:
+        deadline, written_at, written = time.monotonic() + STORE_TIMEOUT_S, time.monotonic(), -1
+        with AdminClient(self._sockets) as admin:
+            while written <= 0 or time.monotonic() - written_at < QUIET_S:
+                if time.monotonic() > deadline:
+                    raise DemoFailed(f"The shared server was still being written after {STORE_TIMEOUT_S:.0f} s.")
+                (shared,) = admin.stats().shared
+                if shared.written_blocks != written or shared.queued_writes:
+                    written_at, written = time.monotonic(), shared.written_blocks
                 time.sleep(POLL_S)
 
 

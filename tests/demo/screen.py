@@ -47,6 +47,10 @@ class Screen:
             )
         self.console.print()
         self.console.print(table)
+        if outcome.another_node is None:
+            self.console.print(
+                "Another node was not tried: there is no valkey-server or redis-server (`make servers` installs one).\n"
+            )
         self.console.print(
             "TTFT: time to first token as vLLM measures it, from a request's arrival to its first token; the mean.\n"
             f"Tokens loaded: from kvoffd, of {loadable_tokens():,} in whole blocks; the engine computes the rest.\n",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from support.waiting import wait_until
 
+from tests.demo.processes import SharedServer
+
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0
 
@@ -57,6 +59,7 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
         "warm_ttft_ms",
         "restarted_ttft_ms",
         "second_engine_ttft_ms",
+        "another_node_ttft_ms",
         "tokens_equal",
         "loaded_tokens",
         "prompt_tokens",
@@ -66,6 +69,12 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert result["prompt_tokens"] - 3 * 32 < result["loaded_tokens"] < result["prompt_tokens"]
     for name in ("warm_ttft_ms", "restarted_ttft_ms", "second_engine_ttft_ms"):
         assert 0 < result[name] < result["cold_ttft_ms"] / 2
+    if SharedServer.program() is None:
+        assert result["another_node_ttft_ms"] is None
+        assert "Another node was not tried" in output
+    else:
+        assert 0 < result["another_node_ttft_ms"] < result["cold_ttft_ms"]
+        assert "another node" in output
     assert "kvoffd-cli stats" in output
     assert not list(tmp_path.glob("kvoffd-demo-*"))
     assert processes_about(str(tmp_path)) == []
