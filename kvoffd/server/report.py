@@ -15,6 +15,7 @@ from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.recent import named
 from kvoffd.server.session import Session
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m
@@ -174,7 +175,7 @@ def _tiering_stats(context: Context) -> m.BelowStats | None:
 
 
 def _shared_stats(context: Context) -> list[m.SharedStats]:
-    if context.disks is None or (tiering := context.tiering) is None:
+    if (tiering := context.tiering) is None:
         return []
     return [
         filled(
@@ -186,7 +187,8 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),
         )
-        for tier, shared in zip(context.disks.shared, tiering.shared, strict=True)
+        for shared in tiering.shared
+        if isinstance(tier := shared.tier, SharedTier)
     ]
 
 

@@ -29,6 +29,7 @@ from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, make_service, ready_records
 from tests.sim.pool import WatchedPool, as_bytes
+from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
 from tests.support.slot_table import SlotOwner
 
@@ -144,7 +145,14 @@ class SimDaemon:
         size_bytes = self._world.pool_bytes * rng.choice((1, 4))
         tier = SimTier(device, self.pool, self.clock, self.process, self._world.faults, rng, size_bytes)
         tier.draining = self._world.faults.calm
-        disk = SimDisk(self.service, tier, self.clock, rng)
+        shared = None
+        if self._world.shared is not None:
+            own_rng = self._world.scenario.rng(f"shared {life}")
+            faults = self._world.faults
+            shared = SimShared(self._world.shared, self.pool, self.clock, self.process, own_rng, lambda: faults.calm)
+            shared.on_turn = self._schedule_flush
+            tier.draining = tier.draining or own_rng.random() < 0.7  # or the disk has most of what is asked for
+        disk = SimDisk(self.service, tier, self.clock, rng, shared)
         self.service.context.disks = cast(Disks, disk)
         tier.on_turn = self._schedule_flush
         return disk

@@ -16,6 +16,7 @@ from kvoffd_proto import messages as m
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.pool import Slot, WatchedPool
 from tests.sim.scenario import Faults
+from tests.sim.shared import SimShared
 from tests.support.memory_tier import Device, Job, MemoryTier
 
 if TYPE_CHECKING:
@@ -143,9 +144,10 @@ class SimDisk:
     """Stands in for the ``Disks`` of the service."""
 
     problems: tuple[str, ...] = ()
-    shared: tuple[()] = ()
 
-    def __init__(self, service: Service, tier: SimTier, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, service: Service, tier: SimTier, clock: Clock, rng: random.Random, shared: SimShared | None
+    ) -> None:
         self.tier = tier
         settings = TieringSettings(
             rng.choice(list(WriteMode)[:3]),
@@ -157,6 +159,11 @@ class SimDisk:
         tier.service = service
         service.context.cache.attach(self.tiering)
         self._service = service
+        self._shared = shared
+        self.shared: tuple[()] = ()  # what stats tell of it is not simulated
+        if shared is not None:
+            mode = rng.choice((WriteMode.ALWAYS, WriteMode.ALWAYS, *list(WriteMode)[:3]))
+            self.tiering.share(shared, TieringSettings(mode, deadline_s=rng.choice((0.3, 1.0))))
 
     def tick(self) -> None:
         self.tiering.tick()
@@ -164,8 +171,22 @@ class SimDisk:
     def __iter__(self) -> Iterator[Disk]:
         return iter(())
 
-    def namespace_reset(self, fingerprint: bytes) -> None:
-        """Nothing is to do: no directory comes or goes here."""
+    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
+        """As ``Disks`` does it; no directory comes or goes here."""
+        for shared in self.tiering.shared:
+            if everywhere:
+                shared.rejoin(fingerprint)
+            else:
+                shared.leave(fingerprint)
+        if self._shared is not None and everywhere:
+            self._shared.left.discard(fingerprint)
+        elif self._shared is not None:
+            self._shared.left.add(fingerprint)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being read or written."""
+        return bool(self.tier.jobs) or (self._shared is not None and self._shared.jobs > 0)
 
     def cleared(self, fingerprint: bytes | None) -> None:
         """Nothing is to do, as for ``namespace_reset``."""

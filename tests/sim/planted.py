@@ -265,6 +265,20 @@ PLANTED = (
         "if shard.checksum:",
     ),
     Planted(
+        "after a reset blocks still come from the shared store",
+        "kvoffd.tiering.shared",
+        "SharedTiering.leave",
+        "self._left.add(fingerprint)",
+        "pass",
+    ),
+    Planted(
+        "another block's object is served from the shared store",
+        "kvoffd.tiers.shared.object_format",
+        "decode_header",
+        "whole = all(shard.checksum for shard in shards) and encode_header(block, generation, digest) == data",
+        "whole = all(shard.checksum for shard in shards)",
+    ),
+    Planted(
         "a reset leaves the disk as it is",
         "kvoffd.tiering.manager",
         "TieringManager.forget_all",

@@ -20,6 +20,7 @@ from tests.sim.hostile import Hostile
 from tests.sim.network import Network
 from tests.sim.parts import KeptPool, make_admin
 from tests.sim.scenario import Faults, Scenario
+from tests.sim.shared import SharedStore
 
 OWN_WAITS_S = 10.0
 """The longest that the simulator itself keeps a request or a process waiting: pauses, a slow disk, a reconnection."""
@@ -63,6 +64,10 @@ class World:
         )
         self.pool_bytes = rng.choice([size for size in POOL_SIZES if size >= min(largest, POOL_SIZES[-1])])
         self.device = Device() if scenario.rng("has a disk").random() < 0.6 else None
+        own_rng = scenario.rng("a shared store")
+        self.shared = (
+            SharedStore(self.content_of, own_rng) if self.device is not None and own_rng.random() < 0.5 else None
+        )
         self.log = FailureLog()
         self.descriptors = Descriptors()
         self.longest_lookup_s = 0.0
@@ -181,8 +186,8 @@ class World:
         return None
 
     def _still_open(self) -> str | None:
-        if self.daemon.disk is not None and self.daemon.disk.tier.jobs:
-            return "the disk is busy"
+        if self.daemon.disk is not None and self.daemon.disk.busy:
+            return "the disk or the shared store is busy"
         sessions = self.daemon.service.sessions
         return f"{len(sessions)} sessions are open" if sessions or self.daemon.lifelines else None
 
