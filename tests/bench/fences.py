@@ -21,7 +21,7 @@ from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import machine
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
 from tests.support.daemon import DaemonProcess
-from tests.support.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected
+from tests.support.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected, wait_stats
 from tests.support.models import make_tiny_llama
 
 PROMPTS = 8
@@ -76,8 +76,9 @@ def measure(model: Path, rounds: int, others: int) -> Survival:
             # The last token's keys and values are never computed.
             filled += sum((PROMPT_TOKENS + len(answer.tokens) - 1) // BLOCK_TOKENS for answer in answers)
         load.stop()
-        engine.forget()  # which waits for stores under way
-        stats, metrics = admin.stats(), engine.metrics()
+        engine.forget()
+        stats = wait_stats(admin, lambda one: not one.store.running_jobs + one.store.queued_jobs)
+        metrics = engine.metrics()
     (own,) = (one for one in stats.namespaces if one.namespace not in strangers)
     return Survival(
         int(metrics["vllm:num_preemptions"]),
