@@ -25,3 +25,10 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str
     signed = ("-CA", "ca", "-CAkey", "ca-key", "-CAcreateserial", "-days", "2", "-extfile", "more")
     openssl("x509", "-req", "-in", "request", *signed, "-out", "cert")
     return str(place / "ca"), str(place / "cert"), str(place / "key")
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared store that failed is probed soon again."""
+    monkeypatch.setattr("kvoffd.tiers.shared.breaker.FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("kvoffd.tiers.shared.breaker.LONGEST_PAUSE_S", 0.2)

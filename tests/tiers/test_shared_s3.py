@@ -16,6 +16,7 @@ from kvoffd.tiers.shared.object_format import object_key
 from kvoffd.tiers.tier import Answer, TierResult
 
 pytest.importorskip("obstore")
+pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
 
 
