@@ -106,6 +106,10 @@ class AdminRequests(Closing, ABC):
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
         return self.ask(m.ResetFleet, fingerprint).count
 
+    def describe_policy(self, fingerprint: bytes | None = None, group: int = 0, key: bytes = b"") -> m.PolicyDescribed:
+        """What the eviction policy has learned, and what it knows of one key of a namespace."""
+        return self.ask(m.DescribePolicy, fingerprint, group, key)
+
     def scrub(self, start: bool = True) -> m.ScrubReply:
         """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
 from kvoffd.system.files import on_error
 
@@ -84,3 +84,12 @@ class Admitter:
         if left := numbers[len(offsets) :]:
             room_is_kept = worth != inf and self.blocks.evictable(self.protected)
             (found.declined if room_is_kept else found.dropped).extend(left)
+
+
+def count_refused(blocks: Blocks, namespace: Namespace, group: int, keys: Sequence[bytes], found: Admission) -> None:
+    """Count the keys that get no slot, and note why they will not be there."""
+    namespace.counters.dropped_keys += len(found.dropped)
+    namespace.counters.declined_keys += len(found.declined)
+    for numbers, reason in ((found.dropped, MissReason.NO_ROOM), (found.declined, MissReason.DECLINED)):
+        if numbers:
+            blocks.misses.note(namespace, group, [keys[number] for number in numbers], reason)

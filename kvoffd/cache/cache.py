@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvoffd.cache.admission import Admission, Admitter
+from kvoffd.cache.admission import Admission, Admitter, count_refused
 from kvoffd.cache.adopt import Adoption, adopt
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
@@ -240,10 +240,7 @@ class BlockCache(LeasedBlocks):
             found = admitter.admit(keys, lacking, starts)
         offsets = found.offsets
         ticket.copy = found.admitted
-        namespace.counters.dropped_keys += len(found.dropped)
-        namespace.counters.declined_keys += len(found.declined)
-        if found.dropped:
-            blocks.misses.note(namespace, group, [keys[number] for number in found.dropped], MissReason.NO_ROOM)
+        count_refused(blocks, namespace, group, keys, found)
         ticket.dropped = _with_again(keys, found.dropped, again)
         ticket.declined = _with_again(keys, found.declined, again)
         if narrow:

@@ -124,16 +124,16 @@ void kvoffd_move_states(const struct table *from, struct table *to)
     }
 }
 
-/* A table of the reasons for which keys left has the same structure, with entries of eight bytes: all but the last three
+/* A table of the reasons for which keys left has the same structure, with entries of eight bytes: all but the last four
  * bits of a key's hash, and a reason. What falls on the same place replaces what was there. */
-static const uint64_t REASON = 7;
+static const uint64_t REASON = 15;
 
 static uint64_t *noted(const struct table *t, uint64_t hashed)
 {
     return (uint64_t *)t->entries + (hashed & (t->capacity - 1));
 }
 
-/* Notes why each of `count` keys left, 1 to 7. */
+/* Notes why each of `count` keys left, 1 to 15. */
 void kvoffd_note_reasons(const struct table *t, const uint8_t *keys, uint64_t count, uint64_t reason)
 {
     for (uint64_t i = 0; i < count; i++) {
@@ -144,7 +144,7 @@ void kvoffd_note_reasons(const struct table *t, const uint8_t *keys, uint64_t co
 
 /* Adds to `counts`, by reason, the keys whose state is 0; those of which nothing is noted to the first. */
 void kvoffd_count_reasons(
-    const struct table *t, const uint8_t *keys, uint64_t count, const uint8_t *states, uint64_t counts[8])
+    const struct table *t, const uint8_t *keys, uint64_t count, const uint8_t *states, uint64_t counts[16])
 {
     uint64_t hashed[TOGETHER];
 

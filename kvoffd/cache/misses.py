@@ -43,7 +43,7 @@ class Misses:
 
     def count(self) -> None:
         """Count what was asked since the last call."""
-        counts = (ctypes.c_uint64 * 8)()
+        counts = (ctypes.c_uint64 * 16)()
         for namespace, groups, pool, told in self._asked:
             misses = namespace.counters.misses
             for (group, keys), before, after in zip(groups, pool, told, strict=True):

@@ -28,7 +28,7 @@ PAGE_SPEC_BYTES = 512
 
 
 class MissReason(IntEnum):
-    """Why a key that was asked for is not there. Those up to DISK_LATE are noted when it leaves."""
+    """Why a key that was asked for is not there. All but LEASE_LIMIT are noted when it leaves or does not come."""
 
     NEVER_STORED = 0
     """Nothing is known of the key: it was not stored, or left so long ago that this is forgotten."""
@@ -48,6 +48,8 @@ class MissReason(IntEnum):
     """A disk had it, and failed or was closed."""
     LEASE_LIMIT = 8
     """It is in the pool, but the session may lease no more."""
+    DECLINED = 9
+    """The policy did not find it worth storing."""
 
 
 class BlockState(IntEnum):

@@ -57,6 +57,30 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> It
     yield m.Done(message.request_id, context.epoch, len(raises))
 
 
+@answers(m.DescribePolicy)
+def describe_policy(context: Context, session: Session, message: m.DescribePolicy) -> m.PolicyDescribed:
+    policy, key = context.cache.policy, None
+    if message.namespace is not None:
+        namespace = context.cache.namespace(message.namespace)
+        namespace.check_keys(message.group, message.key)
+        key = policy.worth_of(namespace, message.group, message.key) if message.key else None
+    state = policy.describe()
+    return m.PolicyDescribed(
+        message.request_id,
+        context.epoch,
+        policy=context.config.eviction_policy,
+        requests=state.requests,
+        known_keys=state.known_keys,
+        ghost_keys=policy.ghosts,
+        policy_bytes=policy.nbytes,
+        hit_bytes=state.hit_bytes,
+        lru_hit_bytes=state.lru_hit_bytes,
+        as_lru=state.as_lru,
+        classes=list(state.classes),
+        key=key,
+    )
+
+
 @answers(m.Scrub)
 def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
     """Begin to compare every readable block with its checksum, or tell how far that is."""

@@ -44,6 +44,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         uptime_seconds=context.clock() - context.started_at,
         policy=context.config.eviction_policy,
         ghost_keys=cache.policy.ghosts,
+        policy_bytes=cache.policy.nbytes,
         pool=_pool_stats(context),
         store=_direction_stats(context, Direction.STORE),
         load=_direction_stats(context, Direction.LOAD),

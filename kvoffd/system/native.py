@@ -46,6 +46,8 @@ class Native:
             self.learned_candidates = with_gil.kvoffd_learned_candidates
             self.learned_offers = with_gil.kvoffd_learned_offers
             self.learned_declined = with_gil.kvoffd_learned_declined
+            self.learned_classes = with_gil.kvoffd_learned_classes
+            self.learned_key = with_gil.kvoffd_learned_key
             self.learned_record_bytes = with_gil.kvoffd_learned_record_bytes
             self.learned_record = with_gil.kvoffd_learned_record
             self.learned_go_on = with_gil.kvoffd_learned_go_on
@@ -76,6 +78,8 @@ class Native:
         self.learned_offers.argtypes = (address, *keys, count, address, count, address)
         self.learned_offers.restype = count
         self.learned_declined.argtypes, self.learned_declined.restype = (address, *keys), None
+        self.learned_classes.argtypes, self.learned_classes.restype = (address, text), None
+        self.learned_key.argtypes, self.learned_key.restype = (address, count, text, count, text), count
         self.learned_record_bytes.argtypes, self.learned_record_bytes.restype = (address,), count
         self.learned_record.argtypes, self.learned_record.restype = (address, text), None
         self.learned_go_on.argtypes, self.learned_go_on.restype = (address, text, count), count

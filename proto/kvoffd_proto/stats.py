@@ -98,11 +98,11 @@ class NamespaceStats(Wire, frozen=True):
     misses: Annotated[
         dict[str, Count],
         counter(
-            "Keys in lookups that were not there, by reason: ``never_stored`` (or declined, or left longer ago than "
-            "is remembered: the daemon has a table of the last half million keys that left), ``evicted``, "
-            "``no_room`` in the pool, ``half_stored``, ``invalidated``, ``corrupt``, ``lease_limit`` (it is in the "
-            "pool, but the session may lease no more). Of the pending keys, those that did not come up in the end: "
-            "``disk_late``, ``disk_failed``, or one of the others.",
+            "Keys in lookups that were not there, by reason: ``never_stored`` (or left longer ago than is "
+            "remembered: the daemon has a table of the last half million keys that left), ``evicted``, ``declined`` by "
+            "the policy, ``no_room`` in the pool, ``half_stored``, ``invalidated``, ``corrupt``, ``lease_limit`` (it "
+            "is in the pool, but the session may lease no more). Of the pending keys, those that did not come up in "
+            "the end: ``disk_late``, ``disk_failed``, or one of the others.",
             "keys_missed",
             help="Keys in lookups that were not there, by reason; never_stored has those that left too long ago too.",
             key_label="reason",
@@ -356,6 +356,7 @@ class StatsReply(Reply, frozen=True):
     )
     ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
     routers: Annotated[RouterStats | None, metrics_of_part("KV events for routers; nil while off.", "router_")] = None
+    policy_bytes: Annotated[ByteCount, gauge("Memory of what the policy knows of keys; 0 where it does not count.")] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

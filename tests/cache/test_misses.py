@@ -118,3 +118,11 @@ def test_a_lookup_before_the_first_worker_is_an_ordinary_miss() -> None:
     assert namespace.block_bytes(0) == 0
     assert missed(rig, namespace, 1, 2) == {"never_stored": 2}
     rig.cache.touch(0xFFFF)
+
+
+def test_what_the_policy_declined_is_told_apart() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace = rig.open()
+    assert missed(rig, namespace, 1, 2) == {"never_stored": 2}
+    rig.put(namespace, keys_of(1, 2))
+    assert missed(rig, namespace, 1, 2, 3) == {"declined": 2, "never_stored": 1}

@@ -35,9 +35,11 @@ from kvoffd_client.cli.json_objects import (
     ImportDone,
 )
 from kvoffd_client.cli.json_output import print_json, print_listing
+from kvoffd_client.cli.policy_command import key_sentence
 from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, local_directory, resolve_namespace
 from kvoffd_client.errors import BlockDamaged
 from kvoffd_proto.blocks import BlockInfo
+from kvoffd_proto.messages import KeyWorth
 from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ def show(
     """Show the parts of a block and what is in them.
 
     Lists the block's shards and layers with dtype, shape and layout, the least, mean and largest value of each, and
-    whether the bytes match their checksum.
+    whether the bytes match their checksum; with a policy that learns, why the block is kept, and what would go before.
     """
     with _open_client(context, directory) as client:
         fingerprint = _fingerprint(client, namespace)
@@ -120,19 +122,22 @@ def show(
                 sound = True
             except BlockDamaged:
                 sound = False
+            worth = client.describe_policy(fingerprint, group, whole_key).key
             if json:
-                print_json(_block_object(block, sound))
+                print_json(_block_object(block, sound, worth))
             else:
                 _print_block(block, sound)
+                if worth is not None:
+                    print_line(f"\n{key_sentence(worth)}")
     return 0 if sound else DAMAGED
 
 
-def _block_object(block: Block, sound: bool) -> BlockParts:
+def _block_object(block: Block, sound: bool, worth: KeyWorth | None) -> BlockParts:
     shards = []
     for shard in block.shards:
         layers = [BlockLayer(layer.name, layer.dtype, list(layer.shape), layer.layout) for layer in shard.layers]
         shards.append(BlockShard(shard.rank, int(shard.data.nbytes), f"{shard.checksum:016x}", layers))
-    return BlockParts(block.geometry.fingerprint, block.group, block.key, block.first_block, sound, shards)
+    return BlockParts(block.geometry.fingerprint, block.group, block.key, block.first_block, sound, shards, worth)
 
 
 def _print_block(block: Block, sound: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Struct, field
 
 from kvoffd_proto.blocks import BlockInfo
-from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, NamespaceInfo, SessionInfo, SharedStats
+from kvoffd_proto.messages import BelowStats, DiskStats, Fingerprint, KeyWorth, NamespaceInfo, SessionInfo, SharedStats
 from kvoffd_proto.wire import ByteCount, Count, Seconds, doc
 
 Key = Annotated[bytes, doc("The block's key: the engine's hash of its tokens.")]
@@ -145,6 +145,7 @@ class BlockParts(Struct, frozen=True):
     first_block: Annotated[int, doc("Which of the engine's blocks under the key is the first one stored.")]
     sound: Annotated[bool, doc("Whether all bytes match their checksums.")]
     shards: Annotated[list[BlockShard], doc("One for each rank.")]
+    kept: Annotated[KeyWorth | None, doc("Why it is kept; null with a policy that does not learn.")]
 
 
 class ExportDone(Struct, frozen=True):

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from kvoffd_client.cli import json_objects as objects
 from kvoffd_client.cli.json_output import describe
-from kvoffd_proto.messages import HealthReply, ScrubReply, StatsReply
+from kvoffd_proto.messages import HealthReply, PolicyDescribed, ScrubReply, StatsReply
 
 JSON: dict[str, type[Struct]] = {
     "export": objects.ExportDone,
@@ -28,6 +28,7 @@ JSON: dict[str, type[Struct]] = {
     **{f"bench {name}": objects.BenchReport for name in ("lookup", "copy", "fairness", "jobs", "engine", "pool")},
     "disk": objects.Disks,
     "shared": objects.SharedTiers,
+    "policy": PolicyDescribed,
     "simulate": objects.Simulation,
     "block ls": objects.Blocks,
     "block show": objects.BlockParts,

@@ -153,3 +153,73 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
         }
     return found;
 }
+
+/* What was learned of a class. */
+struct class_facts {
+    double accessed, return_chance, return_age, worth; /* bytes, -, pool lifetimes, hits in a pool lifetime */
+    uint64_t kept_bytes;
+};
+
+void kvoffd_learned_classes(const struct learned *l, struct class_facts facts[CLASSES])
+{
+    for (int kind = 0; kind < CLASSES; kind++) {
+        double left = 1, seen = 1, lifetime = l->known.lifetime;
+        struct class_facts *f = &facts[kind];
+        *f = (struct class_facts){ .accessed = l->accessed[kind] };
+        for (int bin = 0; bin < BINS - 1; bin++)
+            left *= 1 - l->hazard[kind][bin];
+        f->return_chance = 1 - left;
+        for (int bin = 0; bin < BINS - 1 && 1 - seen < f->return_chance / 2; bin++) {
+            seen *= 1 - l->hazard[kind][bin];
+            f->return_age = l->edges[bin + 1] / lifetime;
+        }
+        for (int bin = 0; bin < BINS; bin++)
+            f->worth = l->worth[kind][bin] * lifetime > f->worth ? l->worth[kind][bin] * lifetime : f->worth;
+    }
+    for (uint32_t number = 1; number < l->span_room; number++)
+        facts[l->spans[number].kind].kept_bytes += l->spans[number].held * l->spans[number].weight;
+}
+
+/* What is known of a key. */
+struct key_facts {
+    double age, worth; /* in pool lifetimes, hits in a pool lifetime */
+    uint64_t kind, sightings, turn, bytes_before;
+};
+
+static uint64_t cell_bytes(const struct learned *l, uint32_t cell, uint32_t until)
+{
+    uint64_t nbytes = 0;
+
+    for (uint32_t number = l->cells[cell].first; number && number != until; number = l->spans[number].next)
+        nbytes += l->spans[number].held * l->spans[number].weight;
+    return nbytes;
+}
+
+/* Returns whether the key is known. */
+uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key, uint64_t key_bytes,
+                            struct key_facts *facts)
+{
+    uint64_t hash;
+
+    hash_keys(l, name, key, 1, key_bytes, &hash);
+    const struct place *there = find_place(l, hash);
+    if (!there->hash)
+        return 0;
+    const struct span *s = &l->spans[there->span];
+    int bin = age_bin(l, s->since);
+    facts->age = (double)(l->known.now - s->since) / l->known.lifetime;
+    facts->worth = l->worth[s->kind][bin] * l->known.lifetime;
+    facts->kind = s->kind;
+    facts->sightings = s->sightings;
+    facts->turn = s->turn;
+    facts->bytes_before = 0;
+    if (l->known.as_lru)
+        facts->bytes_before = cell_bytes(l, LRU_CELL, there->span);
+    for (uint32_t rank = 0; !l->known.as_lru && rank < CELLS; rank++) {
+        uint32_t cell = l->by_rank[rank];
+        facts->bytes_before += cell_bytes(l, cell, there->span);
+        if (cell == (uint32_t)s->kind * BINS + s->age_bin)
+            break;
+    }
+    return 1;
+}

@@ -97,6 +97,7 @@ struct learned {
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
     double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
+    double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
     double worth[CLASSES][BINS], admission_worth[CLASSES]; /* hits for each byte accessed meanwhile */
     struct row cells[CELLS + 1];
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */

@@ -170,7 +170,7 @@ void work_out(struct learned *l)
         for (int bin = 0; bin < BINS; bin++) {
             double guess = least(HIGHEST_HAZARD, multiplier * common[bin]);
             hazard[bin] = (l->returned[kind][bin] + prior * guess) / (at_risk[kind][bin] + prior);
-            hazard[bin] = least(HIGHEST_HAZARD, hazard[bin]);
+            l->hazard[kind][bin] = hazard[bin] = least(HIGHEST_HAZARD, hazard[bin]);
         }
         set_worth(l, kind, hazard);
     }

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:  # the names are also needed where the cache is not, by the command line
     from kvoffd.cache.namespace import Block, Namespace
+    from kvoffd_proto.messages import KeyWorth, PolicyClass
 
 DEFAULT_POLICY = "lru"
 ENTRY_POINTS = "kvoffd.policies"
@@ -46,6 +47,17 @@ class Offer(NamedTuple):
     keys: int
     worth: float
     """Only blocks that are worth less give way to these; ``inf`` where any block does, DECLINED to store none."""
+
+
+class PolicyState(NamedTuple):
+    """What a learning policy tells of itself; the fields of ``PolicyDescribed``."""
+
+    requests: int = 0
+    known_keys: int = 0
+    hit_bytes: int = 0
+    lru_hit_bytes: int = 0
+    as_lru: bool = False
+    classes: Sequence[PolicyClass] = ()
 
 
 class EvictionPolicy(Protocol):
@@ -82,9 +94,19 @@ class EvictionPolicy(Protocol):
     def go_on(self, record: bytes) -> None:
         """Go on with what another one recorded, before anything else. Raises ValueError where it is of no use."""
 
+    def describe(self) -> PolicyState:
+        """What was learned."""
+
+    def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
+        """What is known of a key; None where nothing is."""
+
     @property
     def ghosts(self) -> int:
         """Keys without a block that are remembered."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is known of keys; 0 where that is not counted."""
 
     def __len__(self) -> int:
         """Number of blocks."""
@@ -105,8 +127,18 @@ class AdmitsAll:
     def go_on(self, record: bytes) -> None:
         """There is nothing to know."""
 
+    def describe(self) -> PolicyState:
+        return PolicyState()
+
+    def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
+        return None
+
     @property
     def ghosts(self) -> int:
+        return 0
+
+    @property
+    def nbytes(self) -> int:
         return 0
 
 

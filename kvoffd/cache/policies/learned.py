@@ -26,8 +26,9 @@ from math import inf
 from operator import attrgetter
 
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.policies import Chain, Offer
+from kvoffd.cache.policies import Chain, Offer, PolicyState
 from kvoffd.system.native import native
+from kvoffd_proto.messages import KeyWorth, PolicyClass
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
@@ -37,6 +38,8 @@ FORMAT = 1
 SEED_BYTES = 16
 _HEADER = struct.Struct("=II")
 _OFFER = struct.Struct("=dQ")
+_CLASS = struct.Struct("=4dQ")
+_KEY = struct.Struct("=2d4Q")
 _FEWEST_CANDIDATES, _MORE_CANDIDATES = 32, 8
 _REFUSALS = (
     "",
@@ -48,6 +51,33 @@ _REFUSALS = (
     "its keys are none",
 )
 """By ``enum refusal`` of records.c."""
+
+
+_SEEN = ("never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more")
+_PAUSE = ("a short pause", "a pause of a pool lifetime", "a pause of 2 to 8 lifetimes", "a longer pause")
+_TURN = ("turn 2 or 3", "a later turn")
+_TEXT = ("up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "more")
+CLASSES = (
+    "left by an earlier daemon",
+    "stored without a lookup",
+    "the end of a prompt",
+    *(f"shared, seen {seen} before" for seen in _SEEN),
+    *(
+        f"of a conversation, {turn} after {pause}, {new} new tokens"
+        for pause in _PAUSE
+        for turn in _TURN
+        for new in ("up to 512", "up to 1,536", "more")
+    ),
+    *(
+        f"new in a conversation, {turn} after {pause}, {new} tokens"
+        for pause in _PAUSE
+        for turn in _TURN
+        for new in ("up to 512", "up to 1,536", "up to 7,680", "more")
+    ),
+    *(f"new behind what others continued otherwise, {text} tokens" for text in _TEXT),
+    *(f"new, {text} tokens" for text in _TEXT),
+)
+"""What tells the keys of each class from others, by the class's number in learned.h."""
 
 
 class Known(ctypes.Structure):
@@ -160,6 +190,32 @@ class Policy:
     @property
     def ghosts(self) -> int:
         return int(self.known.known_keys - self.known.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.known.nbytes)
+
+    def describe(self) -> PolicyState:
+        known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
+        self._native.learned_classes(self._at, facts)
+        every = list(zip(CLASSES, _CLASS.iter_unpack(facts.raw), strict=True))
+        asked = max(1.0, sum(accessed for _, (accessed, *_) in every))
+        classes = [
+            PolicyClass(name, accessed / asked, chance, age, kept, worth)
+            for name, (accessed, chance, age, worth, kept) in every
+            if accessed or kept
+        ]
+        classes.sort(key=lambda one: one.accessed_share, reverse=True)
+        counts = known.requests, known.known_keys, known.hit_bytes, known.lru_hit_bytes
+        return PolicyState(*counts, bool(known.as_lru), classes)
+
+    def worth_of(self, namespace: Namespace, group: int, key: bytes) -> KeyWorth | None:
+        name, _, _, key_bytes = _keys(namespace, group, key)
+        facts = ctypes.create_string_buffer(_KEY.size)
+        if not self._native.learned_key(self._at, name, key, key_bytes, facts):
+            return None
+        age, worth, kind, sightings, turn, before = _KEY.unpack(facts.raw)
+        return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
 
     def record(self) -> bytes:
         body = ctypes.create_string_buffer(self._native.learned_record_bytes(self._at))
