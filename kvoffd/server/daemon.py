@@ -30,7 +30,7 @@ from kvoffd.server.disks import opener, shared_opener
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.inbox import Inbox
-from kvoffd.server.kept_policy import keep_policy
+from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks, open_pool
@@ -216,6 +216,7 @@ class Daemon:
             max_slots=config.max_slots,
         )
         adopt_blocks(cache, pool, config)
+        self._kept_policy = KeptPolicy(cache.policy, config)
         self._inbox = Inbox(asyncio.get_running_loop())
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)
@@ -301,7 +302,7 @@ class Daemon:
 
     def _tick(self) -> None:
         """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
-        for tick in (self._service.tick, self._lifelines.tick, self._transport.tick):
+        for tick in (self._service.tick, self._lifelines.tick, self._transport.tick, self._kept_policy.tick):
             try:
                 tick()
             except Exception:
@@ -358,7 +359,7 @@ class Daemon:
             await routers.close()
         if (disks := self._service.context.disks) is not None and not disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
-        keep_policy(self._service.context.cache.policy, self._config)
+        self._kept_policy.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self._copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

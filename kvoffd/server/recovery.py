@@ -13,7 +13,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.config import Config
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.server.kept_policy import go_on
+from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
 from kvoffd_proto.units import format_size
@@ -46,7 +46,7 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
 def adopt_blocks(cache: BlockCache, pool: Pool, config: Config) -> None:
     """Go on with what an earlier daemon's policy knew, and make that daemon's blocks ready again."""
     started = time.monotonic()
-    go_on(cache.policy, config)
+    KeptPolicy(cache.policy, config).go_on()
     if not pool.adopted:
         return
     recovered = pool.take_recovered()

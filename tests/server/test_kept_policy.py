@@ -10,6 +10,9 @@ import pytest
 from support.daemon import DaemonProcess
 from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
+from kvoffd.cache.policies.lru import Policy as LruPolicy
+from kvoffd.config import Config
+from kvoffd.server import kept_policy
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 
@@ -99,3 +102,31 @@ def test_a_link_is_neither_followed_nor_written_through(pool_file: Path, tmp_pat
         kept.symlink_to(other)
         daemon.start()
         assert "is of no use" in daemon.log
+
+
+class Remembering(LruPolicy):
+    """A policy that has something to leave."""
+
+    def record(self) -> bytes:
+        return b"what it knew"
+
+
+def test_it_is_written_now_and_then_for_a_daemon_that_is_killed(
+    pool_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, now = Remembering(1 << 24), [1000.0]
+    monkeypatch.setattr(kept_policy.time, "monotonic", lambda: now[0])
+    kept = kept_policy.KeptPolicy(policy, Config(pool_file=str(pool_file)))
+    file = Path(f"{pool_file}.policy")
+    kept.tick()
+    assert not file.exists()
+    now[0] += kept_policy.KEPT_EVERY_S
+    kept.tick()
+    assert kept._writer is not None
+    kept._writer.join(10)
+    assert file.read_bytes() == b"lru\nwhat it knew"
+    file.unlink()
+    kept.tick()
+    assert not file.exists()
+    kept.close()
+    assert file.exists()
