@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 from support.daemon import DaemonProcess
+from support.redis_server import RedisServer, needs_redis
 from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
-from kvoffd_client.bench import PAGE_BYTES
+from kvoffd_client.bench import PAGE_BYTES, SHARED_BLOCKS
 from kvoffd_client.bench.copy_bench import bench_copy
 from kvoffd_client.bench.fairness import bench_fairness
 from kvoffd_client.bench.message_bench import STORE_KEYS, bench_jobs, bench_lookup
 from kvoffd_client.bench.results import BenchFailed, Report
+from kvoffd_client.bench.shared_bench import bench_shared
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.cli.bench_commands import run_bench
 from kvoffd_client.testing import FakeEngine
@@ -82,6 +84,25 @@ def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind()
             stats = admin.stats()
         assert stats.pool.free_bytes == stats.pool.pool_bytes
         assert stats.errors == {}
+
+
+@needs_redis
+def test_a_store_that_nodes_share_is_measured_through_the_daemon() -> None:
+    with RedisServer() as server, DaemonProcess("64MiB", shared=server.url) as daemon:
+        with AdminClient(daemon.directory) as admin:
+            wait_until(lambda: admin.stats().shared[0].reachable, 20.0)
+        report = bench_shared(daemon.directory, quiet, rounds=2)
+        write, read, ask = report.results
+        assert all(result.value > 0 for result in report.results)
+        assert write.cpu is not None
+        assert read.cpu is not None
+        assert ask.ratio > 1
+        with AdminClient(daemon.directory) as admin:
+            stats = admin.stats()
+        assert stats.pool.free_bytes == stats.pool.pool_bytes
+        assert stats.shared[0].read_blocks == stats.shared[0].written_blocks == 2 * SHARED_BLOCKS
+    with DaemonProcess("64MiB") as daemon, pytest.raises(BenchFailed, match="--shared"):
+        bench_shared(daemon.directory, quiet)
 
 
 def test_hits_are_hits_and_misses_are_misses(daemon: DaemonProcess) -> None:

@@ -34,6 +34,9 @@ from kvoffd_client.bench import (
     MIB,
     NEW_PROMPT_TOKENS,
     POOL_BYTES,
+    SHARED_BLOCK_BYTES,
+    SHARED_BLOCKS,
+    SHARED_KEYS,
 )
 from kvoffd_client.cli.console import Column, Listing, print_line, print_list
 from kvoffd_client.cli.json_objects import BenchReport
@@ -87,6 +90,12 @@ FAIRNESS_HELP = f"""Measure an engine beside another one that floods the daemon.
 Rates and times of lookups and small loads, some at a time, against half the rates and the times that they have without
 the flood: {FLOOD_JOBS} loads of {FLOOD_KEYS} MiB at a time, again and again, and lookups of
 {FLOOD_LOOKUP_KEYS:,} keys over {FLOOD_CONNECTIONS} connections.
+"""
+SHARED_HELP = f"""Measure the store that nodes share.
+
+Writes and reads of {SHARED_BLOCKS} blocks of {_whole(SHARED_BLOCK_BYTES)} through the daemon, against a raw TCP stream
+over loopback, and asking for {SHARED_KEYS:,} keys that are not there, against a lookup of keys whose answers are known.
+The blocks are dropped in the daemon and stay in the store, which forgets them when it wants their room.
 """
 JOBS_HELP = f"""Measure small jobs.
 
@@ -188,6 +197,14 @@ def fairness(context: typer.Context, directory: Directory = None, json: Json = F
     from kvoffd_client.bench.fairness import bench_fairness
 
     return run_bench(bench_fairness, local_directory(context, directory), POOL_BYTES["fairness"], as_json=json)
+
+
+@bench_app.command(help=SHARED_HELP)
+def shared(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
+    """Measure the store that nodes share; see SHARED_HELP."""
+    from kvoffd_client.bench.shared_bench import bench_shared
+
+    return run_bench(bench_shared, local_directory(context, directory), POOL_BYTES["shared"], as_json=json)
 
 
 @bench_app.command(help=JOBS_HELP)

@@ -25,7 +25,10 @@ JSON: dict[str, type[Struct]] = {
     "reset": objects.FleetReset,
     "scrub": ScrubReply,
     "events": objects.Events,
-    **{f"bench {name}": objects.BenchReport for name in ("lookup", "copy", "fairness", "jobs", "engine", "pool")},
+    **{
+        f"bench {name}": objects.BenchReport
+        for name in ("lookup", "copy", "fairness", "shared", "jobs", "engine", "pool")
+    },
     "disk": objects.Disks,
     "shared": objects.SharedTiers,
     "policy": PolicyDescribed,
