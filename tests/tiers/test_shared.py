@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -268,6 +269,30 @@ def test_a_bug_of_a_store_is_named_and_ends_no_thread(rig: SharedRig, monkeypatc
     assert rig.kinds == {"internal": 3}
     rig.block(2)
     rig.store(rig.block(2))
+
+
+def test_a_thread_that_hangs_opens_the_breaker_and_keeps_nobody_waiting(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = rig.block(1)
+    rig.store(block)
+    released = threading.Event()
+    with monkeypatch.context() as patched:
+        patched.setattr(Redis, "connect", lambda _: released.wait(10.0))
+        for number in (2, 3):  # the first is what hangs, the second waits
+            rig.tier.ask(ONE, 0, [5000], [number.to_bytes(32, "big")], prefix=True)
+            rig.until(lambda number=number: len(rig.tier._workers.asks) == number - 2)  # type: ignore[misc]
+
+        def given_up() -> bool:
+            rig.tier.tick()
+            return not rig.tier.reachable
+
+        rig.until(given_up, 5.0)
+        assert rig.kinds == {"timeout": 1}
+        assert rig.tier.counters.unanswered_keys == 1
+    released.set()
+    rig.until(lambda: rig.tier.reachable, 5.0)
+    assert rig.load(block) is DONE
 
 
 def test_a_write_of_what_is_removed_meanwhile_leaves_nothing(store: FaultyStore, rig: SharedRig) -> None:

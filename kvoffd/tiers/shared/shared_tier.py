@@ -22,6 +22,8 @@ MOST_ASKED = 65_536
 MOST_READS, MOST_WRITES, MOST_REMOVALS = 4096, 64, 16_384
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store had no room."""
+HANGS_S = 0.5
+"""How long after its deadline an ask is to be begun at the latest."""
 RAISE_S = 5.0
 """How long it may take to raise a generation, or to look whether another node did."""
 MOST_OBJECT_BYTES = 500 * 2**20
@@ -212,7 +214,13 @@ class SharedTier(AskedTier):
         return 0
 
     def tick(self) -> None:
-        """Nothing: the threads have deadlines of their own."""
+        """Give the store up while the thread that asks hangs, as it may where names are looked up."""
+        overdue = self._workers.take_overdue_asks(self._clock() - HANGS_S)
+        for ask in overdue:
+            self._unanswered(ask)
+        if overdue:
+            self.breaker.failed(at_once=True)
+            self._failed("timeout", f"{self.name} is being connected to for too long; see its name and the network.")
 
     def stats(self) -> TierStats:
         own = self.counters

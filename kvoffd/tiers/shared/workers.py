@@ -138,6 +138,12 @@ class Workers:
         with self._changed:
             self._changed.notify_all()
 
+    def take_overdue_asks(self, before: float) -> list[Ask]:
+        """All asks that wait, where the first should have ended by then: the thread that asks hangs."""
+        with self._changed:
+            overdue = bool(self.asks) and self.asks[0].deadline < before
+            return [self.asks.popleft() for _ in range(len(self.asks))] if overdue else []
+
     def close(self, deadline_s: float) -> bool:
         """Interrupt what runs and begin nothing more. False where a thread still hangs."""
         until = time.monotonic() + deadline_s
