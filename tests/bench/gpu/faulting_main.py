@@ -12,9 +12,6 @@ NOWHERE = 0x10
 
 def write_nowhere(library: str) -> None:
     """Run a kernel that writes where nothing is."""
-    from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
-    from kvoffd_client.cuda.export import CudaError
-
     signal.sigwait({signal.SIGUSR1})
     driver = BenchDriver(library or None)
     with driver.context(driver.device(0)):  # the primary one, which the daemon uses too
@@ -29,7 +26,10 @@ def write_nowhere(library: str) -> None:
 
 if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
-    from kvoffd.cli import main  # whatever threads this starts have the signal blocked
+    # Not before: threads that these start would take the signal.
+    from kvoffd.cli import main
+    from kvoffd_client.bench.gpu_device import SWEEP, BenchDriver
+    from kvoffd_client.cuda.export import CudaError
 
+    threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
     sys.exit(main(sys.argv[2:]))
