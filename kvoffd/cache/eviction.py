@@ -38,7 +38,11 @@ def choose_victims(
     for block in policy.candidates(worth):
         if block.pins or block in protected:
             continue
-        if gained := sum(shard.slot_bytes == slot_bytes for shard in block.shards.values()):
+        if len(block.shards) == 1:
+            gained = int(block.slot_bytes == slot_bytes)
+        else:
+            gained = sum(shard.slot_bytes == slot_bytes for shard in block.shards.values())
+        if gained:
             chosen[block] = None
             count -= gained
             if count <= 0:
