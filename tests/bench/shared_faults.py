@@ -32,7 +32,7 @@ from kvoffd_client.testing import FakeEngine  # noqa: E402
 from kvoffd_proto.messages import SharedStats  # noqa: E402
 
 PAGE, BLOCKS, KEYS_A_LOOKUP = 65536, 32, 64
-FIRST_LOOKUPS, LOOKUPS = 40, 1000
+FIRST_LOOKUPS, LOOKUPS = 40, 5000
 DARK_S = 3.0
 """How long after a fault a daemon may take to give its server up, where it does."""
 numbers = count(10**6)
