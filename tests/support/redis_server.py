@@ -18,6 +18,7 @@ from .waiting import wait_until
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(PROGRAM is None, reason="there is no redis-server; Debian's package has it")
 START_S = 10.0
+MOST_STARTS = 5
 
 
 def free_port() -> int:
@@ -33,6 +34,7 @@ class RedisServer:
         self.options = options
         self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._started = False
         self._directory = Path(tempfile.mkdtemp(prefix="kvoffd-redis-"))
 
     @property
@@ -41,13 +43,22 @@ class RedisServer:
 
     def start(self) -> Self:
         assert PROGRAM is not None
-        command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        with (self._directory / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, "--dir", str(self._directory), *self.options], stdout=log, stderr=log
-            )
-        wait_until(self._answers, START_S, explain=lambda: (self._directory / "log").read_text())
-        return self
+        for _ in range(MOST_STARTS):
+            command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+            with (self._directory / "log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, "--dir", str(self._directory), *self.options], stdout=log, stderr=log
+                )
+            wait_until(self._answers_or_ended, START_S, explain=lambda: (self._directory / "log").read_text())
+            if self._process.poll() is None:
+                self._started = True
+                return self
+            if not self._started:  # somebody else took the port meanwhile
+                self.port = free_port()
+        raise AssertionError((self._directory / "log").read_text())
+
+    def _answers_or_ended(self) -> bool:
+        return (self._process is not None and self._process.poll() is not None) or self._answers()
 
     def _answers(self) -> bool:
         try:

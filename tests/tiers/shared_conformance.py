@@ -64,7 +64,9 @@ class SharedConformance:
         for there in (0, 1, 2, 17, 59, 60):
             rig.store(*blocks[rig.tier.counters.written_blocks : there])
             other.tier.remove_namespace(ONE)
-            assert other.ask(*blocks, prefix=True) == [Answer.YES] * there + [Answer.NO] * (60 - there)
+            answers = other.ask(*blocks, prefix=True)
+            assert answers[:there] == [Answer.YES] * there
+            assert Answer.YES not in answers[there:], "a NO of a busy machine may be a second old"
 
     def test_many_keys_at_a_time(self, node: Nodes) -> None:
         rig = node()
