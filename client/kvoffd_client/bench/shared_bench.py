@@ -13,7 +13,7 @@ import numpy as np
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench import SHARED_BLOCK_BYTES, SHARED_BLOCKS, SHARED_KEYS
 from kvoffd_client.bench.results import BenchFailed, CpuMeter, Progress, Report, Result
-from kvoffd_client.bench.synthetic_engine import WAIT_S, SyntheticEngine, random_keys
+from kvoffd_client.bench.synthetic_engine import WAIT_S, BlockIds, SyntheticEngine, random_keys
 from kvoffd_proto.messages import SharedStats
 
 ROUNDS = 5
@@ -46,9 +46,8 @@ def bench_shared(directory: Path, progress: Progress, rounds: int = ROUNDS) -> R
             progress(f"round {number + 1} of {rounds}")
             raw.append(nbytes / _stream_s(nbytes) / 1e9)
             keys = random_keys(SHARED_BLOCKS)
-            engine.store(keys, ids)
             with writing.measure():
-                writes.append(nbytes / _written_s(admin, engine, keys) / 1e9)
+                writes.append(nbytes / _written_s(admin, engine, keys, ids) / 1e9)
             admin.clear(fingerprint)
             with reading.measure():
                 reads.append(nbytes / _looked_up_s(engine, keys, SHARED_BLOCKS) / 1e9)
@@ -76,10 +75,11 @@ def _shared(admin: AdminClient) -> SharedStats:
     raise BenchFailed("The daemon shares no store; start it with --shared URL for this bench.")
 
 
-def _written_s(admin: AdminClient, engine: SyntheticEngine, keys: bytes) -> float:
-    """Seconds from the use that has the blocks written, if it was not their storing, until they are."""
+def _written_s(admin: AdminClient, engine: SyntheticEngine, keys: bytes, ids: BlockIds) -> float:
+    """Seconds that it takes to store blocks and use them, which has them written, until they are."""
     before = _shared(admin)
     began = time.perf_counter()
+    engine.store(keys, ids)
     future, _ = engine.lookup(keys)
     engine.release_and_wait(future)
     while (now := _shared(admin)).written_blocks < before.written_blocks + SHARED_BLOCKS:
