@@ -103,9 +103,15 @@ def _make_room(
     tried = set[Namespace]()
     while len(cache.namespaces) >= limit or cache.namespaces_bytes + nbytes > most_bytes:
         # What nobody has open goes, what has the least in it first: a block in each must not take all places for good.
+        # While one is written or read there it would not go at once, and a refusal would have cleared it for nothing.
         opened = _opened(context)
         unused = [
-            one for one in cache.namespaces if one.fingerprint not in opened and not one.clearing and one not in tried
+            one
+            for one in cache.namespaces
+            if one.fingerprint not in opened
+            and one.held_blocks == one.ready_blocks
+            and not one.clearing
+            and one not in tried
         ]
         if not unused:
             raise KvoffdError(

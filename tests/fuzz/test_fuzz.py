@@ -160,3 +160,8 @@ def test_seeds_are_inputs_of_their_decoder(name: str) -> None:
         DECODERS[name](seed)
     if name == "request":
         assert len({type(codec.decode_request(seed)) for seed in seeds(name)}) > 10
+
+
+def test_a_refused_namespace_has_cleared_none() -> None:
+    # A third namespace of at most two, while the one that nobody has open is being written.
+    service(b"\xa0Y\x19")
