@@ -19,8 +19,11 @@ from kvoffd.server.engine_memory import Post
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
-from kvoffd.tiers.disk import DiskTier, OpeningStopped, open_disk_tier
-from kvoffd.tiers.shared import Credentials, SharedTier, open_store
+from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.disk.file import OpeningStopped
+from kvoffd.tiers.disk.opening import open_disk_tier
+from kvoffd.tiers.shared.shared_tier import SharedTier
+from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import CompositeTier, TierListener
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.tier_stats import DiskFault, DiskState

@@ -15,7 +15,7 @@ from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.recent import named
 from kvoffd.server.session import Session
-from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.engine import Direction
 from kvoffd_proto import messages as m

@@ -24,8 +24,9 @@ from typing import NamedTuple
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.table_format import digest
 from kvoffd.system.mappings import view_of
-from kvoffd.tiers.disk import DiskOptions, open_disk_tier
+from kvoffd.tiers.disk.disk_tier import DiskOptions
 from kvoffd.tiers.disk.file_format import FILE_NAME
+from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.tier import Tier, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_client.bench.results import machine
 from kvoffd_proto.units import format_size, parse_size

@@ -24,10 +24,11 @@ sys.path[:0] = [str(ROOT / "tests")]
 from support.redis_server import RedisCluster, RedisServer  # noqa: E402
 
 from kvoffd.pool.table_format import digest  # noqa: E402
-from kvoffd.tiers.shared import Credentials, SharedTier, open_store  # noqa: E402
 from kvoffd.tiers.shared.cluster import slot_of  # noqa: E402
 from kvoffd.tiers.shared.object_format import key_prefix  # noqa: E402
 from kvoffd.tiers.shared.redis import Redis  # noqa: E402
+from kvoffd.tiers.shared.shared_tier import SharedTier  # noqa: E402
+from kvoffd.tiers.shared.store import Credentials, open_store  # noqa: E402
 from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard  # noqa: E402
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
 from kvoffd.server.recent import Recent
 from kvoffd.settings import DiskSize
-from kvoffd.tiers.disk import DiskError, OpeningStopped
+from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupSpec
 from kvoffd_proto.tier_stats import DiskState

@@ -9,7 +9,9 @@ from tiers.rig import Maker, TierRig
 
 from kvoffd.pool.table_format import digest
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import DiskOptions, DiskTier, StepWorkers, open_disk_tier
+from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
+from kvoffd.tiers.disk.opening import open_disk_tier
+from kvoffd.tiers.disk.workers import StepWorkers
 from kvoffd.tiers.tier import Tier
 
 SIZE_BYTES = 600 << 10

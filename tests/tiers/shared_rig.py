@@ -11,7 +11,8 @@ from random import Random
 from support.waiting import wait_until
 
 from kvoffd.pool.table_format import digest
-from kvoffd.tiers.shared import Credentials, SharedTier, open_store
+from kvoffd.tiers.shared.shared_tier import SharedTier
+from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
 
 ONE, OTHER = b"1" * 32, b"2" * 32

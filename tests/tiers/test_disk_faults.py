@@ -16,7 +16,8 @@ from tiers.memory_disk import Killed, MemoryDisk
 from tiers.rig import ONE, OTHER, TierRig, block_of, content
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import DiskError, DiskTier
+from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.disk.file import DiskError
 from kvoffd.tiers.tier import TierResult
 
 DONE = TierResult.DONE

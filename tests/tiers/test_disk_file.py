@@ -13,10 +13,12 @@ from tiers.memory_disk import MemoryDisk
 from tiers.rig import TierRig, block_of
 
 from kvoffd.system.files import FileCalls
-from kvoffd.tiers.disk import DiskError, DiskTier, OpeningStopped, index, open_disk_tier
-from kvoffd.tiers.disk.file import default_region_bytes
+from kvoffd.tiers.disk import index
+from kvoffd.tiers.disk.disk_tier import DiskTier
+from kvoffd.tiers.disk.file import DiskError, OpeningStopped, default_region_bytes
 from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, SlotShape
 from kvoffd.tiers.disk.index import AGE_STEP_S
+from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.regions import DiskRegions
 from kvoffd.tiers.tier import TierResult
 

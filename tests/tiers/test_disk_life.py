@@ -16,7 +16,7 @@ from tiers.makers import SteppedMaker, removals_are_durable, step
 from tiers.memory_disk import Killed, MemoryDisk
 from tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 
-from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierBlock, TierKey
 
 SHAPES = ((3000,), (9000,), (20_000, 0, 3000))
