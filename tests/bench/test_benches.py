@@ -19,6 +19,7 @@ from kvoffd_client.bench.results import BenchFailed, Report
 from kvoffd_client.bench.shared_bench import bench_shared
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
 from kvoffd_client.cli.bench_commands import run_bench
+from kvoffd_client.cli.target import CliError
 from kvoffd_client.testing import FakeEngine
 
 KIB, MIB = 2**10, 2**20
@@ -143,7 +144,9 @@ def test_a_bench_says_what_it_evicts(daemon: DaemonProcess, capsys: pytest.Captu
         with FakeEngine(daemon.directory) as engine:
             keys = [bytes([number]) * 32 for number in range(16)]
             assert engine.store(keys, range(16)).ok
-            assert run_bench(lambda *_: report, daemon.directory, most_bytes, as_json=True) == 0
+            assert run_bench(lambda *_: report, daemon.directory, most_bytes, as_json=True, fits=True) == 0
         said = capsys.readouterr().err
         assert words in said
         assert bool(words) == ("1.00 MiB of other blocks are evicted" in said)
+    with pytest.raises(CliError, match=r"has 64\.0 MiB, and this bench needs 112 MiB"):
+        run_bench(lambda *_: report, daemon.directory, 100 * MIB, as_json=True)
