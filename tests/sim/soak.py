@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
+from collections.abc import Iterable
 
 from tests.sim.scenario import KINDS, Scenario
 from tests.sim.shrink import shrink
@@ -47,6 +48,16 @@ def soak(first: int, count: int | None, seconds: float | None) -> int:
         print()
     _print_progress(first, seeds, steps, started, counts)
     return 0
+
+
+def failures_of(seeds: Iterable[int]) -> list[str]:
+    """Run seeds up to the first that fails, which is printed: its sentence."""
+    for seed in seeds:
+        outcome = run(Scenario(seed))
+        if outcome.problem is not None:
+            print_failure(outcome)
+            return [f"seed {seed}: {outcome.problem}"]
+    return []
 
 
 def print_failure(outcome: Outcome) -> None:
