@@ -20,7 +20,7 @@ from support.models import make_tiny_llama
 from kvoffd_client import AdminClient, BlockClient
 from tests.vllm.test_engine_sharing import wait_stored
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.shapes, pytest.mark.timeout(600)]
 
 LENGTH = 1000
 BLOCKS = LENGTH // BLOCK_TOKENS

@@ -58,7 +58,13 @@ class Runs:
     namespaces: list[NamespaceInfo]
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.replace(" ", "-"))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, id=kind.replace(" ", "-"), marks=[pytest.mark.shapes] if kind == "tensor parallel" else [])
+        for kind in KINDS
+    ],
+)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     kind = KINDS[request.param]
     model: Path = kind["make"](tmp_path_factory.mktemp("models") / "model")
