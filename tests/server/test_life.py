@@ -209,7 +209,7 @@ def test_a_taken_http_address_is_refused_before_the_pool_is_taken():
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with closing(DaemonProcess(http_address=address)) as daemon:
             daemon.start(wait=False)
-            assert daemon.process.wait(20) == 2
+            assert daemon.process.wait(60) == 2
             assert f"The HTTP address {address} cannot be listened on" in daemon.log
             assert "takes a pool" not in daemon.log
 
