@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -30,6 +31,10 @@ class DiskLife(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.boots = 1
+        """Of the machine; each has an id of its own."""
+        self.boot_id = mock.patch("kvoffd.tiers.disk.file.read_boot_id", self.read_boot_id)
+        self.boot_id.start()
         self.disk = MemoryDisk()
         # The directory need only be there: the file is in memory.
         self.rig = TierRig(SteppedMaker(Path(tempfile.gettempdir()), self.disk, SIZE_BYTES, 32 << 10))
@@ -40,6 +45,9 @@ class DiskLife(RuleBasedStateMachine):
         """Of those, what was removed: it may come back only until the removal is durable."""
         self.under_way: list[Ending] = []
         self.flipped = self.failing = False
+
+    def read_boot_id(self) -> bytes:
+        return self.boots.to_bytes(16, "big")
 
     @property
     def tier(self) -> DiskTier:
@@ -165,6 +173,7 @@ class DiskLife(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 2**32))
     def lose_power(self, seed: int) -> None:
         self.disk.lose_power(Random(seed))
+        self.boots += 1
         self.reopen()
 
     def reopen(self) -> None:
@@ -220,8 +229,11 @@ class DiskLife(RuleBasedStateMachine):
         return found[0]
 
     def teardown(self) -> None:
-        self.rig.settle()
-        assert self.rig.close()
+        try:
+            self.rig.settle()
+            assert self.rig.close()
+        finally:
+            self.boot_id.stop()
 
 
 class _Faults:
