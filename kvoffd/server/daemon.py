@@ -215,8 +215,8 @@ class Daemon:
             max_namespaces_bytes=config.namespaces_bytes,
             max_slots=config.max_slots,
         )
-        adopt_blocks(cache, pool, config)
         self._kept_policy = KeptPolicy(cache.policy, config)
+        adopt_blocks(cache, pool, self._kept_policy)
         self._inbox = Inbox(asyncio.get_running_loop())
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
         self._gpus = open_gpus(config, pool)

@@ -10,6 +10,7 @@ import os
 import stat
 import threading
 import time
+from pathlib import Path
 
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.config import Config
@@ -72,7 +73,7 @@ class KeptPolicy:
     def _write(self, record: bytes) -> None:
         beside = f"{self._path}.new"
         try:
-            _remove(beside)
+            Path(beside).unlink(missing_ok=True)
             made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(made, "wb") as file:
                 file.write(self._config.eviction_policy.encode() + b"\n" + record)
@@ -93,10 +94,3 @@ def _read(path: str, most_bytes: int) -> bytes:
         if found.st_size > most_bytes:
             raise _NoPolicy(f"it has {found.st_size} bytes, more than {most_bytes}")
         return file.read(most_bytes)
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return

@@ -43,10 +43,10 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
     return pool
 
 
-def adopt_blocks(cache: BlockCache, pool: Pool, config: Config) -> None:
+def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy) -> None:
     """Go on with what an earlier daemon's policy knew, and make that daemon's blocks ready again."""
     started = time.monotonic()
-    KeptPolicy(cache.policy, config).go_on()
+    kept.go_on()
     if not pool.adopted:
         return
     recovered = pool.take_recovered()

@@ -15,6 +15,7 @@ from kvoffd.config import Config
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
+from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
@@ -139,7 +140,7 @@ def _adopted_blocks(table: bytes) -> int:
             half_stored_timeout_s=1.0,
             lease_ttl_s=1.0,
         )
-        adopt_blocks(cache, pool, Config())
+        adopt_blocks(cache, pool, KeptPolicy(cache.policy, Config()))
         check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage

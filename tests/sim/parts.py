@@ -15,6 +15,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
 from kvoffd.server.engine_memory import Post
+from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
 from kvoffd.server.router_index import RouterIndex
@@ -121,7 +122,7 @@ def make_service(
         half_stored_timeout_s=config.half_stored_timeout_s,
         lease_ttl_s=config.lease_ttl_s,
     )
-    adopt_blocks(cache, pool, config)
+    adopt_blocks(cache, pool, KeptPolicy(cache.policy, config))
     return Service(config, cache, publisher, engine, pool_address, 0, clock, post, map_segment, random_bytes)
 
 
