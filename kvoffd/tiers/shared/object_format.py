@@ -8,6 +8,7 @@ first block; and the checksum of all this.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,11 @@ Digest = Callable[[memoryview], int]
 def generation_key(fingerprint: bytes) -> bytes:
     """Where a namespace's generation is kept, as a decimal number; where it is missing the generation is 0."""
     return b"kvoffd/1/%s/generation" % fingerprint.hex().encode()
+
+
+def decode_generation(value: bytes) -> int | None:
+    """The number that is kept there, 0 for an empty value; None where it is no number of up to 18 digits."""
+    return int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value) else None
 
 
 def key_prefix(fingerprint: bytes, generation: int, group: int) -> bytes:

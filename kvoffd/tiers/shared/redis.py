@@ -6,12 +6,12 @@ of replies are needed (https://redis.io/docs/latest/develop/reference/protocol-s
 
 from __future__ import annotations
 
-import re
 import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
 
+from kvoffd.tiers.shared.object_format import decode_generation
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
 
 ASK_DEADLINE_S = 0.02
@@ -132,9 +132,8 @@ class Redis(Store):
         self._send([head + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
-        value = self._small_value(deadline)
-        number = int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value or b"") else -1
-        if number < 0:
+        number = decode_generation(self._small_value(deadline) or b"")
+        if number is None:
             raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
         return number
 

@@ -16,6 +16,7 @@ import obstore
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
+from kvoffd.tiers.shared.object_format import decode_generation
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
 
@@ -194,13 +195,13 @@ class S3(Store):
         known, at = self._generations.get(generation_key, (0, 0.0))
         if at and time.monotonic() - at < GENERATION_S:
             return known
-        value = await self._value(generation_key)
-        if not re.fullmatch(rb"[0-9]{0,18}", value):
+        number = decode_generation(await self._value(generation_key))
+        if number is None:
             raise StoreError("protocol", f"The object {self._path(generation_key)} is no number of up to 18 digits.")
         if len(self._generations) >= MOST_GENERATIONS:
             self._generations.clear()
-        self._generations[generation_key] = int(value or 0), time.monotonic()
-        return int(value or 0)
+        self._generations[generation_key] = number, time.monotonic()
+        return number
 
     async def _value(self, key: bytes) -> bytes:
         """The first bytes of a small object; empty where there is none."""
