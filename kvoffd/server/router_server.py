@@ -115,13 +115,12 @@ class _Peer(asyncio.Protocol):
             raise zmtp.ZmtpError(f"a frame of {taken.frame_bytes} bytes")
         if isinstance(taken, zmtp.Command):
             if taken.name == b"PING" and self.transport is not None:
-                self.transport.write(zmtp.encode_command(b"PONG", taken.data[2:18]))  # without the time to live
+                self.transport.write(zmtp.encode_pong(taken))
             elif taken.name in (b"SUBSCRIBE", b"CANCEL") and self._type == b"PUB":
                 self._subscribe(taken.data, wanted=taken.name == b"SUBSCRIBE")
         elif self._type == b"PUB":
-            if len(taken) != 1 or taken[0][:1] not in (b"\x00", b"\x01"):
-                raise zmtp.ZmtpError("what is no subscription")
-            self._subscribe(taken[0][1:], wanted=taken[0][0] == 1)
+            wanted, prefix = zmtp.decode_subscription(taken)
+            self._subscribe(prefix, wanted=wanted)
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._replay = self._server.replay(int.from_bytes(taken[1], "big"))
             self._go_on_replaying()

@@ -333,7 +333,7 @@ class Transport:
 
     def _obey(self, connection: Connection, command: zmtp.Command) -> None:
         if command.name == b"PING":
-            self._send(connection, zmtp.encode_command(b"PONG", command.data[2:18]))  # without the time to live
+            self._send(connection, zmtp.encode_pong(command))
         elif command.name == b"SUBSCRIBE":
             self._subscriptions.add(connection, command.data)
         elif command.name == b"CANCEL":
@@ -341,10 +341,9 @@ class Transport:
 
     def _subscribe_by_message(self, connection: Connection, taken: list[bytes] | zmtp.TooLong) -> None:
         """As peers of ZMTP 3.0 do."""
-        if isinstance(taken, zmtp.TooLong) or len(taken) != 1 or taken[0][:1] not in (b"\x00", b"\x01"):
-            raise zmtp.ZmtpError("what is no subscription")
-        change = self._subscriptions.add if taken[0][0] else self._subscriptions.remove
-        change(connection, taken[0][1:])
+        wanted, prefix = zmtp.decode_subscription([] if isinstance(taken, zmtp.TooLong) else taken)
+        change = self._subscriptions.add if wanted else self._subscriptions.remove
+        change(connection, prefix)
 
     # --- sending ----------------------------------------------------------------------------------
 

@@ -56,6 +56,18 @@ def encode_command(name: bytes, data: bytes) -> bytes:
     return bytes((COMMAND, 1 + len(name) + len(data), len(name))) + name + data
 
 
+def encode_pong(ping: Command) -> bytes:
+    """The answer to a PING, which has its context and not its time to live."""
+    return encode_command(b"PONG", ping.data[2:18])
+
+
+def decode_subscription(frames: list[bytes]) -> tuple[bool, bytes]:
+    """What a peer of ZMTP 3.0 sends that begins (True) or ends to subscribe, and the prefix. Raises ZmtpError."""
+    if len(frames) != 1 or frames[0][:1] not in (b"\x00", b"\x01"):
+        raise ZmtpError("what is no subscription")
+    return frames[0][0] == 1, frames[0][1:]
+
+
 def opening(socket_type: bytes) -> bytes:
     """What each side sends first on a connection: its greeting and its READY."""
     size = _SIZE.pack(len(socket_type))[4:]
