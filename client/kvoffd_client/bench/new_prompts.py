@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvoffd_client.bench import BLOCK_TOKENS, NEW_PROMPT_TOKENS
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result, percentile
-from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, load_vllm, own_namespace, silent_stdout
+from kvoffd_client.bench.ttft import FIRST_TOKEN, LAST_TOKEN, own_namespace, silent_stdout, start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -179,27 +179,24 @@ def _prompt(tokens: int) -> list[int]:
 
 
 def _start(connector: dict[str, Any], label: str, model: str | None, asked: NewPrompts, made: Path) -> LLM:
-    make = load_vllm(ENVIRONMENT)
     (made / "config.json").write_text(json.dumps(TINY_LLAMA))
     longest = max(asked.sizes) + LOADED_ANSWER
-    try:
-        return make(
-            model=model or str(made),
-            served_model_name=label,
-            load_format="auto" if model else "dummy",
-            dtype="float32",
-            block_size=BLOCK_TOKENS,
-            num_gpu_blocks_override=asked.cache_blocks,
-            max_model_len=longest,
-            max_num_batched_tokens=longest,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            seed=0,
-            kv_transfer_config={"kv_role": "kv_both"} | connector,
-        )
-    except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise BenchFailed(f"vLLM did not start with the model {model} ({reason}); its own words are above.") from error
+    return start_vllm(
+        ENVIRONMENT,
+        model,
+        model=model or str(made),
+        served_model_name=label,
+        load_format="auto" if model else "dummy",
+        dtype="float32",
+        block_size=BLOCK_TOKENS,
+        num_gpu_blocks_override=asked.cache_blocks,
+        max_model_len=longest,
+        max_num_batched_tokens=longest,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        seed=0,
+        kv_transfer_config={"kv_role": "kv_both"} | connector,
+    )
 
 
 def _connector(name: str, directory: Path, salt: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.bench.results import BenchFailed, Progress, Report, Result
@@ -66,16 +66,22 @@ def bench_pool(directory: Path, progress: Progress, model: str, tokens: int, pro
     )
 
 
-def load_vllm(environment: Mapping[str, str]) -> type[LLM]:
-    """Import vLLM with these settings, where the user has no others. Raises BenchFailed."""
+def start_vllm(environment: Mapping[str, str], name: str | None, **settings: Any) -> LLM:
+    """Start a vLLM with these settings, and in this environment where the user has no other. Raises BenchFailed.
+
+    ``name``: that of the model, for the error.
+    """
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
-        import vllm
+        from vllm import LLM
     except ImportError as error:
         raise BenchFailed(NO_VLLM) from error
-    loaded: type[LLM] = vllm.LLM
-    return loaded
+    try:
+        return LLM(**settings)
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise BenchFailed(f"vLLM did not start with the model {name} ({reason}); its own words are above.") from error
 
 
 @contextmanager
@@ -92,30 +98,27 @@ def own_namespace(directory: Path, bench: str) -> Iterator[str]:
 
 
 def _start(directory: Path, label: str, model: str, tokens: int) -> LLM:
-    make = load_vllm(ENVIRONMENT)
-    try:
-        return make(
-            model=model,
-            served_model_name=label,
-            skip_tokenizer_init=True,
-            max_model_len=tokens + 1 + ANSWER_TOKENS,
-            enforce_eager=True,
-            disable_log_stats=False,
-            seed=0,
-            kv_transfer_config={
-                "kv_connector": "KvoffdConnector",
-                "kv_role": "kv_both",
-                # A bench waits for slow answers instead of calling them misses.
-                "kv_connector_extra_config": {
-                    "directory": str(directory),
-                    "salt": label,
-                    "lookup_deadline_ms": 2000.0,
-                },
+    return start_vllm(
+        ENVIRONMENT,
+        model,
+        model=model,
+        served_model_name=label,
+        skip_tokenizer_init=True,
+        max_model_len=tokens + 1 + ANSWER_TOKENS,
+        enforce_eager=True,
+        disable_log_stats=False,
+        seed=0,
+        kv_transfer_config={
+            "kv_connector": "KvoffdConnector",
+            "kv_role": "kv_both",
+            # A bench waits for slow answers instead of calling them misses.
+            "kv_connector_extra_config": {
+                "directory": str(directory),
+                "salt": label,
+                "lookup_deadline_ms": 2000.0,
             },
-        )
-    except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise BenchFailed(f"vLLM did not start with the model {model} ({reason}); its own words are above.") from error
+        },
+    )
 
 
 def _first_tokens(llm: LLM, texts: list[list[int]]) -> tuple[list[float], list[list[int]]]:
