@@ -27,7 +27,6 @@ from kvoffd_proto.events import (
 )
 
 _READY_BYTE = bytes([m.READY])
-_COMING = {m.PENDING, m.SHARED}
 
 Waiter = Callable[[Callable[[], bool], float], bool]
 """Waits until its first argument returns True, at most as many seconds as its second; returns what the first does."""
@@ -62,7 +61,7 @@ class LookupFuture:
     @property
     def pending(self) -> bool:
         """Whether some key is on its way up from a tier below the pool."""
-        return any(not _COMING.isdisjoint(states) for states in self.states)
+        return any(not m.COMING.isdisjoint(states) for states in self.states)
 
     def leading_ready(self, index: int = 0) -> int:
         """Length of the unbroken run of ready keys at the start of the ``index``-th group of the request."""

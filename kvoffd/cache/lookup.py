@@ -15,7 +15,7 @@ from kvoffd.cache.policies import Chain, EvictionPolicy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.errors import KvoffdError, UnknownLease
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED
+from kvoffd_proto.messages import ABSENT, COMING
 
 READY, WRITING = BlockState.READY, BlockState.WRITING
 _READY_BYTE, _ABSENT_BYTE = bytes([READY]), bytes([ABSENT])
@@ -138,7 +138,7 @@ class LeasedBlocks:
             split = [(group, namespace.split(group, keys)) for group, keys in groups]
             states = blocks.tiering.find(namespace, split, found)
             if not again:
-                namespace.counters.keys_pending += sum(one.count(PENDING) + one.count(SHARED) for one in states)
+                namespace.counters.keys_pending += sum(one.count(state) for one in states for state in COMING)
         if ready:
             nbytes = _block_bytes(namespace, groups, states)
             if (

@@ -29,7 +29,6 @@ MAX_PAGES = 65536
 """Pages in all groups of a registration together: each costs the event loop some microseconds."""
 REGISTRATION_BYTES, SEGMENT_BYTES, PAGE_BYTES = 2048, 400, 40
 """What the daemon keeps of a registration: with each of its segments, and with each of its pages."""
-_COMING = {m.PENDING, m.SHARED}
 
 
 # --- session -------------------------------------------------------------------------------------
@@ -233,7 +232,7 @@ def lookup(context: Context, session: Session, message: m.Lookup) -> m.LookupRep
     ttl_ms = round(context.config.lease_ttl_s * 1000) if answer.pinned else 0
     context.lookups.append((message.lease_id, None if namespace.of_bench else context.clock() - started))
     wait_ms = 0
-    if (tiering := context.tiering) is not None and any(not _COMING.isdisjoint(states) for states in answer.states):
+    if (tiering := context.tiering) is not None and any(not m.COMING.isdisjoint(states) for states in answer.states):
         wait_ms = math.ceil(tiering.wait_s * 1000)
     return m.LookupReply(
         message.request_id, context.epoch, message.lease_id, answer.states, answer.pinned, ttl_ms, wait_ms

@@ -14,7 +14,7 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.transfers import Promotion, TierTransfers
 from kvoffd.tiers.tier import Tier, TierBlock, TierResult
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupSpec
+from kvoffd_proto.messages import COMING, READY, GroupSpec
 
 MISSES = {
     "no_room": MissReason.NO_ROOM,
@@ -30,6 +30,9 @@ SPEED_SAMPLE_S = 0.05
 """Reading is timed over at least this long."""
 OLD_SPEED_WEIGHT = 0.7
 """Weight of what was measured before in the speed."""
+
+SETTLED = bytes([READY, *COMING])
+"""States of keys that are there, or will be, without anything to be done about it."""
 
 
 def prefix_run(states: bytes, keys: Sequence[bytes], available: Callable[[bytes], bool]) -> list[int]:
@@ -47,7 +50,7 @@ def prefix_run(states: bytes, keys: Sequence[bytes], available: Callable[[bytes]
 
 def run_end(states: bytes | bytearray) -> int:
     """Keys in the unbroken run from the start that are ready, or will be."""
-    return len(states) - len(states.lstrip(bytes([READY, PENDING, SHARED])))
+    return len(states) - len(states.lstrip(SETTLED))
 
 
 def window_run(

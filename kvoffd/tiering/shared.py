@@ -9,15 +9,12 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import Promoter, run_end, window_run
+from kvoffd.tiering.promotion import SETTLED, Promoter, run_end, window_run
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
-from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED
+from kvoffd_proto.messages import ABSENT, SHARED
 
 logger = logging.getLogger(__name__)
-
-COMING = (READY, PENDING, SHARED)
-"""States of keys that are there, or will be, without anything to be done about it."""
 
 MOST_KEYS = 8192
 """Keys of a group that one lookup asks for, the first that are missing. The next lookup of the same request goes on
@@ -107,7 +104,7 @@ class SharedTiering:
         requested = self.promoter.requested(namespace, group)
         if requested or any(states):
             for at, (key, state) in enumerate(zip(keys, states, strict=True)):
-                if state in COMING or key in requested:
+                if state in SETTLED or key in requested:
                     answers[at] = Answer.YES
                 elif state != ABSENT:
                     answers[at] = Answer.NO
@@ -144,7 +141,7 @@ class SharedTiering:
         there = self.tier.readable(namespace.fingerprint, group)
         for place in places:
             key = keys[place]
-            if states[place] in COMING:
+            if states[place] in SETTLED:
                 continue
             if key not in requested:  # what is requested is WRITING once it is being read
                 source = there.get(key)

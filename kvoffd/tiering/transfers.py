@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
 from kvoffd.cache.pins import StoreTicket
+from kvoffd.system.files import on_error
 from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
 
 
@@ -67,10 +68,11 @@ class TierTransfers:
         blocks = self._cache.blocks
         index = blocks.index[namespace][group]
         absent = [source for source in sources if source.id.key not in index]
-        slots = [
-            blocks.take_slots(namespace.slot_bytes(rank, group), len(absent), frozenset(), namespace.nodes.get(rank))
-            for rank in range(namespace.world_size)
-        ]
+        slots: list[list[int]] = []
+        with on_error(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
+            for rank in range(namespace.world_size):
+                nbytes, node = namespace.slot_bytes(rank, group), namespace.nodes.get(rank)
+                slots.append(blocks.take_slots(nbytes, len(absent), frozenset(), node))
         count = min(map(len, slots))
         for offsets in slots:
             self._cache.slots.free(offsets[count:])

@@ -106,6 +106,8 @@ class KeyState(IntEnum):
 
 
 ABSENT, WRITING, READY, PENDING, SHARED = KeyState
+COMING = frozenset((PENDING, SHARED))
+"""States of keys that come up from below the pool, or may: ask again."""
 
 
 class Wire(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

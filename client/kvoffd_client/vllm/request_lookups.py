@@ -15,11 +15,10 @@ from kvoffd_client.vllm.connector_options import BEST_EFFORT, LIMIT
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.prefill_rate import PrefillRate
-from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupKeys
+from kvoffd_proto.messages import ABSENT, COMING, PENDING, READY, SHARED, GroupKeys
 
 MIN_RETRY_PAUSE_S = 0.002
 MAX_RETRY_PAUSE_S = 0.05
-COMING = (PENDING, SHARED)
 
 
 class KeyStatus(Enum):
