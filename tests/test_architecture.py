@@ -33,7 +33,7 @@ ROOMS = {
     "cache": "pool system errors",
     "simulate": "cache pool errors",
     "tiers": "pool system errors",
-    "tiering": "cache tiers pool errors",
+    "tiering": "cache tiers pool system errors",
     "config": "tiering tiers cache settings errors",
     "transfer": "pool system errors",
     "server": "tiering tiers cache transfer pool system observe config settings errors",

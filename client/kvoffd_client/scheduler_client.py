@@ -70,7 +70,7 @@ class SchedulerClient(SessionClient[SchedulerSession]):
         self._connection.poll()
 
     def release(self, lease_id: int) -> None:
-        """End a lease. Harmless when it has ended, or its lookup is not answered yet."""
+        """End a lease. Harmless when it has ended, or its lookup is not answered yet or was never sent."""
         self._connection.call(self._session.release, lease_id)
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:

@@ -279,13 +279,13 @@ class SchedulerSession(Session):
         return future
 
     def release(self, lease_id: int) -> None:
-        """End a lease, also one whose lookup is still on its way: messages keep their order."""
+        """End a lease, also one whose lookup is still on its way: messages keep their order. 0 names none."""
         found = self.leases.pop(lease_id, None)
         if found is not None:
             found[0].alive = False
         if lease_id in self._unanswered:
             self._unwanted.add(lease_id)
-        if self.usable:
+        if self.usable and lease_id:
             self.send(m.Release(self.next_request_id(), self.token, [lease_id]))
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:

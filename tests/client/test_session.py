@@ -330,6 +330,14 @@ def test_a_lookup_released_before_its_answer_holds_nothing_even_if_the_release_d
     assert not scheduler.leases
 
 
+def test_a_lookup_that_was_never_sent_has_no_lease_to_release(scheduler: SchedulerSession, link: PaperLink) -> None:
+    future = scheduler.lookup(KEYS, [2], 0.0)
+    assert future.failed
+    connect(scheduler, link, 0.0)
+    scheduler.release(future.lease_id)
+    assert link.count(m.Release) == 0
+
+
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])
 def test_an_answer_of_the_wrong_shape_is_a_miss(
     scheduler: SchedulerSession, link: PaperLink, states: list[bytes]

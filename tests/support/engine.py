@@ -24,7 +24,7 @@ from .waiting import wait_until
 MAIN = Path(__file__).parent / "engine_main.py"
 START_DEADLINE_S = 180.0
 ANSWER_DEADLINE_S = 120.0
-STOP_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 60.0
 BLOCK_TOKENS = 32
 
 

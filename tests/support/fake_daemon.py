@@ -21,6 +21,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
 
+from .waiting import DEADLINE_S
+
 LIMITS = m.Limits(1 << 20, 65536, 1024, 4096, 65536, 262144, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
@@ -125,7 +127,7 @@ class FakeDaemon:
                 errors.append(error)
 
         self._steps.append((guarded, done))
-        assert done.wait(5), "the fake daemon did not get to a step"
+        assert done.wait(DEADLINE_S), "the fake daemon did not get to a step"
         if errors:
             raise errors[0]
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 INTERVAL_S = 0.005
 
 

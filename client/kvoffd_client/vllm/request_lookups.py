@@ -96,9 +96,7 @@ class LookupSettings:
 
     def release(self, lookup: PendingLookup | None) -> None:
         """End a lookup's lease, if there is one, or may be one since no answer told."""
-        if lookup is None or lookup.ticket.lease_id == 0:
-            return
-        if lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done:
+        if lookup is not None and (lookup.ticket.pinned or lookup.ticket.failed or not lookup.ticket.done):
             self.client.release(lookup.ticket.lease_id)
 
 
