@@ -24,6 +24,8 @@ class FaultyStore:
         hang_after: bytes of a value after which it sends nothing for ``hang_s``, and then the rest.
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
+        forced: what commands get, byte for byte, whatever they ask for.
+        surplus: what is sent once more behind the next value.
         commands: how many of each it was given.
     """
 
@@ -36,6 +38,8 @@ class FaultyStore:
         self.hang_s = 0.0
         self.error = ""
         self.full = False
+        self.forced: Values = {}
+        self.surplus = b""
         self.commands: dict[bytes, int] = {}
         self._lock = threading.Lock()
         store = self
@@ -72,6 +76,8 @@ class FaultyStore:
         name, arguments = words[0], words[1:]
         if self.error:
             connection.sendall(f"-{self.error}\r\n".encode())
+        elif name in self.forced:
+            connection.sendall(self.forced[name])
         elif name == b"GET":
             return self._send_value(arguments[0], connection)
         elif name in (b"EXISTS", b"TOUCH"):
@@ -102,6 +108,8 @@ class FaultyStore:
             connection.sendall(message[: self.hang_after])
             time.sleep(self.hang_s)
             message = message[self.hang_after :]
+        if not key.endswith(b"/generation"):
+            message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True
 

@@ -105,6 +105,70 @@ def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: 
     assert rig.load(other) is DONE
 
 
+def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultyStore, rig: SharedRig) -> None:
+    blocks = [rig.block(number) for number in range(3)]
+    for number, block in enumerate(blocks):
+        rig.block(number)
+        rig.store(block)
+    value = store.values[object_key(blocks[2].id, 0)]
+    for _ in range(4):  # each thread that reads has a connection
+        store.surplus = b"$%d\r\n%s\r\n" % (len(value), value)
+        assert rig.load(blocks[0]) is DONE
+        assert rig.load(blocks[1]) is DONE
+    assert not rig.kinds
+
+
+def test_after_the_answer_to_another_question_the_connection_is_closed(store: FaultyStore, rig: SharedRig) -> None:
+    blocks = [rig.block(number) for number in range(6)]
+    for number, block in enumerate(blocks):
+        rig.block(number)
+        rig.store(block)
+    assert rig.ask_anew(*blocks) == [Answer.YES] * 6
+    value = store.values[object_key(blocks[5].id, 0)]
+    other = b"$%d\r\n%s\r\n" % (len(value), value)
+    store.spoil = lambda data: value  # the first of a batch is answered by what belongs to another
+    store.surplus = other
+    ended = [rig.begin_read(blocks[0], slot=8)]
+    rig.until(lambda: all(ended))
+    assert ended == [[TierResult.CORRUPT]]
+    store.spoil = bytes
+    ended = [rig.begin_read(block, slot=9 + number) for number, block in enumerate(blocks[1:])]
+    rig.until(lambda: all(ended))
+    assert ended == [[DONE]] * 5
+    assert rig.tier.counters.mismatches == 1
+
+
+ODD_REPLIES = {
+    "lines that end with half an end": {b"EXISTS": b":1\n:1\n"},
+    "a text where a number belongs": {b"EXISTS": b"$1\r\n1\r\n"},
+    "an array of arrays": {b"EXISTS": b"*1\r\n*1\r\n*1\r\n:1\r\n"},
+    "a generation of negative length": {b"GET": b"$-7\r\n"},
+    "a generation of many terabytes": {b"GET": b"$99999999999999\r\n"},
+    "a length with an underscore": {b"GET": b"$1_0\r\n0123456789\r\n"},
+    "a generation of another type": {b"GET": b"-WRONGTYPE Operation against a key\r\n"},
+}
+
+
+@pytest.mark.parametrize("reply", ODD_REPLIES)
+def test_replies_that_are_none_are_misses_and_not_bugs_of_ours(store: FaultyStore, rig: SharedRig, reply: str) -> None:
+    store.forced = ODD_REPLIES[reply]
+    for number in range(3):
+        assert rig.ask(rig.block(number)) == [Answer.NO]
+    assert set(rig.kinds) <= {"protocol", "refused", "timeout"}
+    rig.until(lambda: rig.tier.breaker.opened > 0)
+
+
+def test_what_a_server_says_of_its_errors_tells_no_password_and_fills_no_log(store: FaultyStore) -> None:
+    store.error = "ERR unknown command 'AUTH', with args beginning with: 's3cret' \x1b[31m\n" + "A" * 1000
+    rig = SharedRig(store.url, "s3cret")
+    rig.until(lambda: bool(rig.tier.problem))
+    assert "'***'" in rig.tier.problem
+    assert "s3cret" not in rig.tier.problem
+    assert rig.tier.problem.isprintable()
+    assert len(rig.tier.problem) < 400
+    assert rig.close()
+
+
 @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
 def test_a_connection_cut_in_a_value_is_a_miss_and_others_go_on(
     store: FaultyStore, rig: SharedRig, cut_after: int
@@ -457,6 +521,24 @@ def test_masters_are_read_with_their_slots_and_announced_names() -> None:
         (("valkey-1.example", 7000), [range(5461, 9000)]),
         (("seed", 7003), [range(9001, 16384)]),
     ]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a h:1@2 master - 0 0 1 connected 0-999999999999",
+        "a h:1@2 master - 0 0 1 connected 7-3",
+        "a h:1@2 master - 0 0 1 connected -5",
+        "a h:99999@2 master - 0 0 1 connected 0-16383",
+        "a h:0@2 master - 0 0 1 connected 0-16383",
+        "a h@2 master - 0 0 1 connected 0-16383",
+        "a h:1@2 master - 0 0 1 connected 0-16383\nb h:2@3 master - 0 0 1 connected 5",
+        "\n".join(f"a h:{port}@1 master - 0 0 1 connected {port}" for port in range(1, 400)),
+    ],
+)
+def test_masters_that_cannot_be_are_refused_before_memory_is_taken(odd: str) -> None:
+    with pytest.raises(ValueError, match=r"master|invalid literal"):
+        masters_of(odd, ("seed", 1))
 
 
 @needs_redis

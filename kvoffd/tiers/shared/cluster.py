@@ -11,11 +11,13 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.shared.redis import CONNECT_S, Redis
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
-from kvoffd_proto.units import parse_duration
+from kvoffd_proto.units import parse_duration, quoted
 
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """How long a master that failed is left alone."""
+MOST_MASTERS = 256
+"""Each takes four connections."""
 
 LOST = ("timeout", "disconnected", "unreachable")
 """Kinds of errors after which a master is left alone."""
@@ -29,8 +31,9 @@ def slot_of(key: bytes) -> int:
 
 
 def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
-    """Addresses and slots of the masters in an answer to CLUSTER NODES of the server at ``asked``."""
+    """Addresses and slots of the masters, by what the server at ``asked`` says to CLUSTER NODES. Raises ValueError."""
     found = []
+    places = 0
     for line in nodes.splitlines():
         fields = line.split(" ")
         if len(fields) < 8 or "master" not in fields[2].split(",") or "noaddr" in fields[2]:
@@ -41,8 +44,14 @@ def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
         host = next(iter(more.split(",")[1:]), "") or host
         bounds = [field.partition("-") for field in fields[8:] if not field.startswith("[")]
         slots = [range(int(first), int(last or first) + 1) for first, _, last in bounds]
-        if slots:
-            found.append(((host or asked[0], int(port)), slots))
+        if not slots:
+            continue
+        if not all(0 <= part.start < part.stop <= SLOTS for part in slots) or not 0 < int(port) < 65536:
+            raise ValueError(f"a master has slots or a port that there are not: {quoted(line)}")
+        places += sum(map(len, slots))
+        found.append(((host or asked[0], int(port)), slots))
+        if places > SLOTS or len(found) > MOST_MASTERS:
+            raise ValueError(f"its masters are more than {MOST_MASTERS}, or have a slot twice")
     return found
 
 
@@ -111,7 +120,7 @@ class RedisCluster(Store):
             }
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
-            self._nodes, self._owners = kept, owners[:SLOTS]
+            self._nodes, self._owners = kept, owners
             return
         raise failure or StoreError("unreachable", f"The cluster at {self._name} has no masters.", final=True)
 

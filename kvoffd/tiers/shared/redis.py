@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from kvoffd.tiers.shared.object_format import decode_generation
 from kvoffd.tiers.shared.store import Credentials, GetRequest, Store, StoreError
+from kvoffd_proto.units import printable
 
 ASK_DEADLINE_S = 0.02
 CONNECT_S = 1.0
@@ -25,6 +26,7 @@ REPLIES_BYTES = 65536
 MOST_PARTS = 256
 """Parts of one ``sendmsg``; the kernel takes 1024."""
 MOST_TEXT_BYTES = 1 << 20
+MOST_TOLD_CHARACTERS = 200
 MOST_KEYS = 4096
 """Keys of one message."""
 
@@ -56,7 +58,7 @@ class Redis(Store):
     # --- the connection --------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if self._socket is not None and not self._closed_by_peer(self._socket):
+        if self._socket is not None and not self._input and self._quiet(self._socket):
             return
         self.close()
         deadline = time.monotonic() + CONNECT_S
@@ -83,15 +85,16 @@ class Redis(Store):
             self._command([b"SELECT", b"%d" % self._database], deadline)
 
     @staticmethod
-    def _closed_by_peer(connected: socket.socket) -> bool:
+    def _quiet(connected: socket.socket) -> bool:
+        """Whether the other end has neither closed the connection nor sent what nobody asked for."""
         connected.settimeout(0)
         try:
-            # A TLS socket has no flags, the socket below it does.
-            return not socket.socket.recv(connected, 1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
+            connected.recv(1)
+        except (BlockingIOError, ssl.SSLWantReadError):
             return True
+        except OSError:
+            pass
+        return False
 
     def close(self) -> None:
         self._input.clear()
@@ -188,9 +191,9 @@ class Redis(Store):
     def text(self, words: Sequence[bytes], deadline: float) -> str:
         """What a command answers that answers with a text of up to 1 MiB."""
         self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
-        length = self._value_length(deadline) or 0
-        if length > MOST_TEXT_BYTES:
-            raise self._broken("A text is too long")
+        length = self._value_length(deadline)
+        if length is None or length > MOST_TEXT_BYTES:
+            raise self._broken("A text is missing or too long")
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
 
     def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
@@ -207,9 +210,9 @@ class Redis(Store):
         if line[:1] == kind:
             return line[1:]
         if line[:1] != b"-":
-            raise self._broken(f"{line[:40]!r} is no reply to what was asked")
+            raise self._broken(f"{self._told(line)} is no reply to what was asked")
         self.close()
-        text = line[1:].decode(errors="replace")
+        text = self._told(line[1:])
         code = text.partition(" ")[0]
         if code in ("NOAUTH", "WRONGPASS", "NOPERM") or "AUTH" in text:
             why = f"{self._name} does not let us in ({text}); see shared_password_file."
@@ -219,6 +222,13 @@ class Redis(Store):
                 "cluster", f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
             )
         raise StoreError("refused", f"{self._name} answers: {text}.")
+
+    def _told(self, line: bytes) -> str:
+        """What a server says, for the log. One that knows no AUTH repeats the password."""
+        text = line.decode(errors="replace")
+        if self._credentials.password:
+            text = text.replace(self._credentials.password, "***")
+        return printable(text[:MOST_TOLD_CHARACTERS])
 
     def answers(self, count: int, deadline: float) -> list[bool]:
         """Receive so many replies that are numbers: whether each is not 0."""
@@ -230,6 +240,8 @@ class Redis(Store):
             data += part
             lines += part.count(b"\n")
         replies = data.split(b"\r\n", count)
+        if len(replies) <= count:
+            raise self._broken("Lines end with half an end")
         self._input = replies[count]
         for line in set(map(bytes, replies[:count])) - {b":0", b":1"}:
             self._check(line, b":")
@@ -245,11 +257,9 @@ class Redis(Store):
 
     def _value_length(self, deadline: float) -> int | None:
         text = self._check(self._line(deadline), b"$")
-        try:
-            length = int(text)
-        except ValueError as error:
-            raise self._broken(f"{text[:40]!r} is no length") from error
-        return length if length >= 0 else None
+        if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
+            raise self._broken(f"{self._told(text)} is no length")
+        return int(text) if text != b"-1" else None
 
     def _line(self, deadline: float) -> bytes:
         while (end := self._input.find(b"\r\n")) < 0:
@@ -292,6 +302,9 @@ class Redis(Store):
         return data
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
+        """Send what begins an exchange. What was answered beyond the last one would be taken for answers to this."""
+        if self._input:
+            raise self._broken("More is answered than was asked")
         rest = [memoryview(part) for part in parts if len(part)]
         while rest:
             connected = self._ready(deadline)

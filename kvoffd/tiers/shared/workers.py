@@ -192,7 +192,8 @@ class Workers:
             store.connect()
             generation, found = self._exchange(store, ask, time.monotonic() + self._ask_deadline_s + ASK_PATIENCE_S)
         except Exception as error:
-            self._fail(store, error)
+            if self._fail(store, error) == "refused":
+                self._breaker.failed()  # as a server that loads its data does: nothing can be asked
             self._ends.unanswered(ask)
             return
         seconds = time.monotonic() - started
@@ -246,6 +247,10 @@ class Workers:
                     self._ends.read_ended(read, TierResult.GONE, None)
                 else:
                     self._ends.read_ended(read, TierResult.DONE if block else TierResult.CORRUPT, block)
+                    if block is None:
+                        # It may be the answer to another question, as what follows on the connection then is.
+                        store.close()
+                        break
         except Exception as error:
             self._fail(store, error)
             if batch:
