@@ -6,6 +6,7 @@ of replies are needed (https://redis.io/docs/latest/develop/reference/protocol-s
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import time
