@@ -7,9 +7,9 @@ with the publisher of vLLM. A subscriber that does not read is disconnected, and
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import cast
@@ -35,10 +35,18 @@ RECONNECT_S = 1.0
 MAX_PEERS = 64
 """Connections to each of the two addresses; further ones are closed."""
 MAX_UNSENT_BYTES, MAX_ALL_UNSENT_BYTES = 8 * 1024**2, 64 * 1024**2
-"""What a subscriber, and all together, may leave unread; who is sent something beyond that is disconnected."""
+"""What a peer, and all together, may leave unread; beyond that it, or the one with most of it, is disconnected."""
 SNAPSHOT_UNSENT_BYTES, SNAPSHOT_REST_S = 1024**2, 0.01
 """A snapshot rests while its readers have so much unread."""
-REPLAYED_AT_ONCE = 64
+SNAPSHOT_DEADLINE_S = 60.0
+"""Readers for which a snapshot still rests then are disconnected: others wait for the next one."""
+SNAPSHOT_PAUSE_S, SNAPSHOT_SHARE = 0.5, 4
+"""Between two snapshots, or longer, so that they take one part in so many of the loop's time."""
+OBEYED_AT_ONCE, REST_S = 16, 0.1
+"""Messages of a peer that are obeyed before it is not read for so long, as after a replay: engines need the loop."""
+MAX_RESTS = 20
+"""A peer that has sent more each time is disconnected then."""
+REPLAYED_AT_ONCE = 16
 LOGGED_S = 60.0
 MAX_FRAME_BYTES, MAX_FRAMES = 512, 4
 MAX_SUBSCRIPTIONS = 64
@@ -53,6 +61,10 @@ class _Peer(asyncio.Protocol):
         self._input = zmtp.Input(peers, MAX_FRAME_BYTES, MAX_FRAMES)
         self._replay: Iterator[tuple[bytes, bytes, bytes]] | None = None
         self._paused = False
+        self._resting = False
+        """What it sent is obeyed later, and no more is read."""
+        self._rests = 0
+        """One after another with as much to obey as is obeyed at once."""
         self.transport: asyncio.Transport | None = None
         self.prefixes: set[bytes] = set()
         """What it subscribed to."""
@@ -75,11 +87,36 @@ class _Peer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._input.feed(data)
+        if not self._resting:
+            self._obey_some()
+
+    def _obey_some(self) -> None:
+        """Obey some of what has arrived, and read on or rest."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        self._resting = False
         try:
-            while (taken := self._input.next()) is not None:
+            for _ in range(OBEYED_AT_ONCE):
+                if self._replay is not None or (taken := self._input.next()) is None:
+                    self._rests = 0
+                    break
                 self._obey(taken)
+            else:
+                self._rests += 1
+                if self._rests > MAX_RESTS:
+                    raise zmtp.ZmtpError("more than anybody needs")
+                self._rest()
         except zmtp.ZmtpError as error:
             self.abort(f"it sent {error}")
+        if self._replay is None and not self._resting and not transport.is_closing() and not transport.is_reading():
+            transport.resume_reading()
+
+    def _rest(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self._resting = True
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(REST_S, self._obey_some)
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -94,14 +131,23 @@ class _Peer(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+        open_ = self.transport is not None and not self.transport.is_closing()
+        return self.transport.get_write_buffer_size() if open_ and self.transport is not None else 0
 
     def send(self, frames: tuple[bytes, ...]) -> None:
+        self._write(zmtp.encode(frames))
+
+    def _write(self, data: bytes) -> None:
         if self.transport is None or self.transport.is_closing():
             return
-        self.transport.write(zmtp.encode(frames))
-        if self.unsent_bytes > MAX_UNSENT_BYTES or self._server.unsent_bytes > MAX_ALL_UNSENT_BYTES:
-            self.abort(f"it left {self.unsent_bytes} bytes unread")
+        self.transport.write(data)
+        if self.unsent_bytes > MAX_UNSENT_BYTES:
+            self.abort_unread()
+        elif self._server.unsent_bytes > MAX_ALL_UNSENT_BYTES:
+            self._server.drop_slowest()
+
+    def abort_unread(self) -> None:
+        self.abort(f"it left {self.unsent_bytes} bytes unread")
 
     def abort(self, why: str) -> None:
         if self.transport is not None and not self.transport.is_closing():
@@ -114,8 +160,8 @@ class _Peer(asyncio.Protocol):
         if isinstance(taken, zmtp.TooLong):
             raise zmtp.ZmtpError(f"a frame of {taken.frame_bytes} bytes")
         if isinstance(taken, zmtp.Command):
-            if taken.name == b"PING" and self.transport is not None:
-                self.transport.write(zmtp.encode_pong(taken))
+            if taken.name == b"PING":
+                self._write(zmtp.encode_pong(taken))
             elif taken.name in (b"SUBSCRIBE", b"CANCEL") and self._type == b"PUB":
                 self._subscribe(taken.data, wanted=taken.name == b"SUBSCRIBE")
         elif self._type == b"PUB":
@@ -123,6 +169,8 @@ class _Peer(asyncio.Protocol):
             self._subscribe(prefix, wanted=wanted)
         elif len(taken) == 2 and not taken[0] and len(taken[1]) == SEQUENCE_BYTES:
             self._replay = self._server.replay(int.from_bytes(taken[1], "big"))
+            if self.transport is not None:
+                self.transport.pause_reading()
             self._go_on_replaying()
         else:
             raise zmtp.ZmtpError("what is no request for a replay")
@@ -138,17 +186,15 @@ class _Peer(asyncio.Protocol):
 
     def _go_on_replaying(self) -> None:
         """Send some of a replay, and the rest at later turns of the loop, as far as it is read."""
-        replay = self._replay
-        if replay is None or self._paused:
-            return
-        sent = 0
-        for frames in itertools.islice(replay, REPLAYED_AT_ONCE):
+        for _ in range(REPLAYED_AT_ONCE):
+            if self._replay is None or self._paused:
+                return
+            if (frames := next(self._replay, None)) is None:
+                self._replay = None
+                self._rest()
+                return
             self.send((b"", *frames))
-            sent += 1
-        if sent < REPLAYED_AT_ONCE:
-            self._replay = None
-        else:
-            asyncio.get_running_loop().call_soon(self._go_on_replaying)
+        asyncio.get_running_loop().call_soon(self._go_on_replaying)
 
 
 class RouterServer:
@@ -165,6 +211,11 @@ class RouterServer:
         self._readers: set[_Peer] = set()
         """Those to whom the running snapshot goes."""
         self._snapshot: Iterator[tuple[RouterMessage, RouterMessage]] | None = None
+        self._snapshot_began_at = 0.0
+        self._snapshot_s = 0.0
+        """What it took of the loop's time."""
+        self._next_snapshot_at = 0.0
+        self._going_on: asyncio.TimerHandle | None = None
         self._servers: list[asyncio.Server] = []
         self._connectors: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -229,8 +280,9 @@ class RouterServer:
 
     async def close(self) -> None:
         """Stop listening, connecting and publishing."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._going_on):
+            if timer is not None:
+                timer.cancel()
         for task in self._connectors:
             task.cancel()
         await asyncio.gather(*self._connectors, return_exceptions=True)
@@ -243,7 +295,11 @@ class RouterServer:
     # --- called by connections --------------------------------------------------------------------
 
     def admit(self, peer: _Peer, socket_type: bytes) -> bool:
-        if list(self._peers.values()).count(socket_type) >= MAX_PEERS:
+        same = [one for one, of_type in self._peers.items() if of_type == socket_type]
+        if len(same) >= MAX_PEERS and (silent := next((one for one in same if not one.ready), None)) is not None:
+            silent.abort("others want its place, and it has not finished ZeroMQ's handshake")
+            self.forget(silent)
+        elif len(same) >= MAX_PEERS:
             self.log("A router was refused: %d are connected already.", MAX_PEERS)
             return False
         self._peers[peer] = socket_type
@@ -265,8 +321,11 @@ class RouterServer:
     def joined(self, peer: _Peer) -> None:
         """The peer has subscribed: it is to be told all."""
         self._joining.add(peer)
-        if self._snapshot is None and len(self._joining) == 1:
-            self._loop.call_soon(self._go_on)
+        self._go_on_at(self._next_snapshot_at)
+
+    def drop_slowest(self) -> None:
+        """Disconnect whoever has left most unread."""
+        max(self._peers, key=lambda peer: peer.unsent_bytes).abort_unread()
 
     def replay(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         self.replays += 1
@@ -308,7 +367,28 @@ class RouterServer:
                 encoded[key] = message.frames(peer.prefixes, empty)
             peer.send(encoded[key])
 
+    def _go_on_at(self, at: float) -> None:
+        if self._going_on is None:
+            self._going_on = self._loop.call_at(at, self._go_on)
+
     def _go_on(self) -> None:
+        self._going_on = None
+        began = time.monotonic()
+        self._send_of_snapshot()
+        self._snapshot_s += time.monotonic() - began
+        now = self._loop.time()
+        if self._snapshot is None:
+            self._next_snapshot_at = now + max(SNAPSHOT_PAUSE_S, (SNAPSHOT_SHARE - 1) * self._snapshot_s)
+            if self._joining:
+                self._go_on_at(self._next_snapshot_at)
+            return
+        behind = [peer for peer in self._readers if peer.unsent_bytes > SNAPSHOT_UNSENT_BYTES]
+        if behind and now - self._snapshot_began_at > SNAPSHOT_DEADLINE_S:
+            for peer in behind:
+                peer.abort_unread()
+        self._go_on_at(now + SNAPSHOT_REST_S if behind else now)
+
+    def _send_of_snapshot(self) -> None:
         """Send the next message of a snapshot, or begin one for those who have come since the last."""
         if self._snapshot is None:
             if not self._joining:
@@ -316,9 +396,9 @@ class RouterServer:
             self._readers, self._joining = self._joining, set()
             self._publish_news()
             self._snapshot = self._stream.snapshot()
+            self._snapshot_began_at, self._snapshot_s = self._loop.time(), 0.0
             self.snapshots += 1
         if any(peer.unsent_bytes > SNAPSHOT_UNSENT_BYTES for peer in self._readers):
-            self._loop.call_later(SNAPSHOT_REST_S, self._go_on)
             return
         self._publish_news()
         found = next(self._snapshot, None)
@@ -329,4 +409,3 @@ class RouterServer:
         else:
             late, others = found
             self._publish(others, late)
-        self._loop.call_soon(self._go_on)

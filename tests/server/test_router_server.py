@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
+from statistics import median
 
 import pytest
 import zmq
@@ -12,8 +15,11 @@ from support.daemon import DaemonProcess
 from support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
 from support.waiting import wait_until
 
+from kvoffd.server.router_server import MAX_PEERS
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
+from tests.chaos.footprint import Footprint
 
 PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 
@@ -152,6 +158,55 @@ def test_what_is_no_zeromq_and_what_asks_for_too_much_is_disconnected(serving, e
         greedy.connect(f"tcp://127.0.0.1:{port}")
         wait_until(lambda: router_stats(daemon).dropped_subscribers >= dropped + 3)
         context.destroy(linger=0)
+        engine.store(PROMPT)
+        router.take_until({1, 2, 3, 4})
+
+
+FLOODS = {
+    "pings": ("event", zmtp.encode_command(b"PING", b"\0\0" + b"x" * 16)),
+    "subscriptions": ("event", zmtp.encode([b"\x01a"]) + zmtp.encode([b"\x00a"])),
+    "replays": ("replay", zmtp.encode([b"", bytes(8)])),
+    "messages of no bytes": ("event", zmtp.encode_command(b"CANCEL", b"")),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_peer_that_floods_and_never_reads_takes_neither_the_loop_nor_memory(serving, engine, flood: str) -> None:
+    daemon, *ports = serving
+    of, message = FLOODS[flood]
+    engine.store(PROMPT)
+    with Subscriber(ports[0]) as router, socket.socket() as hostile:
+        router.take_until({1, 2, 3, 4})
+        dropped = router_stats(daemon).dropped_subscribers
+        hostile.connect(("127.0.0.1", ports[of == "replay"]))
+        hostile.sendall(zmtp.opening(b"SUB" if of == "event" else b"DEALER"))
+        hostile.setblocking(False)
+        sent, before = 0, Footprint.of(daemon.process.pid).anonymous_bytes
+        parts = message * 4000
+        times = []
+        while len(times) < 30:  # what is not read fills the buffers between them, and no more
+            try:
+                while True:
+                    sent += hostile.send(parts[sent % len(message) :])
+            except BlockingIOError:
+                pass
+            started = time.monotonic()
+            engine.held()
+            times.append(time.monotonic() - started)
+        assert median(times) < 0.5
+        assert Footprint.of(daemon.process.pid).anonymous_bytes - before < 16 << 20
+        engine.invalidate(4)
+        router.take_until({1, 2, 3})
+        if flood == "pings":
+            wait_until(lambda: router_stats(daemon).dropped_subscribers > dropped, 30.0)
+
+
+def test_a_connection_without_a_handshake_gives_its_place_to_a_newcomer(serving, engine) -> None:
+    _, port, _ = serving
+    with ExitStack() as stack:
+        for _ in range(MAX_PEERS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        router = stack.enter_context(Subscriber(port))
         engine.store(PROMPT)
         router.take_until({1, 2, 3, 4})
 
