@@ -166,13 +166,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_simulation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="trace in Mooncake's format: a JSON object a line")
+    parser.add_argument("file", type=Path, metavar="FILE", help="trace of kvoffd-cli record, or in Mooncake's format")
     parser.add_argument(
         "--policy", default="all", metavar="NAMES", help=f"policies, by commas: {', '.join(POLICY_NAMES)}; or all"
     )
     parser.add_argument("--blocks", metavar="N,...", help="sizes of the pool, in blocks of the trace")
-    parser.add_argument("--size", metavar="SIZE,...", help="sizes of the pool, as in 10GiB,20GiB; needs --block-size")
-    parser.add_argument("--block-size", metavar="SIZE", help="bytes of a block of the trace, of all ranks")
+    parser.add_argument("--size", metavar="SIZE,...", help="sizes of the pool, as in 10GiB,20GiB")
+    parser.add_argument(
+        "--block-size", metavar="SIZE", help="bytes of a block of all ranks, where the trace does not say"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", action="store_true", help="draw the hit ratios")
 

@@ -110,6 +110,10 @@ class AdminRequests(Closing, ABC):
         """What the eviction policy has learned, and what it knows of one key of a namespace."""
         return self.ask(m.DescribePolicy, fingerprint, group, key)
 
+    def record(self, recording: int = 0, *, end: bool = False) -> m.Recorded:
+        """Begin to record what engines ask for, or fetch what came since; the reply has the recording's number."""
+        return self.ask(m.Record, recording, end)
+
     def scrub(self, start: bool = True) -> m.ScrubReply:
         """Have every readable block compared with its checksum, in the daemon's background; returns how far that is.
 

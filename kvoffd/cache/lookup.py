@@ -66,6 +66,8 @@ class LeasedBlocks:
         self.policy = policy
         self.shortened_lookups = 0
         """Lookups that were told of fewer ready keys, since their session may not lease more."""
+        self.watchers: list[Callable[[Sequence[Chain]], None]] = []
+        """Told of each request once, as the policy is, and after it."""
         self._clock = clock
         self._bounds = bounds
         self.__blocks = blocks
@@ -255,7 +257,10 @@ class LeasedBlocks:
                     blocks.tiering.used(ready[group])
         if (request := self.__requests.pop(lease_id, None)) is not None:
             namespace, groups = request
-            self.policy.requested([Chain(namespace, *part, ready.get(part[0], ())) for part in groups])
+            chains = [Chain(namespace, *part, ready.get(part[0], ())) for part in groups]
+            self.policy.requested(chains)
+            for watch in tuple(self.watchers):
+                watch(chains)
 
     def forget_requests(self, namespace: Namespace) -> None:
         """Tell the policy nothing more of what was asked for in a namespace."""

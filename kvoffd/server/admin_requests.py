@@ -81,6 +81,14 @@ def describe_policy(context: Context, session: Session, message: m.DescribePolic
     )
 
 
+@answers(m.Record)
+def record(context: Context, session: Session, message: m.Record) -> m.Recorded:
+    found = m.Recorded(message.request_id, context.epoch, *context.recorder.fetch(session, message.recording))
+    if message.end:
+        context.recorder.end()
+    return found
+
+
 @answers(m.Scrub)
 def scrub(context: Context, session: Session, message: m.Scrub) -> m.ScrubReply:
     """Begin to compare every readable block with its checksum, or tell how far that is."""

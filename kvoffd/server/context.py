@@ -24,6 +24,7 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
+from kvoffd.server.recorder import Recorder
 from kvoffd.server.router_server import RouterServer
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
@@ -65,6 +66,7 @@ class Context:
     block_writer: BlockWriter
     scrubber: Scrubber
     recent: Recent
+    recorder: Recorder
     table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""

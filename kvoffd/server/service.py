@@ -31,6 +31,7 @@ from kvoffd.server.jobs import JobRunner
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recent import Recent
+from kvoffd.server.recorder import Recorder
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
 from kvoffd.system.mappings import MappedSegment, map_memfd
@@ -88,6 +89,7 @@ class Service:
             BlockWriter(config, cache, memory, pool_address, runner),
             Scrubber(cache, clock),
             Recent(cache, clock),
+            Recorder(cache, clock),
             table_bytes,
             disks,
         )

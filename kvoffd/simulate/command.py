@@ -17,7 +17,7 @@ from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.simulate.optimum import optimum_percent
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
-from kvoffd_proto.units import parse_size
+from kvoffd_proto.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
@@ -40,6 +40,8 @@ def simulate(given: argparse.Namespace) -> int:
     trace = read_trace(given.file)
     if not trace.accesses:
         raise BadTrace(f"{given.file} has no request; give a trace in Mooncake's format.")
+    if trace.cut_off:
+        print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
     results = _run(trace, policies, _sizes(given, trace))
     if given.json:
         print(json.dumps(_as_json(trace, results)))
@@ -68,7 +70,7 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
         if min(sizes) < 1:
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
     if given.size:
-        block_bytes = parse_size(given.block_size) if given.block_size else 0
+        block_bytes = parse_size(given.block_size) if given.block_size else trace.block_bytes
         if not block_bytes:
             raise ValueError(
                 f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
@@ -76,7 +78,7 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
             )
         for part in given.size.split(","):
             if (blocks := parse_size(part) // block_bytes) < 1:
-                raise ValueError(f"A pool of {part} does not hold one block of {given.block_size}.")
+                raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
             sizes.add(blocks)
     if not sizes:
         raise ValueError("Give sizes of the pool: --blocks 1000,2000 or --size 10GiB,20GiB.")

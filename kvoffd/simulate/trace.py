@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kvoffd_proto.zstd import MISSING, zstd_module
+
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 class BadTrace(ValueError):
@@ -21,7 +25,12 @@ class Trace(NamedTuple):
 
     name: str
     tokens_per_block: int
+    """Of most blocks, where it is not the same for all."""
     requests: list[bytes]
+    block_bytes: int = 0
+    """Pool bytes of a block, the mean where they differ; 0 where the trace does not say."""
+    cut_off: bool = False
+    """Whether the file ends in the middle."""
 
     @property
     def accesses(self) -> int:
@@ -32,18 +41,50 @@ class Trace(NamedTuple):
 def read_trace(path: Path) -> Trace:
     """Read a trace in Mooncake's format: a line is a JSON object whose ``hash_ids`` are the blocks of a request.
 
+    What ``kvoffd-cli record`` writes is that, with more fields, in zstd: client/TRACE.md. A file that was cut off is
+    read as far as it goes.
+
     Source: https://github.com/kvcache-ai/Mooncake, FAST25-release. Raises BadTrace, OSError.
     """
+    kinds: Counter[tuple[int, int]] = Counter()
+    """Blocks by their tokens and bytes."""
+    requests: list[bytes] = []
+    cut_off = False
+    try:
+        requests.extend(_requests(_lines(path), path, kinds))
+    except EOFError:
+        cut_off = True
+    tokens, _ = max(kinds, key=kinds.__getitem__, default=(MOONCAKE_TOKENS, 0))
+    sized = {kind: count for kind, count in kinds.items() if kind[1]}
+    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, sum(sized.values()))
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The file's lines, decompressed. Raises BadTrace, OSError, EOFError at the end of one that was cut off."""
     with path.open("rb") as file:
-        return Trace(path.stem, MOONCAKE_TOKENS, list(_requests(file, path)))
+        packed = file.read(len(ZSTD_MAGIC)) == ZSTD_MAGIC
+        file.seek(0)
+        if not packed:
+            yield from file
+            return
+        if (zstd := zstd_module()) is None:
+            raise BadTrace(f"{path} is compressed. {MISSING}")
+        try:
+            with zstd.open(file) as unpacked:
+                yield from unpacked
+        except zstd.ZstdError as error:
+            raise BadTrace(f"{path} is damaged: {error}") from None
 
 
-def _requests(lines: Iterator[bytes], path: Path) -> Iterator[bytes]:
+def _requests(lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]]) -> Iterator[bytes]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            ids = json.loads(line)["hash_ids"]
+            found = json.loads(line)
+            ids = found["hash_ids"]
+            kinds[int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))] += len(ids)
             yield b"".join([block.to_bytes(KEY_BYTES, "big") for block in ids])
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise BadTrace(

@@ -21,6 +21,7 @@ from kvoffd_proto.health import *
 from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.listings import *
 from kvoffd_proto.policy import *
+from kvoffd_proto.recording import *
 from kvoffd_proto.stats import *
 from kvoffd_proto.tier_stats import *
 from kvoffd_proto.wire import *

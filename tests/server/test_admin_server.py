@@ -188,6 +188,7 @@ def other_requests(token: bytes) -> list[m.AnyRequest]:
         m.AttachDisk(19, token, "/var/cache/kvoffd", 2**40),
         m.DrainDisk(20, token, "/var/cache/kvoffd"),
         m.DetachDisk(21, token, "/var/cache/kvoffd"),
+        m.Record(22, token),
     ]
 
 

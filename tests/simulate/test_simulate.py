@@ -129,6 +129,18 @@ def test_sizes_are_given_in_bytes_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [one["blocks"] for one in json.loads(capsys.readouterr().out)["results"]] == [1, 2, 3]
 
 
+def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "asked.jsonl"
+    lines = [{"hash_ids": [1, 2, 3], "block_tokens": 16, "block_bytes": nbytes} for nbytes in (0, 4096, 8192)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["simulate", str(file), "--policy", "lru", "--size", "18KiB"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens"
+    assert told[2].split()[:3] == ["3", "lru", "66.67"]
+
+
 def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
     assert console(["simulate", str(file), "--policy", "lru", "--blocks", "3", "--json"]) == 0

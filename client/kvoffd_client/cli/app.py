@@ -17,6 +17,7 @@ from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
 from kvoffd_client.cli.policy_command import policy
+from kvoffd_client.cli.record_command import record
 from kvoffd_client.cli.reference import JSON, epilog_of
 from kvoffd_client.cli.simulate_command import simulate
 from kvoffd_client.cli.target import CliError, Directory, remote_daemon
@@ -49,6 +50,7 @@ app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.command()(policy)
+app.command()(record)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(disk_app, name="disk")

@@ -238,6 +238,18 @@ class BenchReport(Struct, frozen=True):
     gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
 
 
+class RecordDone(Struct, frozen=True):
+    """Of ``record``."""
+
+    file: File
+    seconds: Annotated[Seconds, doc("How long was recorded.")]
+    chains: Annotated[Count, doc("Lines of the file: keys of a request and a group.")]
+    keys: Annotated[Count, doc("Keys in these.")]
+    dropped: Annotated[Count, doc("Chains that are missing, since they came faster than they were fetched.")]
+    bytes: Annotated[ByteCount, doc("Size of the file.")]
+    ended: Annotated[str, doc("Why it ended: duration, size, interrupt, or daemon, which went away.")]
+
+
 class SimulatedPolicy(Struct, frozen=True):
     """What a policy made of a trace."""
 

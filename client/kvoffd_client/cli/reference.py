@@ -32,6 +32,7 @@ JSON: dict[str, type[Struct]] = {
     "disk": objects.Disks,
     "shared": objects.SharedTiers,
     "policy": PolicyDescribed,
+    "record": objects.RecordDone,
     "simulate": objects.Simulation,
     "block ls": objects.Blocks,
     "block show": objects.BlockParts,

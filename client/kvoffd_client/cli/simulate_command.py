@@ -14,13 +14,13 @@ from kvoffd_client.cli.target import CliError, Json
 
 
 def simulate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace in Mooncake's format: a JSON object a line.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of record, or in Mooncake's format.")],
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, separated by commas, or all.")] = "all",
     blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of the trace.")] = "",
-    size: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Sizes of the pool, as in 10GiB,20GiB; needs --block-size.")
+    size: Annotated[str, typer.Option(metavar="SIZE,...", help="Sizes of the pool, as in 10GiB,20GiB.")] = "",
+    block_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of a block of all ranks, where FILE does not say.")
     ] = "",
-    block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block of the trace, of all ranks.")] = "",
     json: Json = False,
     plot: Annotated[bool, typer.Option("--plot", help="Draw the hit ratios, with --json on stderr.")] = False,
 ) -> int:
