@@ -16,6 +16,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
 from kvoffd.server.engine_memory import Post
+from kvoffd.server.kept_shared import KeptShared
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
@@ -46,7 +47,7 @@ HARMLESS_ERRORS = {
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
-OpenShared = Callable[[TierListener], list[SharedTier]]
+OpenShared = Callable[[TierListener, KeptShared], list[SharedTier]]
 
 
 @dataclass(eq=False)
@@ -87,6 +88,7 @@ class Disks:
     _stopping: bool = field(default=False, init=False)
     shared: list[SharedTier] = field(default_factory=list, init=False)
     """The tiers that nodes share, where any are configured."""
+    _kept: KeptShared | None = field(default=None, init=False)
     tiering: TieringManager | None = field(default=None, init=False)
     """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
 
@@ -126,9 +128,10 @@ class Disks:
             deadline_s=config.shared_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        self.shared = open_shared(self.tiering)
+        self._kept = KeptShared.of(config.directory)
+        self.shared = open_shared(self.tiering, self._kept)
         for tier in self.shared:
-            self.tiering.share(tier, settings)
+            self.tiering.share(tier, settings, self._kept.left)
 
     def drain(self, directory: str) -> None:
         """Write nothing there any more. Raises KvoffdError where it does not serve."""
@@ -165,6 +168,9 @@ class Disks:
                 shared.rejoin(fingerprint)
             else:
                 shared.leave(fingerprint)
+        if self._kept is not None:
+            generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
+            self._kept.note(fingerprint, None if not everywhere else generations)
         for disk in self._disks.values():
             if disk.state is DiskState.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
@@ -337,7 +343,7 @@ def opener(pool: Pool, post: Post) -> OpenDisk:
 def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
     """Opens the shared tiers of a configuration; raises KvoffdError where one cannot be used as it is configured."""
 
-    def opened(listener: TierListener) -> list[SharedTier]:
+    def opened(listener: TierListener, kept: KeptShared) -> list[SharedTier]:
         credentials = Credentials.read(config.shared_password_file, len(config.shared))
         openers = list(map(open_store, config.shared, credentials))
         return [
@@ -350,6 +356,7 @@ def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
                 post=post,
                 listener=listener,
                 ask_deadline_s=config.shared_ask_deadline_s,
+                generations=kept.generations_of(url),
             )
             for url, open_one in zip(config.shared, openers, strict=True)
         ]

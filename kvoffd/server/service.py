@@ -187,16 +187,19 @@ class Service:
         if context.disks is not None:
             context.disks.tick()
         for fingerprint in context.tiering.take_voided() if context.tiering is not None else ():
-            if (namespace := context.cache.find_namespace(fingerprint)) is not None:
-                self._left.append(self._void(namespace))
+            self._left.append(self._void(fingerprint))
 
-    def _void(self, namespace: Namespace) -> Iterator[None]:
+    def _void(self, fingerprint: bytes) -> Iterator[None]:
         """Forget a namespace's blocks, since somebody reset it for all nodes."""
-        while namespace.clearing:
-            yield
-        yield from self.context.cache.reset(namespace)
-        if self.context.disks is not None:
-            self.context.disks.namespace_reset(namespace.fingerprint, everywhere=True)
+        context = self.context
+        if (namespace := context.cache.find_namespace(fingerprint)) is not None:
+            while namespace.clearing:
+                yield
+            yield from context.cache.reset(namespace)
+        elif context.tiering is not None:
+            context.tiering.tier.remove_namespace(fingerprint)
+        if context.disks is not None:
+            context.disks.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_half_stored(self) -> None:
         """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""

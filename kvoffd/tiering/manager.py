@@ -70,9 +70,13 @@ class TieringManager:
         self._evicted: list[Block] = []
         self.directory_attached()
 
-    def share(self, tier: AskedTier, settings: TieringSettings) -> None:
-        """Use a tier that nodes share, for what the pool and the tiers before it do not have."""
+    def share(self, tier: AskedTier, settings: TieringSettings, left: Iterable[bytes] = ()) -> None:
+        """Use a tier that nodes share, for what the pool and the tiers before it do not have.
+
+        ``left``: fingerprints of namespaces that an engine reset in an earlier life of the daemon.
+        """
         shared = SharedTiering(self._cache, self.transfers, tier, self._clock, settings, self._engines_busy)
+        shared.left.update(left)
         self.shared.append(shared)
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
@@ -175,8 +179,14 @@ class TieringManager:
         self.publish_some()
 
     def take_voided(self) -> set[bytes]:
-        """Fingerprints of namespaces that were reset for all nodes since the last call."""
-        return {fingerprint for shared in self.shared for fingerprint in shared.tier.take_voided()}
+        """Fingerprints of namespaces that were reset for all nodes since the last call.
+
+        Of these nothing is shared until ``rejoin``: what the pool has of them would be written as if it were new.
+        """
+        found = {fingerprint for shared in self.shared for fingerprint in shared.tier.take_voided()}
+        for shared in self.shared:
+            shared.left |= found
+        return found
 
     def forget_unopened(self) -> int:
         """Forget what belongs to namespaces that nobody has opened since the start. Returns how many blocks."""

@@ -38,10 +38,10 @@ class SharedTiering:
         self._asked_until = 0.0
         self.tier = tier
         self.promoter = Promoter(cache, transfers, tier, clock, settings)
-        self._left: set[bytes] = set()
+        self.left: set[bytes] = set()
         """Namespaces whose blocks here became stale: what others have under the same keys may be stale too."""
         self.demoter = Demoter(
-            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self._left
+            cache, transfers, tier, clock, settings, lambda: not self.promoter.busy, engines_busy, self.left
         )
 
     @property
@@ -77,7 +77,7 @@ class SharedTiering:
 
     def _serves(self, namespace: Namespace) -> bool:
         sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
-        return self.tier.reachable and None not in sizes and namespace.fingerprint not in self._left
+        return self.tier.reachable and None not in sizes and namespace.fingerprint not in self.left
 
     def _find_run(self, namespace: Namespace, group: int, keys: Sequence[bytes], states: memoryview) -> bool:
         """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
@@ -168,10 +168,10 @@ class SharedTiering:
 
     def rejoin(self, fingerprint: bytes) -> None:
         """Nothing that is there of a namespace is stale any more."""
-        self._left.discard(fingerprint)
+        self.left.discard(fingerprint)
 
     def leave(self, fingerprint: bytes) -> None:
         """Do without the tier for a namespace from now on: its blocks became stale, and may be there."""
-        if fingerprint not in self._left:
+        if fingerprint not in self.left:
             logger.info("An engine reset a namespace; its blocks are not shared over %s any more.", self.tier.name)
-        self._left.add(fingerprint)
+        self.left.add(fingerprint)

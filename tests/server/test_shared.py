@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -12,6 +13,7 @@ from support.daemon import DaemonProcess
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import wait_until
 
+from kvoffd.server.kept_shared import KeptShared
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
@@ -50,6 +52,18 @@ class Node:
     @property
     def shared(self) -> m.SharedStats:
         return self.admin.stats().shared[0]
+
+    def start_again(self) -> None:
+        """Start the daemon, which has ended, and wait until all are connected."""
+        self.admin.close()
+        self.daemon.start()
+        assert self.engine.wait_ready(DEADLINE_S)
+        self.admin = AdminClient(self.daemon.directory)
+        wait_until(lambda: self.shared.reachable, DEADLINE_S)
+
+    @property
+    def ready_blocks(self) -> int:
+        return sum(one.ready_blocks for one in self.admin.namespaces().namespaces)
 
     def store(self) -> list[int]:
         """Store the blocks, and wait until they are written; returns their checksums."""
@@ -120,6 +134,33 @@ def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer) -> None:
         assert first.engine.store(KEYS, range(BLOCKS)).ok
         wait_until(lambda: first.shared.written_blocks == 2 * BLOCKS, DEADLINE_S, explain=lambda: first.shared)
         assert second.load() == first.engine.checksums(range(BLOCKS)), "what is stored since is shared again"
+
+
+def test_a_node_that_was_down_when_the_fleet_was_reset_follows_after_its_start(
+    server: RedisServer, pool_file: Path
+) -> None:
+    with Node(server.url) as first, Node(server.url, pool_file=str(pool_file)) as second:
+        first.store()
+        second.load()
+        second.daemon.stop()
+        (namespace,) = first.admin.namespaces().namespaces
+        assert first.admin.reset_fleet(namespace.namespace) == 1
+        second.start_again()
+        wait_until(lambda: second.ready_blocks == 0, DEADLINE_S)
+        assert second.engine.lookup(KEYS) == 0
+        assert server.objects == BLOCKS + 1, "it has written nothing stale under the new generation"
+        followed = KeptShared.of(second.daemon.directory).generations_of(server.url)
+        assert followed[namespace.namespace] > 0, "the next daemon knows that"
+
+
+def test_a_namespace_that_an_engine_reset_is_not_shared_after_a_restart_either(server: RedisServer) -> None:
+    with Node(server.url) as node:
+        node.store()
+        assert node.engine.scheduler.reset()
+        node.daemon.kill()
+        node.start_again()
+        assert node.engine.lookup(KEYS) == 0
+        assert node.shared.asked_keys == 0
 
 
 def test_after_a_reset_nothing_comes_from_there(server: RedisServer) -> None:

@@ -129,9 +129,9 @@ class SimShared(AskedTier):
         self.on_turn()
 
     def _look(self, fingerprint: bytes) -> None:
-        known = self._generations.get(fingerprint)
+        known = self._generations.get(fingerprint, 0)
         self._generations[fingerprint] = now = self.store.generations.get(fingerprint, 0)
-        if known is not None and now > known:
+        if now > known:
             self._answers.forget(fingerprint)
             self._voided.add(fingerprint)
 

@@ -86,6 +86,9 @@ class FaultyStore:
             connection.sendall(b":%d\r\n" % (self.values.pop(arguments[0], None) is not None))
         elif name == b"SET" and self.full:
             connection.sendall(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
+        elif name == b"INCRBY":
+            self.values[arguments[0]] = b"%d" % (int(self.values.get(arguments[0], b"0")) + int(arguments[1]))
+            connection.sendall(b":%s\r\n" % self.values[arguments[0]])
         elif name == b"SET":
             self.values[arguments[0]] = arguments[1]
             connection.sendall(b"+OK\r\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from support.waiting import wait_until
@@ -30,7 +30,13 @@ class SharedRig:
     Asking may take long, since a busy machine is no fault; for tests of that deadline ``ask_deadline_s`` is another.
     """
 
-    def __init__(self, url: str, password: str = "", ask_deadline_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        password: str = "",
+        ask_deadline_s: float = 2.0,
+        generations: Mapping[bytes, int] | None = None,
+    ) -> None:
         self.pool = memoryview(bytearray(SLOTS * SLOT_BYTES))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.kinds: Counter[str] = Counter()
@@ -45,6 +51,7 @@ class SharedRig:
             post=self._posted.put,
             listener=self,
             ask_deadline_s=ask_deadline_s,
+            generations=generations,
         )
 
     def tier_stored(self, tier: Tier, block: TierBlock) -> None:

@@ -11,11 +11,12 @@ import pytest
 from support.faulty_store import FaultyStore
 from support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
 from tiers.shared_conformance import SharedConformance
-from tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
+from tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
 from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, TierResult
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -289,6 +290,8 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     store.values[own_key] = b"7"
     rig.tier.remove_namespace(ONE)
     assert rig.ask(block) == [Answer.NO]
+    assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
+    assert list(rig.tier.take_voided()) == [ONE]
     rig.store(block)
     assert object_key(block.id, 7) in store.values
     del store.values[own_key]
@@ -296,6 +299,27 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     assert store.values[own_key] == b"7"
     rig.block(1)
     assert rig.load(block) is DONE
+
+
+def test_of_two_that_raise_a_generation_at_a_time_neither_undoes_the_other_s(store: FaultyStore) -> None:
+    stores = [open_store(store.url, Credentials())() for _ in range(2)]
+    until, own_key = time.monotonic() + 10.0, generation_key(ONE)
+    store.values[own_key] = b"5"
+    for one in stores:
+        one.connect()
+        assert one.ask(own_key, [], until, prefix=True) == (5, [])
+    assert [one.raise_generation(own_key, 5, 6, until) for one in stores] == [6, 7]
+    for one in stores:
+        one.close()
+
+
+def test_a_node_that_followed_no_generation_follows_the_first_that_it_sees(store: FaultyStore) -> None:
+    store.values[generation_key(ONE)] = store.values[generation_key(OTHER)] = b"7"
+    rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
+    rig.ask(rig.block(1))
+    rig.ask(rig.block(1, fingerprint=OTHER))
+    assert list(rig.tier.take_voided()) == [ONE]
+    assert rig.close()
 
 
 @pytest.mark.parametrize("value", [b"x", b"-1", b"9" * 19, b"9" * 600])

@@ -142,10 +142,7 @@ class RedisCluster(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        home = self._owner(generation_key)
-        if home is None:
-            raise StoreError("unreachable", f"A master of the cluster at {self._name} cannot be reached.")
-        return self._questions(keys, deadline, home, generation_key)
+        return self._questions(keys, deadline, self._home(generation_key), generation_key)
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         return self._questions(keys, deadline)[1]
@@ -213,10 +210,9 @@ class RedisCluster(Store):
             with self._exchange(address) as node:
                 node.remove([keys[at] for at in places], deadline)
 
-    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
-        if (home := self._owner(generation_key)) is not None:
-            with self._exchange(home) as node:
-                node.set_generation(generation_key, generation, deadline)
+    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+        with self._exchange(self._home(generation_key)) as node:
+            return node.raise_generation(generation_key, seen, generation, deadline)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -231,10 +227,12 @@ class RedisCluster(Store):
             self.close()
             raise
 
-    def _owner(self, key: bytes) -> Address | None:
-        """The master that has a key; None where it is down."""
+    def _home(self, key: bytes) -> Address:
+        """The master that has a key. Raises StoreError where it is down."""
         address = self._owners[slot_of(key)]
-        return address if address is not None and self._up(address) else None
+        if address is None or not self._up(address):
+            raise StoreError("unreachable", f"A master of the cluster at {self._name} cannot be reached.")
+        return address
 
     def _by_owner(self, keys: Sequence[bytes]) -> dict[Address, list[int]]:
         """The places of the keys of each master that is up."""

@@ -197,8 +197,13 @@ class Redis(Store):
             raise self._broken("A text is missing or too long")
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
 
-    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
-        self._command([b"SET", generation_key, b"%d" % generation], deadline)
+    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+        words = [b"INCRBY", generation_key, b"%d" % (generation - seen)]
+        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+        number = decode_generation(self._check(self._line(deadline), b":"))
+        if number is None:
+            raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
+        return number
 
     # --- RESP ------------------------------------------------------------------------------------
 

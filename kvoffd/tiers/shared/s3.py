@@ -180,9 +180,11 @@ class S3(Store):
     async def _remove(self, keys: Sequence[bytes]) -> None:
         await obstore.delete_async(self._bucket.client, [self._path(key) for key in keys])
 
-    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
-        self._run(self._put(generation_key, [b"%d" % generation]), deadline)
+    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         self._generations.pop(generation_key, None)
+        if not self._run(self._put(generation_key, [b"%d" % generation]), deadline):
+            raise StoreError("full", f"{self._bucket.name} takes no more.")
+        return generation
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ class SharedTier(AskedTier):
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: has a call made in the daemon's thread.
         ask_deadline_s: 0 for what is usual for the store.
+        generations: of namespaces, those that this node has followed; of others it has followed none.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SharedTier(AskedTier):
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
         ask_deadline_s: float = 0.0,
+        generations: Mapping[bytes, int] | None = None,
     ) -> None:
         self.name = name
         stores = [open_store() for _ in range(THREADS)]
@@ -88,7 +90,7 @@ class SharedTier(AskedTier):
         self._post = post
         self._listener = listener
         self._answers = Answers(clock, self.ask_deadline_s)
-        self._generations: dict[bytes, int] = {}
+        self._generations = dict(generations or {})
         self._polled_at: dict[bytes, float] = {}
         self._voided: set[bytes] = set()
         self._asked = 0
@@ -103,7 +105,7 @@ class SharedTier(AskedTier):
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(
             stores,
-            lambda fingerprint: self._generations.get(fingerprint, 0),
+            self.generation,
             digest,
             self.breaker,
             self,
@@ -141,6 +143,10 @@ class SharedTier(AskedTier):
     def take_voided(self) -> list[bytes]:
         found, self._voided = list(self._voided), set()
         return found
+
+    def generation(self, fingerprint: bytes) -> int:
+        """How often, by what is known here, a namespace's blocks were made void for all nodes; 0 for never."""
+        return self._generations.get(fingerprint, 0)
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
@@ -185,6 +191,8 @@ class SharedTier(AskedTier):
             self.counters.dropped_writes += 1
             return False
         if block.id in self._writing or block.id.key in self.index(block.id.fingerprint, block.id.group):
+            return False
+        if block.id.fingerprint in self._voided:  # what the pool still has is of the generation before
             return False
         write = Write(block, self._generation(block.id), self._views(block, offsets))
         self._writes[write] = on_done
@@ -287,22 +295,22 @@ class SharedTier(AskedTier):
             OLD_WEIGHT * counters.ask_seconds + (1 - OLD_WEIGHT) * seconds if counters.ask_seconds else seconds
         )
         fingerprint, group = ask.fingerprint, ask.group
-        if generation < self._generations.get(fingerprint, 0):
+        if generation < self.generation(fingerprint):
             return  # answers about blocks that have become void meanwhile
         self._note_generation(fingerprint, generation)
         counters.found_keys += sum(found)
         self._answers.answered(fingerprint, group, ask.keys, found)
 
     def _note_generation(self, fingerprint: bytes, generation: int) -> None:
-        known = self._generations.get(fingerprint)
+        known = self._generations.get(fingerprint, 0)
         self._generations[fingerprint] = generation
-        if known is not None and generation > known:
+        if generation > known:
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.forget(fingerprint)
             self._voided.add(fingerprint)
 
     def _raised(self, one: Raise, generation: int, problem: str) -> None:
-        if not problem and generation > self._generations.setdefault(one.fingerprint, 0):
+        if not problem and generation > self.generation(one.fingerprint):
             self._note_generation(one.fingerprint, generation)
         one.ended, one.problem = True, problem
 
@@ -359,7 +367,7 @@ class SharedTier(AskedTier):
         self._listener.tier_error(self, kind, sentence)
 
     def _generation(self, block_id: TierKey) -> int:
-        return self._generations.get(block_id.fingerprint, 0)
+        return self.generation(block_id.fingerprint)
 
     def _views(self, block: TierBlock, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[offset : offset + shard.length] for offset, shard in zip(offsets, block.shards, strict=True)]

@@ -99,8 +99,11 @@ class Store(ABC):
     def remove(self, keys: Sequence[bytes], deadline: float) -> None: ...
 
     @abstractmethod
-    def set_generation(self, generation_key: bytes, generation: int, deadline: float) -> None:
-        """Write the number under ``generation_key``."""
+    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+        """Raise the number under ``generation_key``, where ``seen`` was read, to this or more; returns what it is then.
+
+        Of two that do so at a time none undoes the other's, where the store can see to that.
+        """
 
     @abstractmethod
     def close(self) -> None:

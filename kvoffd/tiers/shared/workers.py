@@ -210,7 +210,7 @@ class Workers:
             return store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
         if generation < known:
             # A store that forgot the number, and not the blocks of an older one, must not bring those back.
-            store.set_generation(own_key, known, deadline)
+            store.raise_generation(own_key, generation, known, deadline)
         return known, found
 
     # --- reading ---------------------------------------------------------------------------------
@@ -284,9 +284,10 @@ class Workers:
         own_key = generation_key(one.fingerprint)
         try:
             store.connect()
-            generation, _ = store.ask(own_key, [], one.deadline, prefix=True)
-            generation = max(generation, self._generations(one.fingerprint)) + 1
-            store.set_generation(own_key, generation, one.deadline)
+            seen, _ = store.ask(own_key, [], one.deadline, prefix=True)
+            # The time, since a store that lost the number must not come to one that it had before.
+            generation = max(seen + 1, self._generations(one.fingerprint) + 1, int(time.time()))
+            generation = store.raise_generation(own_key, seen, generation, one.deadline)
         except Exception as error:
             self._fail(store, error)
             self._ends.raised(one, 0, str(error) or repr(error))
