@@ -102,6 +102,10 @@ class AdminRequests(Closing, ABC):
         """Drop every block of one namespace, or of all; returns how many."""
         return self.ask(m.Clear, fingerprint).count
 
+    def set_namespace_limits(self, fingerprint: bytes, limits: m.NamespaceLimits) -> None:
+        """Set how much of the pool a namespace may have, from now on and after restarts."""
+        self.ask(m.SetNamespaceLimits, fingerprint, limits)
+
     def reset_fleet(self, fingerprint: bytes) -> int:
         """Make every block of a namespace void on all nodes that share a store; returns how many stores were told."""
         return self.ask(m.ResetFleet, fingerprint).count

@@ -10,6 +10,7 @@ from math import inf
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
+from kvoffd.cache.shares import Claim
 from kvoffd.system.files import on_error
 
 
@@ -37,6 +38,7 @@ class Admitter:
     node: int | None
     protected: Set[Block]
     """Not evicted for them."""
+    claim: Claim | None
 
     def admit(self, keys: Sequence[bytes], lacking: Sequence[int], starts: Sequence[int] | None) -> Admission:
         """Take slots for the ``lacking`` ones of ``keys``, given by number. What other ranks store is admitted already.
@@ -62,27 +64,28 @@ class Admitter:
     ) -> None:
         if len(fresh) < len(lacking):
             others = set(fresh)
-            self._take([number for number in lacking if number not in others], inf, found)
+            self._take([number for number in lacking if number not in others], inf, found, 0)
         if not fresh:
             return
         begins = sorted({bisect_left(fresh, start) for start in starts})
         at = 0
         for count, worth in self.policy.offers(self.namespace, self.group, [keys[number] for number in fresh], begins):
-            self._take(fresh[at : at + count], worth, found)
+            self._take(fresh[at : at + count], worth, found, self.namespace.block_bytes(self.group))
             at += count
         assert at == len(fresh)
         if found.declined:
             self.policy.declined(self.namespace, self.group, [keys[number] for number in found.declined])
 
-    def _take(self, numbers: Sequence[int], worth: float, found: Admission) -> None:
+    def _take(self, numbers: Sequence[int], worth: float, found: Admission, block_bytes: int) -> None:
         if worth == DECLINED:
             found.declined += numbers
             return
-        offsets = self.blocks.take_slots(self.slot_bytes, len(numbers), self.protected, self.node, worth)
+        blocks, count = self.blocks, len(numbers)
+        offsets = blocks.take_slots(self.slot_bytes, count, self.protected, self.node, worth, self.claim, block_bytes)
         found.offsets += offsets
         found.admitted += numbers[: len(offsets)]
         if left := numbers[len(offsets) :]:
-            room_is_kept = worth != inf and self.blocks.evictable(self.protected)
+            room_is_kept = worth != inf and blocks.evictable(self.protected, self.claim)
             (found.declined if room_is_kept else found.dropped).extend(left)
 
 

@@ -17,7 +17,7 @@ them: a written shard is held by the block's pins, a shard that is being written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import groupby, takewhile
 from math import inf
 from typing import TypeAlias
@@ -27,6 +27,7 @@ from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.misses import Misses
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, Shard
 from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
 from kvoffd.system.files import on_error
@@ -69,6 +70,7 @@ class Blocks:
         """Blocks with pins of any kind."""
         self.pinned_bytes = 0
         self.misses = Misses()
+        self.shares = Shares(slots.pool_bytes, clock)
         self.tiering: TieringHooks | None = None
         """Who looks after the tiers below the pool; None while there are none."""
         self._slots = slots
@@ -87,35 +89,89 @@ class Blocks:
 
     # --- in --------------------------------------------------------------------------------------
 
+    def claim(self, namespace: Namespace) -> Claim | None:
+        """What a namespace that is about to take slots may take from whom; None where nobody has limits."""
+        if not self.shares:
+            return None
+        self.shares.note_use(namespace)
+        return Claim(self.shares, namespace, self.index)
+
     def take_slots(
-        self, slot_bytes: int, count: int, protected: Set[Block], node: int | None = None, worth: float = inf
+        self,
+        slot_bytes: int,
+        count: int,
+        protected: Set[Block],
+        node: int | None = None,
+        worth: float = inf,
+        claim: Claim | None = None,
+        block_bytes: int = 0,
     ) -> list[int]:
         """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending.
 
-        Only what the policy says is worth less than ``worth`` is evicted.
+        Only what the policy says is worth less than ``worth`` is evicted, and only what the ``claim`` allows.
+        ``block_bytes``: what each counts as towards the namespace's maximum, of which other ranks are to have their
+        part; 0 for the shards of blocks that are begun, which may pass it.
         """
-        count = self._room_in_index(count, protected, worth)
+        if claim is not None and claim.room < inf:
+            count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
+        count = self._room_in_index(count, protected, worth, claim)
         offsets = self._slots.take(slot_bytes, count, node)
         with on_error(lambda: self._slots.free(offsets)):
             while (lacking := count - len(offsets)) > 0:
-                slots, blocks = self._slots, self.block_at
-                victims = choose_victims(self._policy, slots, blocks, slot_bytes, lacking, protected, worth)
+                victims = self._victims(slot_bytes, lacking, protected, worth, claim)
                 if not victims:
                     break
                 self.evict(victims)
                 # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
-                offsets.extend(slots.take(slot_bytes, lacking, node))
+                offsets.extend(self._slots.take(slot_bytes, lacking, node))
+        if claim is not None:
+            claim.take(slot_bytes * len(offsets))
         return sorted(offsets)
+
+    def _victims(
+        self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
+    ) -> list[Block]:
+        policy, slots, block_at = self._policy, self._slots, self.block_at
+        if claim is None:
+            return choose_victims(policy.candidates(worth), slots, block_at, slot_bytes, count, protected, None)
+        if owed := claim.owed:
+            # Whatever that is worth: a share that the policy fills with others' blocks would be none.
+            others, wanted = claim.candidates(policy, inf, Whose.OTHERS), min(count, -(-owed // slot_bytes))
+            if found := choose_victims(others, slots, block_at, slot_bytes, wanted, protected, claim):
+                return found
+        both = claim.candidates(policy, worth, Whose.BOTH)
+        return choose_victims(both, slots, block_at, slot_bytes, count, protected, claim)
+
+    def _room_below_maximum(
+        self, claim: Claim, slot_bytes: int, count: int, protected: Set[Block], worth: float, block_bytes: int
+    ) -> int:
+        """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
+        each = max(slot_bytes, block_bytes)
+        victims: list[Block] = []
+        if claim.room < count * each:
+            for block in claim.candidates(self._policy, worth, Whose.OWN):
+                if not block.pins and block not in protected:
+                    victims.append(block)
+                    claim.evict(block)
+                    if claim.room >= count * each:
+                        break
+            self.evict(victims)
+        return max(0, min(count, int(claim.room // each))) if block_bytes else count
 
     def return_slots(self, offsets: Sequence[int]) -> None:
         """Undo ``take_slots``."""
         self._slots.free(offsets)
 
-    def evictable(self, protected: Set[Block]) -> bool:
+    def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
         """Whether any block could be evicted, whatever it is worth."""
-        return any(not block.pins and block not in protected for block in self._policy.candidates())
+        found = self._candidates(inf, claim)
+        return any(not block.pins and block not in protected for block in found)
 
-    def _room_in_index(self, count: int, protected: Set[Block], worth: float) -> int:
+    def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:
+        policy = self._policy
+        return policy.candidates(worth) if claim is None else claim.candidates(policy, worth, Whose.BOTH)
+
+    def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
         """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
 
         Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
@@ -123,9 +179,11 @@ class Blocks:
         excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
         victims: list[Block] = []
         if excess > 0:
-            for block in self._policy.candidates(worth):
+            for block in self._candidates(worth, claim):
                 if not block.pins and block not in protected:
                     victims.append(block)
+                    if claim is not None:
+                        claim.evict(block)
                     excess -= len(block.shards)
                     if excess <= 0:
                         break
@@ -360,6 +418,14 @@ class Blocks:
             self._move(alike, state, ABSENT)
 
     # --- state and pins --------------------------------------------------------------------------
+
+    def used(self, namespace: Namespace, group: int, blocks: Sequence[Block]) -> None:
+        """Note that a request found these ready blocks, root first."""
+        if self.shares:
+            self.shares.note_use(namespace)
+            index = self.index[namespace][group]
+            for block in reversed(blocks):
+                index[block.key] = index.pop(block.key)
 
     def _move(self, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
         """Change the state of blocks of one group that are all in ``before``, and with it what is counted by state."""

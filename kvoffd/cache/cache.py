@@ -236,7 +236,8 @@ class BlockCache(LeasedBlocks):
         if namespace.clearing:
             found = Admission(dropped=lacking)
         else:
-            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected)
+            claim = blocks.claim(namespace)
+            admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, claim)
             found = admitter.admit(keys, lacking, starts)
         offsets = found.offsets
         ticket.copy = found.admitted

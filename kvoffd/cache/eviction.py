@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 
 from kvoffd.cache.namespace import Block, BlockState
-from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.shares import Claim
 from kvoffd.pool.pool import Pool
 
 MAX_REGIONS_COMPARED = 16
@@ -13,18 +13,18 @@ MAX_REGIONS_COMPARED = 16
 
 
 def choose_victims(
-    policy: EvictionPolicy,
+    candidates: Iterable[Block],
     slots: Pool,
     block_at: Mapping[int, Block],
     slot_bytes: int,
     count: int,
     protected: Set[Block],
-    worth: float,
+    claim: Claim | None,
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 
-    ``block_at`` are the blocks by the offsets of their slots. Neither a pinned block is chosen nor a ``protected`` one,
-    and none of a region's others is but for one that is worth less than ``worth``.
+    ``candidates`` are those that may go, ``block_at`` the blocks by the offsets of their slots. Neither a pinned block
+    is chosen nor a ``protected`` one; of a region's, what the ``claim`` allows.
 
     Blocks with a slot of the wanted size go in the policy's order. The older blocks of other sizes that are passed
     over on the way help only by whole regions. A region is taken over once the bytes passed over are as many as it
@@ -35,7 +35,7 @@ def choose_victims(
     passed: list[Block] = []
     passed_bytes = 0
     patience_bytes = 0
-    for block in policy.candidates(worth):
+    for block in candidates:
         if block.pins or block in protected:
             continue
         if len(block.shards) == 1:
@@ -44,6 +44,8 @@ def choose_victims(
             gained = sum(shard.slot_bytes == slot_bytes for shard in block.shards.values())
         if gained:
             chosen[block] = None
+            if claim is not None:
+                claim.evict(block)
             count -= gained
             if count <= 0:
                 return list(chosen)
@@ -54,14 +56,14 @@ def choose_victims(
             shard = next(iter(block.shards.values()))
             patience_bytes = len(slots.neighbours(shard.offset)) * shard.slot_bytes
         if passed_bytes >= patience_bytes:
-            if region := _coldest_region(passed, slots, block_at, protected):
+            if region := _coldest_region(passed, slots, block_at, protected, claim):
                 return list(chosen | dict.fromkeys(region))
             patience_bytes = 2 * passed_bytes
-    return list(chosen | dict.fromkeys(_coldest_region(passed, slots, block_at, protected)))
+    return list(chosen | dict.fromkeys(_coldest_region(passed, slots, block_at, protected, claim)))
 
 
 def _coldest_region(
-    passed: Iterable[Block], slots: Pool, block_at: Mapping[int, Block], protected: Set[Block]
+    passed: Iterable[Block], slots: Pool, block_at: Mapping[int, Block], protected: Set[Block], claim: Claim | None
 ) -> Iterable[Block]:
     """All blocks of the region, among the oldest ones', of which most was passed over; none if all are held."""
     regions: list[list[int]] = []
@@ -85,5 +87,7 @@ def _coldest_region(
             continue  # a slot in quarantine keeps its region
         blocks = dict.fromkeys(block_at[offset] for offset in regions[index])
         if all(block.state is BlockState.READY and not block.pins and block not in protected for block in blocks):
+            if claim is not None and not claim.may_take(blocks):
+                continue
             return blocks
     return ()

@@ -257,6 +257,8 @@ class LeasedBlocks:
                     blocks.tiering.used(ready[group])
         if (request := self.__requests.pop(lease_id, None)) is not None:
             namespace, groups = request
+            for group, found in ready.items():
+                blocks.used(namespace, group, found)
             chains = [Chain(namespace, *part, ready.get(part[0], ())) for part in groups]
             self.policy.requested(chains)
             for watch in tuple(self.watchers):

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 
 import numpy as np
 
@@ -158,6 +159,8 @@ class Namespace:
         """Memory that it takes beside its blocks, about."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
+        self.used_at = -inf
+        """When something was last asked for or stored in it, as far as weights make that matter."""
         self.clearing = False
         """Its blocks are being forgotten: lookups find nothing, and stores get no room."""
         self.counters = Counters()
@@ -184,6 +187,11 @@ class Namespace:
     def ready_bytes(self) -> int:
         """Pool bytes of the blocks that can be read."""
         return self.bytes_in[BlockState.READY]
+
+    @property
+    def held_bytes(self) -> int:
+        """Pool bytes of all its blocks."""
+        return sum(self.bytes_in[state] for state in BlockState if state is not BlockState.ABSENT)
 
     @property
     def writing_blocks(self) -> int:

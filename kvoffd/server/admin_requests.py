@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """For all shared stores to be told of a reset; the client waits for 2 s."""
+LIMITS_WAIT_S = 1.5
+"""For the file with the limits of namespaces to be written."""
 
 
 @answers(m.Clear)
@@ -55,6 +57,27 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> It
         raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
     logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
     yield m.Done(message.request_id, context.epoch, len(raises))
+
+
+@answers(m.SetNamespaceLimits)
+def set_namespace_limits(context: Context, session: Session, message: m.SetNamespaceLimits) -> Iterator[m.Done | None]:
+    """Set a namespace's limits, and have them written for the next daemon before the answer."""
+    shares, kept, until = context.cache.blocks.shares, context.kept_limits, context.clock() + LIMITS_WAIT_S
+    shares.set(message.namespace, message.limits)
+    if kept is not None:
+        while kept.is_being_written and context.clock() < until:
+            yield None
+        kept.note()
+        while kept.is_being_written and context.clock() < until:
+            yield None
+        if problem := kept.problem:
+            logger.warning("The limits of namespaces hold, but %s.", problem)
+    name, one = message.namespace.hex()[:12], message.limits
+    logger.info(
+        "Session %d (%s) set the limits of the namespace %s: at least %d bytes, at most %s, weight %s.",
+        *(session.id, session.peer, name, one.minimum_bytes, one.maximum_bytes, one.weight),
+    )
+    yield m.Done(message.request_id, context.epoch, 1)
 
 
 @answers(m.DescribePolicy)

@@ -22,6 +22,7 @@ from kvoffd.server.disks import Disks
 from kvoffd.server.engine_jobs import EngineJobs
 from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.jobs import JobRunner
+from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.publisher import EventPublisher, Frames
 from kvoffd.server.recent import Recent
 from kvoffd.server.recorder import Recorder
@@ -70,6 +71,8 @@ class Context:
     table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""
+    kept_limits: KeptLimits | None = None
+    """Keeps the namespaces' limits for the next daemon."""
     router_server: RouterServer | None = None
     """Publishes KV events for routers, where it is configured."""
     outbox: Outbox = field(default_factory=Outbox)

@@ -30,6 +30,7 @@ from kvoffd.server.disks import opener, shared_opener
 from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.http import HttpServer, NotServing
 from kvoffd.server.inbox import Inbox
+from kvoffd.server.kept_limits import KeptLimits
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.lifelines import LifelineServer
 from kvoffd.server.publisher import EventPublisher
@@ -215,6 +216,8 @@ class Daemon:
             max_namespaces_bytes=config.namespaces_bytes,
             max_slots=config.max_slots,
         )
+        kept_limits = KeptLimits(cache.blocks.shares, config)
+        kept_limits.go_on()
         self._kept_policy = KeptPolicy(cache.policy, config)
         adopt_blocks(cache, pool, self._kept_policy)
         self._inbox = Inbox(asyncio.get_running_loop())
@@ -237,6 +240,7 @@ class Daemon:
             open_disk=opener(pool, self._inbox.post),
         )
         self._service.context.http_problem = self._http_problem
+        self._service.context.kept_limits = kept_limits
 
     def _build_sockets(self, admin_keys: AdminKeys | None) -> None:
         config, service = self._config, self._service
@@ -360,6 +364,8 @@ class Daemon:
         if (disks := self._service.context.disks) is not None and not disks.close(DISKS_CLOSE_S):
             self._copy_stuck = True
         self._kept_policy.close()
+        if (limits := self._service.context.kept_limits) is not None:
+            limits.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self._copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process is gone.")

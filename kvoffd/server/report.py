@@ -31,6 +31,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operator_pinned = cache.blocks.operator_pinned
     level, causes = health_of(context)
+    kept_bytes = cache.blocks.shares.kept_bytes(cache.namespaces)
     cache.count_misses()
     return filled(
         m.StatsReply,
@@ -65,7 +66,9 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
                 m.NamespaceStats,
                 namespace,
                 namespace.counters,
+                cache.blocks.shares.of(namespace.fingerprint),
                 namespace=namespace.fingerprint,
+                kept_bytes=kept_bytes[namespace],
                 misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
             )
@@ -126,9 +129,21 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
 
 @answers(m.Namespaces)
 def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
+    cache, shown = context.cache, _shown_sessions(context)
+    shares = cache.blocks.shares
+    kept_bytes = shares.kept_bytes(cache.namespaces)
     infos = [
-        _namespace_info(namespace, sum(namespace.fingerprint in s.namespaces for s in _shown_sessions(context)))
-        for namespace in context.cache.namespaces
+        filled(
+            m.NamespaceInfo,
+            namespace,
+            namespace=namespace.fingerprint,
+            groups=list(namespace.groups),
+            shard_bytes=_shard_bytes(namespace),
+            sessions=sum(namespace.fingerprint in session.namespaces for session in shown),
+            limits=shares.of(namespace.fingerprint),
+            kept_bytes=kept_bytes[namespace],
+        )
+        for namespace in cache.namespaces
     ]
     room_bytes = DESCRIPTIONS_BYTES
     for number, info in enumerate(infos):
@@ -206,19 +221,11 @@ def _direction_stats(context: Context, direction: Direction) -> m.DirectionStats
     )
 
 
-def _namespace_info(namespace: Namespace, sessions: int) -> m.NamespaceInfo:
-    shard_bytes = [
+def _shard_bytes(namespace: Namespace) -> list[list[int]]:
+    return [
         [sizes[group] if (sizes := namespace.shard_bytes(rank)) else 0 for rank in range(namespace.world_size)]
         for group in range(len(namespace.groups))
     ]
-    return filled(
-        m.NamespaceInfo,
-        namespace,
-        namespace=namespace.fingerprint,
-        groups=list(namespace.groups),
-        shard_bytes=shard_bytes,
-        sessions=sessions,
-    )
 
 
 def _disk_stats(disk: Disk) -> m.DiskStats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace
@@ -68,11 +69,12 @@ class TierTransfers:
         blocks = self._cache.blocks
         index = blocks.index[namespace][group]
         absent = [source for source in sources if source.id.key not in index]
+        claim = blocks.claim(namespace)
         slots: list[list[int]] = []
         with on_error(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
             for rank in range(namespace.world_size):
                 nbytes, node = namespace.slot_bytes(rank, group), namespace.nodes.get(rank)
-                slots.append(blocks.take_slots(nbytes, len(absent), frozenset(), node))
+                slots.append(blocks.take_slots(nbytes, len(absent), frozenset(), node, inf, claim, nbytes))
         count = min(map(len, slots))
         for offsets in slots:
             self._cache.slots.free(offsets[count:])

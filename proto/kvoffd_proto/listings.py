@@ -10,6 +10,7 @@ from kvoffd_proto.wire import (
     ADMIN,
     ByteCount,
     Count,
+    Done,
     Fingerprint,
     GroupSpec,
     Reply,
@@ -57,6 +58,19 @@ class Sessions(Request[SessionsReply], frozen=True):
     """Asks for the open sessions."""
 
 
+class NamespaceLimits(Wire, frozen=True):
+    """How much of the pool a namespace may have."""
+
+    minimum_bytes: Annotated[ByteCount, doc("Pool bytes below which it loses nothing to other namespaces.")] = 0
+    maximum_bytes: Annotated[
+        ByteCount | None, doc("Pool bytes from which on it takes room from itself alone; nil for all of the pool.")
+    ] = None
+    weight: Annotated[
+        float | None,
+        doc("Its weight in the sharing of what the minima leave; nil for 1. Shares begin with the first one set."),
+    ] = None
+
+
 class NamespaceInfo(Wire, frozen=True):
     """One open namespace."""
 
@@ -75,6 +89,8 @@ class NamespaceInfo(Wire, frozen=True):
     description: Annotated[
         str, doc("What the fingerprint was made of, as JSON; empty beyond 1 MiB in one reply, see DescribeNamespace.")
     ]
+    limits: Annotated[NamespaceLimits, doc("Its minimum, maximum and weight.")] = NamespaceLimits()
+    kept_bytes: Annotated[ByteCount, doc("Pool bytes that it does not lose to others now, by minimum and weight.")] = 0
 
 
 class NamespacesReply(Reply, frozen=True):
@@ -86,3 +102,11 @@ class NamespacesReply(Reply, frozen=True):
 @exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
 class Namespaces(Request[NamespacesReply], frozen=True):
     """Asks for the open namespaces."""
+
+
+@exchange(Section.ADMINISTRATION, ADMIN, over_tcp=True)
+class SetNamespaceLimits(Request[Done], frozen=True):
+    """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only."""
+
+    namespace: Fingerprint
+    limits: NamespaceLimits

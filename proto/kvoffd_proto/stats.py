@@ -108,6 +108,14 @@ class NamespaceStats(Wire, frozen=True):
             key_label="reason",
         ),
     ] = field(default_factory=dict)
+    minimum_bytes: Annotated[ByteCount, gauge("Pool bytes below which it loses nothing to other namespaces.")] = 0
+    maximum_bytes: Annotated[
+        ByteCount | None, gauge("Pool bytes from which on it takes room from itself alone; nil for all of the pool.")
+    ] = None
+    weight: Annotated[float | None, gauge("Its weight in the sharing of the pool; nil where none is set.")] = None
+    kept_bytes: Annotated[
+        ByteCount, gauge("Pool bytes that it does not lose to other namespaces now, by its minimum and weight.")
+    ] = 0
 
 
 class DirectionStats(Wire, frozen=True):

@@ -44,7 +44,7 @@ from kvoffd_client.cli.target import (
     resolve_namespace,
 )
 from kvoffd_client.namespace_spec import differences
-from kvoffd_proto.messages import NamespaceInfo, Role, ScrubReply, SessionInfo
+from kvoffd_proto.messages import NamespaceInfo, NamespaceLimits, Role, ScrubReply, SessionInfo
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size
 
 NOT_CONFIRMED = 1
@@ -217,6 +217,16 @@ def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
     def block_size(one: NamespaceInfo) -> str:
         return _format_range([sum(by_rank) for by_rank in one.shard_bytes], format_size)
 
+    def keeps(one: NamespaceInfo) -> str:
+        return format_size(one.kept_bytes) if one.kept_bytes else "-"
+
+    def most(one: NamespaceInfo) -> str:
+        return "-" if one.limits.maximum_bytes is None else format_size(one.limits.maximum_bytes)
+
+    def weight(one: NamespaceInfo) -> str:
+        return "-" if one.limits.weight is None else f"{one.limits.weight:g}"
+
+    limited = any(one.limits != NamespaceLimits() for one in found)
     return Listing(
         [
             column("label", lambda one: printable(one.label) or "(no label)", 0, 16, right=False),
@@ -229,6 +239,7 @@ def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
             column("writing", lambda one: format_count(one.writing_blocks), 5),
             column("size", lambda one: format_size(one.ready_bytes)),
             column("sessions", lambda one: format_count(one.sessions)),
+            *([column("keeps", keeps, 6), column("most", most, 7), column("weight", weight, 8)] if limited else ()),
         ]
     )
 

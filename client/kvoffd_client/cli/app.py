@@ -16,6 +16,7 @@ from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, 
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.disk_commands import disk_app
+from kvoffd_client.cli.namespace_command import namespace_app
 from kvoffd_client.cli.policy_command import policy
 from kvoffd_client.cli.record_command import record
 from kvoffd_client.cli.reference import JSON, epilog_of
@@ -44,6 +45,7 @@ app.command()(monitor_commands.stats)
 app.command()(monitor_commands.health)
 app.command()(admin_commands.sessions)
 app.add_typer(admin_commands.namespaces_app, name="namespaces")
+app.add_typer(namespace_app, name="namespace")
 app.command()(admin_commands.clear)
 app.command()(shared_commands.reset)
 app.command()(admin_commands.scrub)

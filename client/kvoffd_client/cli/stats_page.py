@@ -342,10 +342,13 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iter
     if windows:
         windows[0] = f"hits {windows[0]}"
     more = ("prefix", "stored", "loaded", "evicted") if wide else ()
+    if wide and any(one.kept_bytes for one in namespaces):
+        more = (*more, "keeps")
     add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
     for namespace in by_weight[:most]:
-        table.add_row(*_namespace_row(namespace, wide))
+        keeps = (format_size(namespace.kept_bytes),) if "keeps" in more else ()
+        table.add_row(*_namespace_row(namespace, wide), *keeps)
     if most:
         yield table
     if len(namespaces) > most:

@@ -1,0 +1,190 @@
+"""How namespaces share the pool, where operators say so: a minimum, a maximum and a weight of each.
+
+A namespace loses nothing to others below its minimum, and takes from itself once it has its maximum. As soon as any
+namespace has a weight, what the minima leave is shared by weight between those in use, 1 where none is set: one that
+has its share takes from itself, or from others that have more than theirs; one that has less takes from those.
+Within that blocks go in the policy's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum, auto
+from itertools import chain, zip_longest
+from math import inf, isfinite
+
+from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import NamespaceLimits
+from kvoffd_proto.units import format_size
+
+MINIMA_PART = 0.75
+"""The part of the pool that all minima may take together: what is left lets any namespace begin."""
+MAX_LIMITED = 1024
+"""Namespaces that have limits, open or not."""
+IDLE_AFTER_S = 600.0
+"""Without a request or a store for so long a namespace has no share by its weight; its minimum it keeps."""
+MAX_PASSED = 1024
+"""Blocks in the policy's order that may not go and are passed over; behind them the least recently used go."""
+MAX_WEIGHT = 1000.0
+NO_LIMITS = NamespaceLimits()
+
+Spaces = Mapping[Namespace, tuple[dict[bytes, Block], ...]]
+"""All namespaces with their blocks by group and key; where there are limits, the least recently used come first."""
+
+
+class Shares:
+    """The limits of namespaces, by fingerprint, and what follows from them."""
+
+    def __init__(self, pool_bytes: int, clock: Callable[[], float]) -> None:
+        self._pool_bytes = pool_bytes
+        self._clock = clock
+        self._limits: dict[bytes, NamespaceLimits] = {}
+        self._weighted = False
+
+    def __bool__(self) -> bool:
+        return bool(self._limits)
+
+    def __iter__(self) -> Iterator[tuple[bytes, NamespaceLimits]]:
+        return iter(self._limits.items())
+
+    def of(self, fingerprint: bytes) -> NamespaceLimits:
+        """The limits of a namespace, open or not."""
+        return self._limits.get(fingerprint, NO_LIMITS)
+
+    def set(self, fingerprint: bytes, limits: NamespaceLimits) -> None:
+        """Set the limits of a namespace; NO_LIMITS takes them away. Raises KvoffdError, BAD_ARGUMENT."""
+        if problem := self._problem(fingerprint, limits):
+            raise KvoffdError(problem, ErrorCode.BAD_ARGUMENT)
+        if limits == NO_LIMITS:
+            self._limits.pop(fingerprint, None)
+        else:
+            self._limits[fingerprint] = limits
+        self._weighted = any(one.weight is not None for one in self._limits.values())
+
+    def _problem(self, fingerprint: bytes, limits: NamespaceLimits) -> str:
+        """Why these cannot be the limits of a namespace; empty where they can."""
+        least, most, weight = limits.minimum_bytes, limits.maximum_bytes, limits.weight
+        if weight is not None and not (isfinite(weight) and 0 < weight <= MAX_WEIGHT):
+            return f"A weight is more than 0 and at most {MAX_WEIGHT:g}, not {weight:g}."
+        if most is not None and not least <= most:
+            return f"The minimum, {format_size(least)}, is more than the maximum, {format_size(most)}."
+        others = sum(one.minimum_bytes for name, one in self._limits.items() if name != fingerprint)
+        allowed = int(self._pool_bytes * MINIMA_PART)
+        if least and least + others > allowed:
+            return (
+                f"A minimum of {format_size(least)} is too much: with {format_size(others)} for other namespaces the "
+                f"minima would be more than {format_size(allowed)}, three quarters of the pool of "
+                f"{format_size(self._pool_bytes)}."
+            )
+        if limits != NO_LIMITS and fingerprint not in self._limits and len(self._limits) >= MAX_LIMITED:
+            return f"{MAX_LIMITED} namespaces have limits, the most there may be; take those of others away."
+        return ""
+
+    def note_use(self, namespace: Namespace) -> None:
+        """Note that something is asked for or stored in the namespace."""
+        if self._weighted:
+            namespace.used_at = self._clock()
+
+    def kept_bytes(self, spaces: Collection[Namespace]) -> Mapping[Namespace, int]:
+        """Pool bytes that each namespace does not lose to others now: its minimum, and its share by weight."""
+        every = {space: self.of(space.fingerprint) for space in spaces}
+        kept = {space: one.minimum_bytes for space, one in every.items()}
+        if self._weighted:
+            left, now = self._pool_bytes - sum(kept.values()), self._clock()
+            weights = {
+                space: 1.0 if one.weight is None else one.weight
+                for space, one in every.items()
+                if now - space.used_at < IDLE_AFTER_S
+            }
+            total = sum(weights.values())
+            for space, weight in weights.items():
+                kept[space] += int(left * weight / total)
+                if (most := every[space].maximum_bytes) is not None:
+                    kept[space] = min(kept[space], most)
+        return kept
+
+
+class Whose(Enum):
+    """Whose blocks are asked for."""
+
+    OWN = auto()
+    OTHERS = auto()
+    """Those of namespaces that have more than they keep."""
+    BOTH = auto()
+
+
+class Claim:
+    """One namespace that wants room, and what it may take from whom. For one change of the cache."""
+
+    def __init__(self, shares: Shares, namespace: Namespace, spaces: Spaces) -> None:
+        self._shares = shares
+        self._namespace = namespace
+        self._spaces = spaces
+        self._held: dict[Namespace, int] = {}
+        self._kept = shares.kept_bytes(spaces)
+
+    @property
+    def room(self) -> float:
+        """Bytes to the namespace's maximum; below 0 where it has more."""
+        most = self._shares.of(self._namespace.fingerprint).maximum_bytes
+        return inf if most is None else most - self.held(self._namespace)
+
+    @property
+    def owed(self) -> int:
+        """Bytes that the namespace may take from those that have more than they keep."""
+        return max(0, self._kept[self._namespace] - self.held(self._namespace))
+
+    def held(self, namespace: Namespace) -> int:
+        """Pool bytes of a namespace, less those of the blocks that are to go, with the slots that were taken."""
+        if namespace not in self._held:
+            self._held[namespace] = namespace.held_bytes
+        return self._held[namespace]
+
+    def take(self, nbytes: int) -> None:
+        """The namespace takes slots."""
+        self._held[self._namespace] = self.held(self._namespace) + nbytes
+
+    def evict(self, block: Block) -> None:
+        """A block is to go."""
+        self._held[block.namespace] = self.held(block.namespace) - block.slot_bytes
+
+    def may_take(self, blocks: Iterable[Block]) -> bool:
+        """Whether all these blocks may go for the namespace."""
+        wanted: dict[Namespace, int] = {}
+        for block in blocks:
+            wanted[block.namespace] = wanted.get(block.namespace, 0) + block.slot_bytes
+        return all(self._may_take(owner, nbytes) for owner, nbytes in wanted.items())
+
+    def _may_take(self, owner: Namespace, nbytes: int) -> bool:
+        if owner is self._namespace:
+            return True
+        # By weight the last region that is passed on may be one too many: shares need not be whole regions.
+        least, held = self._shares.of(owner.fingerprint).minimum_bytes, self.held(owner)
+        return held > self._kept[owner] and held - nbytes >= least
+
+    def candidates(self, policy: EvictionPolicy, worth: float, whose: Whose) -> Iterator[Block]:
+        """The blocks that may go and are worth less, next first. What is taken is told by ``evict`` at once."""
+        given: set[Block] = set()
+        passed = 0
+        for block in policy.candidates(worth):
+            if self._is_meant(block.namespace, whose) and self._may_take(block.namespace, block.slot_bytes):
+                given.add(block)
+                yield block
+            elif (passed := passed + 1) >= MAX_PASSED:
+                break
+        else:
+            return
+        for owner in sorted(self._spaces, key=lambda one: one is not self._namespace):
+            if self._is_meant(owner, whose):
+                for block in chain.from_iterable(zip_longest(*[index.values() for index in self._spaces[owner]])):
+                    if block is None or block.state is not BlockState.READY or block in given:
+                        continue
+                    if not self._may_take(owner, block.slot_bytes):
+                        break
+                    yield block
+
+    def _is_meant(self, owner: Namespace, whose: Whose) -> bool:
+        return whose is Whose.BOTH or (owner is self._namespace) == (whose is Whose.OWN)

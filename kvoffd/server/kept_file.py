@@ -1,0 +1,69 @@
+"""A small file beside the pool's, from one daemon to the next.
+
+A file that is damaged, or another user's, is no obstacle: whoever reads it begins anew and says so.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+WRITER_CLOSE_S = 2.0
+
+
+class OfNoUse(ValueError):
+    """A file is of no use. The message says why, and begins with ``it``."""
+
+
+class KeptFile:
+    """Reads a file of at most so many bytes, and writes it anew: whole, or not at all."""
+
+    def __init__(self, path: str, most_bytes: int) -> None:
+        self.path = path
+        self._most_bytes = most_bytes
+        self._writer: threading.Thread | None = None
+        self.error: OSError | None = None
+        """Why it could not be written the last time."""
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether ``write_soon`` has not ended."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def read(self) -> bytes:
+        """All of it. Raises OSError, OfNoUse."""
+        # Not blocking: somebody may have put a FIFO there.
+        with open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OfNoUse("it is not a file of this user's")
+            if found.st_size > self._most_bytes:
+                raise OfNoUse(f"it has {found.st_size} bytes, more than {self._most_bytes}")
+            return file.read(self._most_bytes)
+
+    def write_soon(self, content: bytes) -> None:
+        """Write it in a thread; only while none is being written."""
+        assert not self.is_being_written
+        self._writer = threading.Thread(target=self.write, args=(content,), name="kvoffd-kept-file", daemon=True)
+        self._writer.start()
+
+    def write(self, content: bytes) -> None:
+        """Write it now; ``error`` says how that went."""
+        beside = f"{self.path}.new"
+        try:
+            Path(beside).unlink(missing_ok=True)
+            made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(made, "wb") as file:
+                file.write(content)
+            os.replace(beside, self.path)
+            self.error = None
+        except OSError as error:
+            self.error = error
+
+    def join(self) -> bool:
+        """Wait a moment for ``write_soon``; False where it does not end."""
+        if self._writer is not None:
+            self._writer.join(WRITER_CLOSE_S)
+        return not self.is_being_written

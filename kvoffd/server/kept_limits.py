@@ -1,0 +1,100 @@
+"""The limits of namespaces, in a file beside the pool's, from one daemon to the next."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+
+import msgspec
+
+from kvoffd.cache.shares import MAX_LIMITED, Shares
+from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
+from kvoffd.server.kept_file import KeptFile, OfNoUse
+from kvoffd_proto.messages import NamespaceLimits
+
+logger = logging.getLogger(__name__)
+
+LIMITS_SUFFIX = ".limits"
+LIMIT_BYTES = 256
+"""What a line takes at most."""
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A namespace."""
+
+    fingerprint: str
+    """In hex."""
+    minimum_bytes: int
+    maximum_bytes: int | None
+    weight: float | None
+
+
+class KeptLimits:
+    """Keeps limits in ``<pool_file>.limits``: CRC-32 of what follows, in hex, then a line of JSON for each namespace.
+
+    A file of no use, or a limit that this pool cannot keep, is left out, and the log says so.
+    """
+
+    def __init__(self, shares: Shares, config: Config) -> None:
+        self._shares = shares
+        path, most_bytes = config.pool_file + LIMITS_SUFFIX, (MAX_LIMITED + 1) * LIMIT_BYTES
+        self._file = KeptFile(path, most_bytes) if config.pool_file else None
+        self._written = self._content()
+
+    def go_on(self) -> None:
+        """Take over what an earlier daemon left, if it left anything."""
+        if self._file is None:
+            return
+        try:
+            checksum, _, body = self._file.read().partition(b"\n")
+            if checksum != b"%08x" % zlib.crc32(body):
+                raise OfNoUse("its checksum is wrong")
+            lines = [msgspec.json.decode(line, type=_Line) for line in body.splitlines()]
+            found = [(bytes.fromhex(line.fingerprint), line) for line in lines]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            path = self._file.path
+            logger.warning("The limits of namespaces, in %s, are of no use: %s. There are none.", path, error)
+            return
+        for fingerprint, line in found:
+            try:
+                limits = NamespaceLimits(line.minimum_bytes, line.maximum_bytes, line.weight)
+                self._shares.set(fingerprint, limits)
+            except KvoffdError as error:
+                logger.warning("The limits of the namespace %s are left out. %s", line.fingerprint, error.message)
+        self._written = self._content()
+
+    @property
+    def is_being_written(self) -> bool:
+        """Whether ``note`` has not ended."""
+        return self._file is not None and self._file.is_being_written
+
+    @property
+    def problem(self) -> str:
+        """Why what there is now may not outlive the daemon."""
+        if self._file is None:
+            return "the pool has no pool_file, so they end with the daemon"
+        if self._file.is_being_written:
+            return f"{self._file.path} takes long to write"
+        return f"{self._file.path} cannot be written: {self._file.error}" if self._file.error else ""
+
+    def note(self) -> None:
+        """Write what there is now, in a thread; where one is writing, when the daemon ends."""
+        if self._file is not None and not self._file.is_being_written:
+            self._written = self._content()
+            self._file.write_soon(self._written)
+
+    def close(self) -> None:
+        """Write what is not written."""
+        if self._file is not None and self._file.join() and (content := self._content()) != self._written:
+            self._file.write(content)
+
+    def _content(self) -> bytes:
+        lines = (
+            _Line(fingerprint.hex(), one.minimum_bytes, one.maximum_bytes, one.weight)
+            for fingerprint, one in self._shares
+        )
+        body = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+        return b"%08x\n" % zlib.crc32(body) + body
