@@ -17,20 +17,17 @@ them: a written shard is held by the block's pins, a shard that is being written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, takewhile
-from math import inf
 from typing import TypeAlias
 
-from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.misses import Misses
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, Shard
 from kvoffd.cache.policies import EvictionPolicy
-from kvoffd.cache.shares import Claim, Shares, Whose
+from kvoffd.cache.room import Room
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import SlotRecord
-from kvoffd.system.files import on_error
 
 ABSENT, WRITING, READY, LEAVING = BlockState
 INDEXED = (WRITING, READY)
@@ -41,7 +38,7 @@ _Grouped: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Blo
 """Blocks by namespace, group and state: what is counted, indexed and published together."""
 
 
-class Blocks:
+class Blocks(Room):
     """The steps of a block's life. The caller sees to it that all pins are entered: see ``LeasedBlocks``."""
 
     def __init__(
@@ -52,10 +49,7 @@ class Blocks:
         clock: Callable[[], float],
         max_slots: int = 2**62,
     ) -> None:
-        self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
-        """By namespace and group: the blocks that are WRITING or READY."""
-        self.block_at: dict[int, Block] = {}
-        """By the offset of a slot in use, the block it belongs to."""
+        super().__init__(slots, policy, clock, max_slots)
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified: dict[Shard, tuple[Block, int]] = {}
@@ -70,12 +64,8 @@ class Blocks:
         """Blocks with pins of any kind."""
         self.pinned_bytes = 0
         self.misses = Misses()
-        self.shares = Shares(slots.pool_bytes, clock)
         self.tiering: TieringHooks | None = None
         """Who looks after the tiers below the pool; None while there are none."""
-        self._slots = slots
-        self._max_slots = max_slots
-        self._policy = policy
         self._listener = listener
         self._clock = clock
 
@@ -86,109 +76,9 @@ class Blocks:
     def remove_namespace(self, namespace: Namespace) -> None:
         """Undo ``add_namespace``. It may have no block any more."""
         del self.index[namespace]
+        self.shares.forget(namespace)
 
     # --- in --------------------------------------------------------------------------------------
-
-    def claim(self, namespace: Namespace) -> Claim | None:
-        """What a namespace that is about to take slots may take from whom; None where nobody has limits."""
-        if not self.shares:
-            return None
-        self.shares.note_use(namespace)
-        return Claim(self.shares, namespace, self.index)
-
-    def take_slots(
-        self,
-        slot_bytes: int,
-        count: int,
-        protected: Set[Block],
-        node: int | None = None,
-        worth: float = inf,
-        claim: Claim | None = None,
-        block_bytes: int = 0,
-    ) -> list[int]:
-        """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending.
-
-        Only what the policy says is worth less than ``worth`` is evicted, and only what the ``claim`` allows.
-        ``block_bytes``: what each counts as towards the namespace's maximum, of which other ranks are to have their
-        part; 0 for the shards of blocks that are begun, which may pass it.
-        """
-        if claim is not None and claim.room < inf:
-            count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
-        count = self._room_in_index(count, protected, worth, claim)
-        offsets = self._slots.take(slot_bytes, count, node)
-        with on_error(lambda: self._slots.free(offsets)):
-            while (lacking := count - len(offsets)) > 0:
-                victims = self._victims(slot_bytes, lacking, protected, worth, claim)
-                if not victims:
-                    break
-                self.evict(victims)
-                # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
-                offsets.extend(self._slots.take(slot_bytes, lacking, node))
-        if claim is not None:
-            claim.take(slot_bytes * len(offsets))
-        return sorted(offsets)
-
-    def _victims(
-        self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
-    ) -> list[Block]:
-        policy, slots, block_at = self._policy, self._slots, self.block_at
-        if claim is None:
-            return choose_victims(policy.candidates(worth), slots, block_at, slot_bytes, count, protected, None)
-        if owed := claim.owed:
-            # Whatever that is worth: a share that the policy fills with others' blocks would be none.
-            others, wanted = claim.candidates(policy, inf, Whose.OTHERS), min(count, -(-owed // slot_bytes))
-            if found := choose_victims(others, slots, block_at, slot_bytes, wanted, protected, claim):
-                return found
-        both = claim.candidates(policy, worth, Whose.BOTH)
-        return choose_victims(both, slots, block_at, slot_bytes, count, protected, claim)
-
-    def _room_below_maximum(
-        self, claim: Claim, slot_bytes: int, count: int, protected: Set[Block], worth: float, block_bytes: int
-    ) -> int:
-        """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
-        each = max(slot_bytes, block_bytes)
-        victims: list[Block] = []
-        if claim.room < count * each:
-            for block in claim.candidates(self._policy, worth, Whose.OWN):
-                if not block.pins and block not in protected:
-                    victims.append(block)
-                    claim.evict(block)
-                    if claim.room >= count * each:
-                        break
-            self.evict(victims)
-        return max(0, min(count, int(claim.room // each))) if block_bytes else count
-
-    def return_slots(self, offsets: Sequence[int]) -> None:
-        """Undo ``take_slots``."""
-        self._slots.free(offsets)
-
-    def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
-        """Whether any block could be evicted, whatever it is worth."""
-        found = self._candidates(inf, claim)
-        return any(not block.pins and block not in protected for block in found)
-
-    def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:
-        policy = self._policy
-        return policy.candidates(worth) if claim is None else claim.candidates(policy, worth, Whose.BOTH)
-
-    def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
-        """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
-
-        Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
-        """
-        excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
-        victims: list[Block] = []
-        if excess > 0:
-            for block in self._candidates(worth, claim):
-                if not block.pins and block not in protected:
-                    victims.append(block)
-                    if claim is not None:
-                        claim.evict(block)
-                    excess -= len(block.shards)
-                    if excess <= 0:
-                        break
-            self.evict(victims)
-        return max(0, min(count, self._max_slots - len(self.block_at)))
 
     def start_shards(
         self,

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import inf
 
 import numpy as np
 
@@ -159,8 +158,6 @@ class Namespace:
         """Memory that it takes beside its blocks, about."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
-        self.used_at = -inf
-        """When something was last asked for or stored in it, as far as weights make that matter."""
         self.clearing = False
         """Its blocks are being forgotten: lookups find nothing, and stores get no room."""
         self.counters = Counters()

@@ -8,7 +8,7 @@ Within that blocks go in the policy's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from itertools import chain, zip_longest
 from math import inf, isfinite
@@ -42,7 +42,10 @@ class Shares:
         self._pool_bytes = pool_bytes
         self._clock = clock
         self._limits: dict[bytes, NamespaceLimits] = {}
+        self._minima = 0
         self._weighted = False
+        self._used_at: dict[Namespace, float] = {}
+        """The namespaces in use, where weights make that matter: the one that has not been used for longest first."""
 
     def __bool__(self) -> bool:
         return bool(self._limits)
@@ -62,7 +65,10 @@ class Shares:
             self._limits.pop(fingerprint, None)
         else:
             self._limits[fingerprint] = limits
+        self._minima = sum(one.minimum_bytes for one in self._limits.values())
         self._weighted = any(one.weight is not None for one in self._limits.values())
+        if not self._weighted:
+            self._used_at.clear()
 
     def _problem(self, fingerprint: bytes, limits: NamespaceLimits) -> str:
         """Why these cannot be the limits of a namespace; empty where they can."""
@@ -86,25 +92,31 @@ class Shares:
     def note_use(self, namespace: Namespace) -> None:
         """Note that something is asked for or stored in the namespace."""
         if self._weighted:
-            namespace.used_at = self._clock()
+            self._used_at.pop(namespace, None)
+            self._used_at[namespace] = self._clock()
 
-    def kept_bytes(self, spaces: Collection[Namespace]) -> Mapping[Namespace, int]:
-        """Pool bytes that each namespace does not lose to others now: its minimum, and its share by weight."""
-        every = {space: self.of(space.fingerprint) for space in spaces}
-        kept = {space: one.minimum_bytes for space, one in every.items()}
-        if self._weighted:
-            left, now = self._pool_bytes - sum(kept.values()), self._clock()
-            weights = {
-                space: 1.0 if one.weight is None else one.weight
-                for space, one in every.items()
-                if now - space.used_at < IDLE_AFTER_S
-            }
-            total = sum(weights.values())
-            for space, weight in weights.items():
-                kept[space] += int(left * weight / total)
-                if (most := every[space].maximum_bytes) is not None:
-                    kept[space] = min(kept[space], most)
-        return kept
+    def forget(self, namespace: Namespace) -> None:
+        """The namespace is gone; its limits hold for the next one of its fingerprint."""
+        self._used_at.pop(namespace, None)
+
+    def weights(self) -> float:
+        """The weights of all namespaces in use together, for ``kept_bytes``."""
+        until = self._clock() - IDLE_AFTER_S
+        while self._used_at and (first := next(iter(self._used_at.items())))[1] <= until:
+            del self._used_at[first[0]]
+        return sum(map(self._weight, self._used_at))
+
+    def kept_bytes(self, namespace: Namespace, weights: float) -> int:
+        """Pool bytes that the namespace does not lose to others now: its minimum, and its share by weight."""
+        limits = self.of(namespace.fingerprint)
+        if namespace not in self._used_at:
+            return limits.minimum_bytes
+        kept = limits.minimum_bytes + int((self._pool_bytes - self._minima) * self._weight(namespace) / weights)
+        return kept if limits.maximum_bytes is None else min(kept, limits.maximum_bytes)
+
+    def _weight(self, namespace: Namespace) -> float:
+        weight = self.of(namespace.fingerprint).weight
+        return 1.0 if weight is None else weight
 
 
 class Whose(Enum):
@@ -124,7 +136,7 @@ class Claim:
         self._namespace = namespace
         self._spaces = spaces
         self._held: dict[Namespace, int] = {}
-        self._kept = shares.kept_bytes(spaces)
+        self._weights = shares.weights()
 
     @property
     def room(self) -> float:
@@ -135,13 +147,16 @@ class Claim:
     @property
     def owed(self) -> int:
         """Bytes that the namespace may take from those that have more than they keep."""
-        return max(0, self._kept[self._namespace] - self.held(self._namespace))
+        return max(0, self._kept(self._namespace) - self.held(self._namespace))
 
     def held(self, namespace: Namespace) -> int:
         """Pool bytes of a namespace, less those of the blocks that are to go, with the slots that were taken."""
         if namespace not in self._held:
             self._held[namespace] = namespace.held_bytes
         return self._held[namespace]
+
+    def _kept(self, namespace: Namespace) -> int:
+        return self._shares.kept_bytes(namespace, self._weights)
 
     def take(self, nbytes: int) -> None:
         """The namespace takes slots."""
@@ -163,7 +178,7 @@ class Claim:
             return True
         # By weight the last region that is passed on may be one too many: shares need not be whole regions.
         least, held = self._shares.of(owner.fingerprint).minimum_bytes, self.held(owner)
-        return held > self._kept[owner] and held - nbytes >= least
+        return held > self._kept(owner) and held - nbytes >= least
 
     def candidates(self, policy: EvictionPolicy, worth: float, whose: Whose) -> Iterator[Block]:
         """The blocks that may go and are worth less, next first. What is taken is told by ``evict`` at once."""

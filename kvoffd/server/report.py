@@ -31,7 +31,8 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     operator_pinned = cache.blocks.operator_pinned
     level, causes = health_of(context)
-    kept_bytes = cache.blocks.shares.kept_bytes(cache.namespaces)
+    shares = cache.blocks.shares
+    weights = shares.weights()
     cache.count_misses()
     return filled(
         m.StatsReply,
@@ -66,9 +67,9 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
                 m.NamespaceStats,
                 namespace,
                 namespace.counters,
-                cache.blocks.shares.of(namespace.fingerprint),
+                shares.of(namespace.fingerprint),
                 namespace=namespace.fingerprint,
-                kept_bytes=kept_bytes[namespace],
+                kept_bytes=shares.kept_bytes(namespace, weights),
                 misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
             )
@@ -131,7 +132,7 @@ def sessions(context: Context, session: Session, message: m.Sessions) -> m.Sessi
 def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.NamespacesReply:
     cache, shown = context.cache, _shown_sessions(context)
     shares = cache.blocks.shares
-    kept_bytes = shares.kept_bytes(cache.namespaces)
+    weights = shares.weights()
     infos = [
         filled(
             m.NamespaceInfo,
@@ -141,7 +142,7 @@ def namespaces(context: Context, session: Session, message: m.Namespaces) -> m.N
             shard_bytes=_shard_bytes(namespace),
             sessions=sum(namespace.fingerprint in session.namespaces for session in shown),
             limits=shares.of(namespace.fingerprint),
-            kept_bytes=kept_bytes[namespace],
+            kept_bytes=shares.kept_bytes(namespace, weights),
         )
         for namespace in cache.namespaces
     ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
+from support.share_oracle import ShareOracle, held, kept
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import BlockState, Namespace
@@ -17,6 +18,7 @@ from kvoffd.cache.pins import LoadTicket, StoreTicket
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import NamespaceLimits
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""
@@ -73,6 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
             regions=5, region_bytes=6 * SLOT_UNIT, policy=self.policy, last_region_bytes=2 * SLOT_UNIT
         )
         self.cache = self.rig.cache
+        self.oracle = ShareOracle(self.cache)
         self.spaces: list[Namespace] = [
             self.rig.open(f"n{number}", world_size, sizes) for number, (world_size, sizes) in enumerate(NAMESPACES)
         ]
@@ -106,7 +109,8 @@ class CacheMachine(RuleBasedStateMachine):
                 assert number in ticket.copy
         assert sorted(ticket.copy + ticket.dropped + ticket.declined) == expected
         if ticket.dropped:
-            self.assert_there_was_no_room(namespace.slot_bytes(rank, group), {(space, group, key) for key in chain})
+            job = {(space, group, key) for key in chain}
+            self.assert_there_was_no_room(namespace, namespace.slot_bytes(rank, group), group, job)
         starts: dict[Model, int] = {}
         for number in ticket.copy:
             name = (space, group, chain[number])
@@ -127,19 +131,31 @@ class CacheMachine(RuleBasedStateMachine):
             elif name in job:
                 assert keys_of(key) in self.cache.blocks.index[self.spaces[space]][group], "a job evicted its own key"
 
-    def assert_there_was_no_room(self, slot_bytes: int, job: set[Name]) -> None:
-        slots = self.rig.slots
+    def assert_there_was_no_room(self, taker: Namespace, slot_bytes: int, group: int, job: set[Name]) -> None:
+        slots, shares = self.rig.slots, self.cache.blocks.shares
+        if (most := shares.of(taker.fingerprint).maximum_bytes) is not None:
+            full = held(taker) + taker.block_bytes(group) > most
+            own = [block for block in self.cache.policy.candidates() if block.namespace is taker and not block.pins]
+            assert not full or all(
+                (self.spaces.index(taker), block.group, int.from_bytes(block.key, "big")) in job for block in own
+            ), "keys were dropped beside a block of their namespace"
+            return
         for length, size in zip(slots.length, slots.size_of, strict=True):
             assert size or length < slot_bytes, "keys were dropped beside an empty region"
         for space, namespace in enumerate(self.spaces):
-            for group, index in enumerate(self.cache.blocks.index[namespace]):
+            for part, index in enumerate(self.cache.blocks.index[namespace]):
                 for key, block in index.items():
                     if (
-                        (space, group, int.from_bytes(key, "big")) in job
+                        (space, part, int.from_bytes(key, "big")) in job
                         or block.pins
                         or block.state is BlockState.WRITING
                     ):
                         continue
+                    if shares and namespace is not taker:
+                        least = shares.of(namespace.fingerprint).minimum_bytes
+                        spare = kept(self.cache, namespace, self.rig.clock.now) + 1
+                        if held(namespace) <= spare or held(namespace) - block.slot_bytes < least:
+                            continue
                     sizes = {shard.slot_bytes for shard in block.shards.values()}
                     assert slot_bytes not in sizes, "keys were dropped beside a block that could go"
 
@@ -248,6 +264,24 @@ class CacheMachine(RuleBasedStateMachine):
                 self.end_leases([ticket.lease_id])
 
     # --- operators -------------------------------------------------------------------------------
+
+    @rule(
+        space=spaces,
+        least=st.sampled_from([0, 0, 3, 6, 12, 24]),
+        most=st.sampled_from([None, None, 4, 8, 16]),
+        weight=st.sampled_from([None, None, 0.5, 2.0]),
+    )
+    def limit(self, space: int, least: int, most: int | None, weight: float | None) -> None:
+        shares, name = self.cache.blocks.shares, self.spaces[space].fingerprint
+        limits = NamespaceLimits(least * SLOT_UNIT, None if most is None else most * SLOT_UNIT, weight)
+        others = sum(one.minimum_bytes for fingerprint, one in shares if fingerprint != name)
+        too_much = least and others + least * SLOT_UNIT > self.rig.slots.pool_bytes * 0.75
+        if too_much or (most is not None and least > most):
+            with pytest.raises(KvoffdError):
+                shares.set(name, limits)
+        else:
+            shares.set(name, limits)
+            assert shares.of(name) == limits
 
     @rule(space=spaces, group=groups, owner=owners, chain=chains)
     def hold(self, space: int, group: int, owner: int, chain: list[int]) -> None:

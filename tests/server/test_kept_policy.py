@@ -122,8 +122,8 @@ def test_it_is_written_now_and_then_for_a_daemon_that_is_killed(
     assert not file.exists()
     now[0] += kept_policy.KEPT_EVERY_S
     kept.tick()
-    assert kept._writer is not None
-    kept._writer.join(10)
+    assert kept._file is not None
+    assert kept._file.join()
     assert file.read_bytes() == b"lru\nwhat it knew"
     file.unlink()
     kept.tick()

@@ -31,6 +31,7 @@ from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, m
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
+from tests.support.share_oracle import ShareOracle
 from tests.support.slot_table import SlotOwner
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class SimDaemon:
         self._in_queue = False
         runner.transfer_done = self._finished  # type: ignore[method-assign]
         self.disk = self._make_disk(life)
+        ShareOracle(self.service.context.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []

@@ -139,6 +139,20 @@ PLANTED = (
         "if outcome is Outcome.CANCELLED:",
     ),
     Planted(
+        "take what another namespace is promised",
+        "kvoffd.cache.shares",
+        "Claim._may_take",
+        "held > self._kept(owner) and held - nbytes >= least",
+        "held > nbytes",
+    ),
+    Planted(
+        "pass a maximum",
+        "kvoffd.cache.room",
+        "Room._room_below_maximum",
+        "int(claim.room // each)",
+        "count",
+    ),
+    Planted(
         "evict a pinned block",
         "kvoffd.cache.eviction",
         "choose_victims",

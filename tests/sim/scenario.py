@@ -52,6 +52,7 @@ TIMED = {
     "invalidate": 5,
     "lease_storm": 3,
     "hostile": 3,
+    "limit": 6,
 }
 """Faults that happen at some time of the run, with how often at most in two seconds."""
 

@@ -80,6 +80,7 @@ class World:
         self.engines: list[Engine] = []
         self._hostiles: list[Hostile] = []
         self._operator: SimClient[AdminSession] | None = None
+        self._limits_rng = scenario.rng("limits")
         self._kept: KeptPool | None = None
         self._pools_to_lose = 0
         self.daemon = self._new_daemon()
@@ -291,13 +292,25 @@ class World:
 
         engine.process.run(ask)
 
+    def _limit(self) -> None:
+        """Have an operator set how much of the pool a namespace may have, which may be too much."""
+        size, choice = self.pool_bytes, self._limits_rng.choice
+        limits = m.NamespaceLimits(
+            choice((0, size // 4, size // 2, size // 2, size)),
+            choice((None, None, size // 3, size // 8, 4096)),
+            choice((None, None, 0.5, 3.0)),
+        )
+        name, outcome, operator = choice(self.contents).spec.fingerprint, list[object](), self._the_operator()
+
+        def ask(now: float) -> None:
+            session = operator.session
+            message = m.SetNamespaceLimits(session.next_request_id(), session.token or bytes(16), name, limits)
+            session.ask(message, outcome, now, 0.5)  # type: ignore[arg-type]
+
+        operator.process.after(0.05, lambda: operator.act(ask))
+
     def _clear(self) -> None:
-        if self._operator is None:
-            process = Process(self.clock, "operator")
-            self._operator = SimClient(
-                self.clock, self.network, process, (), make_admin, self.scenario.rng("operator"), lambda: None
-            )
-        operator = self._operator
+        operator = self._the_operator()
         outcome: list[object] = []
 
         def ask(now: float) -> None:
@@ -308,6 +321,14 @@ class World:
             session.ask(m.Clear(session.next_request_id(), session.token or bytes(16), which), outcome, now, 0.5)  # type: ignore[arg-type]
 
         operator.process.after(0.05, lambda: operator.act(ask))
+
+    def _the_operator(self) -> SimClient[AdminSession]:
+        if self._operator is None:
+            process = Process(self.clock, "operator")
+            self._operator = SimClient(
+                self.clock, self.network, process, (), make_admin, self.scenario.rng("operator"), lambda: None
+            )
+        return self._operator
 
     def _hostile(self) -> None:
         self._hostiles.append(Hostile(self, len(self._hostiles)))

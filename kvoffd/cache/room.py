@@ -1,0 +1,133 @@
+"""Slots for what is stored: free ones, or those of blocks that go for them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence, Set
+from math import inf
+
+from kvoffd.cache.eviction import choose_victims
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.shares import Claim, Shares, Whose
+from kvoffd.pool.pool import Pool
+from kvoffd.system.files import on_error
+
+
+class Room(ABC):
+    """Takes slots, and chooses what goes where there are too few."""
+
+    def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_slots: int) -> None:
+        self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
+        """By namespace and group: the blocks that are WRITING or READY."""
+        self.block_at: dict[int, Block] = {}
+        """By the offset of a slot in use, the block it belongs to."""
+        self.shares = Shares(slots.pool_bytes, clock)
+        self._slots = slots
+        self._policy = policy
+        self._max_slots = max_slots
+
+    @abstractmethod
+    def evict(self, blocks: Sequence[Block]) -> None:
+        """Let ready blocks go that nothing pins, because others need the room."""
+
+    def claim(self, namespace: Namespace) -> Claim | None:
+        """What a namespace that is about to take slots may take from whom; None where nobody has limits."""
+        if not self.shares:
+            return None
+        self.shares.note_use(namespace)
+        return Claim(self.shares, namespace, self.index)
+
+    def take_slots(
+        self,
+        slot_bytes: int,
+        count: int,
+        protected: Set[Block],
+        node: int | None = None,
+        worth: float = inf,
+        claim: Claim | None = None,
+        block_bytes: int = 0,
+    ) -> list[int]:
+        """Take up to ``count`` slots, evicting what is neither pinned nor protected: their offsets, ascending.
+
+        Only what the policy says is worth less than ``worth`` is evicted, and only what the ``claim`` allows.
+        ``block_bytes``: what each counts as towards the namespace's maximum, of which other ranks are to have their
+        part; 0 for the shards of blocks that are begun, which may pass it.
+        """
+        if claim is not None and claim.room < inf:
+            count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
+        count = self._room_in_index(count, protected, worth, claim)
+        offsets = self._slots.take(slot_bytes, count, node)
+        with on_error(lambda: self._slots.free(offsets)):
+            while (lacking := count - len(offsets)) > 0:
+                victims = self._victims(slot_bytes, lacking, protected, worth, claim)
+                if not victims:
+                    break
+                self.evict(victims)
+                # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
+                offsets.extend(self._slots.take(slot_bytes, lacking, node))
+        if claim is not None:
+            claim.take(slot_bytes * len(offsets))
+        return sorted(offsets)
+
+    def _victims(
+        self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
+    ) -> list[Block]:
+        policy, slots, block_at = self._policy, self._slots, self.block_at
+        if claim is None:
+            return choose_victims(policy.candidates(worth), slots, block_at, slot_bytes, count, protected, None)
+        if owed := claim.owed:
+            # Whatever that is worth: a share that the policy fills with others' blocks would be none.
+            others, wanted = claim.candidates(policy, inf, Whose.OTHERS), min(count, -(-owed // slot_bytes))
+            if found := choose_victims(others, slots, block_at, slot_bytes, wanted, protected, claim):
+                return found
+        both = claim.candidates(policy, worth, Whose.BOTH)
+        return choose_victims(both, slots, block_at, slot_bytes, count, protected, claim)
+
+    def _room_below_maximum(
+        self, claim: Claim, slot_bytes: int, count: int, protected: Set[Block], worth: float, block_bytes: int
+    ) -> int:
+        """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
+        each = max(slot_bytes, block_bytes)
+        victims: list[Block] = []
+        if claim.room < count * each:
+            for block in claim.candidates(self._policy, worth, Whose.OWN):
+                if not block.pins and block not in protected:
+                    victims.append(block)
+                    claim.evict(block)
+                    if claim.room >= count * each:
+                        break
+            self.evict(victims)
+        return max(0, min(count, int(claim.room // each))) if block_bytes else count
+
+    def return_slots(self, offsets: Sequence[int]) -> None:
+        """Undo ``take_slots``."""
+        self._slots.free(offsets)
+
+    def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
+        """Whether any block could be evicted, whatever it is worth."""
+        found = self._candidates(inf, claim)
+        return any(not block.pins and block not in protected for block in found)
+
+    def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:
+        policy = self._policy
+        return policy.candidates(worth) if claim is None else claim.candidates(policy, worth, Whose.BOTH)
+
+    def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
+        """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
+
+        Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
+        """
+        excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
+        victims: list[Block] = []
+        if excess > 0:
+            for block in self._candidates(worth, claim):
+                if not block.pins and block not in protected:
+                    victims.append(block)
+                    if claim is not None:
+                        claim.evict(block)
+                    excess -= len(block.shards)
+                    if excess <= 0:
+                        break
+            self.evict(victims)
+        return max(0, min(count, self._max_slots - len(self.block_at)))
