@@ -109,4 +109,4 @@ class SetNamespaceLimits(Request[Done], frozen=True):
     """Sets how much of the pool a namespace may have, from now on and after restarts, open or not. Admin only."""
 
     namespace: Fingerprint
-    limits: NamespaceLimits
+    limits: Annotated[NamespaceLimits, doc("All of them: what is not given is taken away.")]

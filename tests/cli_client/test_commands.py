@@ -262,7 +262,8 @@ def test_short_help_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
     asked = {"_KVOFFD_CLI_COMPLETE": "complete_bash", "COMP_WORDS": "kvoffd-cli na", "COMP_CWORD": "1"}
     command = [sys.executable, "-c", "from kvoffd_client.cli import main; main([])"]
     assert subprocess.run(command, env=os.environ | asked, capture_output=True, text=True).stdout.split() == [
-        "namespaces"
+        "namespaces",
+        "namespace",
     ]
 
 
