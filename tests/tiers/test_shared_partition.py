@@ -1,0 +1,119 @@
+"""A shared store in a network namespace of its own, whose only link goes down in the middle of reads and comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from support.redis_server import PROGRAM, START_S, needs_redis
+from support.waiting import wait_until
+from tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
+
+from kvoffd.tiers.tier import Answer, TierResult
+
+pytestmark = [needs_redis, pytest.mark.usefixtures("short_pauses")]
+PORT = 6379
+NET = f"10.231.{os.getpid() // 64 % 256}"
+OURS, THEIRS = (f"{NET}.{os.getpid() % 64 * 4 + number}" for number in (1, 2))
+BLOCKS = 12
+RATE = "tbf rate 100mbit burst 256kb latency 1s"
+
+
+def ip(*words: str, program: str = "ip") -> None:
+    subprocess.run([program, *words], check=True, capture_output=True, timeout=30)
+
+
+class Far:
+    """A ``redis-server`` at the other end of a link between two network namespaces."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.name, near, far = (f"kvoffd{letter}{os.getpid() % 10**7}" for letter in "nab")
+        self.link = near
+        ip("netns", "add", self.name)
+        stack.callback(ip, "netns", "del", self.name)
+        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", self.name)
+        ip("addr", "add", f"{OURS}/30", "dev", near)
+        ip("link", "set", near, "up")
+        ip("-n", self.name, "addr", "add", f"{THEIRS}/30", "dev", far)
+        ip("-n", self.name, "link", "set", far, "up")
+        # So slow that reads are under way for a second.
+        ip("-n", self.name, "qdisc", "add", "dev", far, "root", *RATE.split(), program="tc")
+        assert PROGRAM is not None
+        command = [PROGRAM, "--port", str(PORT), "--bind", THEIRS, "--protected-mode", "no", "--save", ""]
+        server = subprocess.Popen(["ip", "netns", "exec", self.name, *command], stdout=subprocess.DEVNULL, cwd="/tmp")
+        stack.callback(server.wait, 30.0)
+        stack.callback(server.kill)
+        wait_until(self._answers, START_S)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection((THEIRS, PORT), 1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def set_link(self, state: str) -> None:
+        ip("link", "set", self.link, state)
+        if state == "up":
+            wait_until(self._answers, START_S)
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+        pytest.skip("network namespaces need root and iproute2")
+    with ExitStack() as stack:
+        try:
+            made = Far(stack)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not to be had here: {error.stderr.decode().strip()}")
+        yield made
+
+
+def test_a_partition_in_the_middle_of_reads_is_a_miss_in_time_and_never_a_wrong_byte(far: Far) -> None:
+    rig = SharedRig(f"redis://{THEIRS}:{PORT}", ask_deadline_s=0.2).reachable()
+    blocks = [rig.block(number, (SLOT_BYTES,)) for number in range(BLOCKS)]
+    for number, block in enumerate(blocks):
+        rig.block(number, (SLOT_BYTES,))
+        rig.store(block)
+    rig.until(lambda: rig.ask_anew(*blocks) == [Answer.YES] * BLOCKS)
+    started = time.monotonic()
+    reads = [rig.begin_read(block, deadline_s=1.5, slot=8 + number) for number, block in enumerate(blocks)]
+    rig.until(lambda: any(reads))
+    far.set_link("down")
+    rig.until(lambda: all(reads))
+    assert time.monotonic() - started < 10.0
+    for number, ended in enumerate(reads):
+        if ended == [TierResult.DONE]:
+            rig.block(number, (SLOT_BYTES,))
+            assert rig.pool[(8 + number) * SLOT_BYTES :][:SLOT_BYTES] == rig.pool[:SLOT_BYTES]
+        else:
+            assert ended in ([TierResult.DEADLINE], [TierResult.FAILED])
+    assert [TierResult.DONE] in reads
+    assert reads.count([TierResult.DONE]) < BLOCKS, "the link went down when all was read"
+    landed = bytes(rig.pool)
+    times = []
+    while rig.tier.reachable:
+        keys = [(100 + len(times)).to_bytes(32, "big")]
+        asked = time.monotonic()
+        rig.tier.ask(ONE, 0, [SLOT_BYTES], keys, prefix=True)
+        rig.until(lambda keys=keys: rig.tier.answers(ONE, 0, keys) != [Answer.ASKED])  # type: ignore[misc]
+        times.append(time.monotonic() - asked)
+    assert min(times, default=0.0) < 0.5
+    far.set_link("up")
+    started = time.monotonic()
+    rig.until(lambda: rig.tier.reachable, 20.0)
+    assert bytes(rig.pool) == landed, "what was on its way lands nowhere"
+    late = rig.block(BLOCKS, (SLOT_BYTES,))
+    rig.until(lambda: rig.write(late) is TierResult.DONE, 20.0)
+    rig.until(lambda: rig.ask_anew(late) == [Answer.YES])
+    assert rig.load(late) is TierResult.DONE
+    assert time.monotonic() - started < 15.0
+    assert rig.tier.counters.mismatches == 0
+    assert rig.close()
