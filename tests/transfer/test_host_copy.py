@@ -163,6 +163,14 @@ def test_one_wrong_bit_is_another_checksum() -> None:
     assert len(sums) == len(range(0, 8 * 4096, 37))
 
 
+def test_a_copy_loop_that_is_interrupted_after_every_step_is_tried_out_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A busy machine gave the thread no CPU for 10 ms, and the daemon did not start."""
+    monkeypatch.setattr(HostCopy, "run", functools.partialmethod(HostCopy.run, steps=1))
+    try_out(native())
+
+
 def test_a_loop_that_was_compiled_wrongly_never_copies(tmp_path: Path) -> None:
     try_out(native())
     with pytest.raises(NotCompiled, match="compiled wrongly"):
