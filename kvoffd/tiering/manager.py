@@ -20,6 +20,8 @@ from kvoffd_proto.messages import ABSENT, PENDING
 
 logger = logging.getLogger(__name__)
 
+LOGGED_S = 600.0
+"""An error of a tier is logged again after so long."""
 MAX_KEYS_PER_TICK = 1000
 """Blocks of a namespace just opened that are published in one tick."""
 
@@ -61,8 +63,8 @@ class TieringManager:
         self._engines_busy = engines_busy
         self.shared: list[SharedTiering] = []
         """The tiers that nodes share, in the order in which they are asked."""
-        self._logged_errors: set[tuple[str, str]] = set()
-        """Tiers and kinds of their errors that were logged; the tiers count them."""
+        self._logged_errors: dict[tuple[str, str], float] = {}
+        """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
         self._published: dict[tuple[Namespace, int], set[bytes]] = {}
         """Keys that the tier has by the events so far."""
         self._unpublished: dict[tuple[Namespace, int], dict[bytes, None]] = {}
@@ -253,9 +255,10 @@ class TieringManager:
                 self._publish_removed(namespace, group, [key for key in keys if not self.has(namespace, group, key)])
 
     def tier_error(self, tier: Tier, kind: str, sentence: str) -> None:
-        if (tier.name, kind) not in self._logged_errors:
+        now = self._clock()
+        if now - self._logged_errors.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
             logger.warning("%s: %s", tier.name, sentence)
-        self._logged_errors.add((tier.name, kind))
+            self._logged_errors[tier.name, kind] = now
 
     # --- inside ----------------------------------------------------------------------------------
 

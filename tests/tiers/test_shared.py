@@ -508,6 +508,11 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         rig.until(lambda: rig.kinds["tls"] > 0)
         assert not rig.tier.reachable
         assert rig.close()
+        for mistaken in (f"redis://localhost:{tls_port}", f"rediss://localhost:{server.port}"):
+            rig = SharedRig(mistaken)
+            rig.until(lambda rig=rig: bool(rig.tier.problem))
+            assert "name it redis" in rig.tier.problem
+            assert rig.close()
         monkeypatch.setenv("SSL_CERT_FILE", authority)
         rig = SharedRig(f"rediss://127.0.0.1:{tls_port}")
         rig.until(lambda: rig.kinds["tls"] > 0)

@@ -23,7 +23,9 @@ SECRET = "hunter2"
         "rediss://host:6380/3",
         "redis+cluster://host:7000",
         "redis://host?ttl=7d",
+        "redis://[::1]:6379",
         "s3://bucket",
+        "s3://bucket/with_under-scores.and.dots/",
         "s3://bucket/a/prefix?endpoint=https://ceph.example:8443&region=default",
     ],
 )
@@ -45,6 +47,15 @@ def test_a_url_that_can_be_used(url: str) -> None:
         "redis://host?ttl=0s",
         "redis://host#a",
         "s3:///prefix",
+        f"redis://host/#{SECRET}",
+        "redis://ho\nst",
+        "redis://host\x1b[31m",
+        "s3://bucket/../other",
+        "s3://bucket/a//b",
+        "s3://bucket/a%00b",
+        "s3://bucket?region=a b",
+        "s3://bucket?endpoint=ftp://host",
+        f"s3://bucket?endpoint=https://host?secret_access_key={SECRET}",
         f"s3://bucket?secret_access_key={SECRET}",
         f"redis://:{SECRET}@host",
     ],
@@ -96,3 +107,20 @@ def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.M
     monkeypatch.setattr(stores, "SCHEMES", (*stores.SCHEMES, "mine"))
     check_url("mine://anything/at?all=1")
     assert isinstance(open_store("mine://anything", Credentials())(), Redis)
+
+
+def _raises(url: str, credentials: Credentials) -> object:
+    raise RuntimeError("no such host")
+
+
+def _nonsense(url: str, credentials: Credentials) -> object:
+    return lambda: 7
+
+
+@pytest.mark.parametrize(
+    "place", ["no_such_module:x", f"{__name__}:missing", f"{__name__}:_raises", f"{__name__}:_nonsense"]
+)
+def test_a_store_of_another_package_that_fails_is_named(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_OTHERS", {"mine": EntryPoint("mine", place, stores.ENTRY_POINTS)})
+    with pytest.raises(KvoffdError, match="store of mine://"):
+        open_store("mine://anything", Credentials())()

@@ -55,6 +55,8 @@ class Redis(Store):
         """Seconds after which the server forgets what nobody wrote or touched; empty for no such time."""
         self._socket: socket.socket | None = None
         self._input = bytearray()
+        self._answered = False
+        """Whether anything has come over this connection."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -62,6 +64,7 @@ class Redis(Store):
         if self._socket is not None and not self._input and self._quiet(self._socket):
             return
         self.close()
+        self._answered = False
         deadline = time.monotonic() + CONNECT_S
         try:
             plain = socket.create_connection(self._address, CONNECT_S)
@@ -78,7 +81,9 @@ class Redis(Store):
             why = f"{self._name} does not prove who it is: {error.verify_message}. Name its authority in SSL_CERT_FILE."
             raise StoreError("tls", why, final=True) from error
         except OSError as error:
-            raise StoreError("unreachable", f"{self._name} cannot be reached: {error}.", final=True) from error
+            hint = " Where it has no TLS, name it redis://." if "handshake" in str(error) or "SSL" in str(error) else ""
+            why = f"{self._name} cannot be reached: {error}.{hint}"
+            raise StoreError("unreachable", why, final=True) from error
         user, password = self._credentials
         if password:
             self._command([b"AUTH", *([user.encode()] if user else []), password.encode()], deadline)
@@ -305,6 +310,7 @@ class Redis(Store):
             raise self._lost(error) from error
         if not data:
             raise self._lost("it closed the connection")
+        self._answered = True
         return data
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
@@ -339,8 +345,10 @@ class Redis(Store):
 
     def _lost(self, why: object) -> StoreError:
         self.close()
-        kind = "timeout" if isinstance(why, TimeoutError) else "disconnected"
-        return StoreError(kind, f"The connection to {self._name} is given up: {why}.")
+        if isinstance(why, TimeoutError):
+            return StoreError("timeout", f"The connection to {self._name} is given up: {why}.")
+        hint = "" if self._answered else " If it wants TLS, name it rediss://."
+        return StoreError("disconnected", f"The connection to {self._name} is given up: {why}.{hint}")
 
     def _broken(self, why: str) -> StoreError:
         self.close()

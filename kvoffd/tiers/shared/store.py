@@ -6,18 +6,20 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, parse_duration, quoted
 
+T = TypeVar("T")
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
 MOST_TTL_S = 10 * 365 * 86400
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
+_S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
 ENTRY_POINTS = "kvoffd.shared_stores"
 """Of stores of other packages: each is named as its scheme, and a call of what ``open_store`` is called with."""
 _OTHERS = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -148,10 +150,14 @@ def check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0 and not parts.fragment
+        usable = usable and re.search(r"[\s\x00-\x1f\x7f]", url) is None
     except ValueError:
         usable = False
     if usable and parts.scheme == "s3":
-        usable = not {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)} - {"endpoint", "region"}
+        asked = parse_qsl(parts.query, keep_blank_values=True)
+        usable = all(name in _S3_QUERY and re.fullmatch(_S3_QUERY[name], value) for name, value in asked)
+        usable = usable and re.fullmatch(r"(/[\w!.*'()-]+)*/?", parts.path, re.ASCII) is not None
+        usable = usable and not {".", ".."} & set(parts.path.split("/"))
     elif usable and parts.scheme in REDIS_SCHEMES:
         asked = parse_qsl(parts.query, keep_blank_values=True)
         try:
@@ -161,7 +167,7 @@ def check_url(url: str) -> None:
         usable = usable and re.fullmatch("/?[0-9]*", parts.path) is not None
     if not usable:
         raise ValueError(
-            f"{quoted(url.partition('?')[0])} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
+            f"{quoted(re.split('[?#]', url)[0])} is not a URL that can be used; write redis://HOST:PORT?ttl=7d or "
             f"s3://BUCKET/PREFIX?endpoint=URL&region=NAME; there are {', '.join(SCHEMES)}"
         )
 
@@ -179,5 +185,26 @@ def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
         except ImportError as error:
             raise KvoffdError(f"s3:// needs obstore: install kvoffd[s3] ({error}).", ErrorCode.BAD_ARGUMENT) from error
         return open_s3(url, credentials)
-    opener: Callable[[str, Credentials], Callable[[], Store]] = _OTHERS[scheme].load()
-    return opener(url, credentials)
+    return _open_other(_OTHERS[scheme], url, credentials)
+
+
+def _open_other(point: EntryPoint, url: str, credentials: Credentials) -> Callable[[], Store]:
+    """What makes connections to a store of another package, which may do anything. Raises KvoffdError, as that does."""
+
+    def made(make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except Exception as error:
+            why = f"The store of {point.name}:// ({point.value}) failed at its start: {error!r}. See who made it."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error
+
+    connect: Callable[[], object] = made(lambda: point.load()(url, credentials))
+
+    def connection() -> Store:
+        found = made(connect)
+        if not isinstance(found, Store):
+            why = f"The store of {point.name}:// ({point.value}) gives a {type(found).__name__} for a connection."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+        return found
+
+    return connection

@@ -35,6 +35,7 @@ WRITE_S = 10.0
 IDLE_S = 1.0
 """How long a thread waits at most before it looks again whether it is to end."""
 REMOVED_AT_ONCE = 1000
+LOGGED_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -123,6 +124,7 @@ class Workers:
         self.removals: deque[bytes] = deque()
         self.raises: deque[Raise] = deque()
         self._closed = False
+        self._unexpected_at = -LOGGED_S
         self._stores = stores
         self._threads: list[threading.Thread] = []
         works = [("ask", self._work_asks), *[("read", self._work_reads)] * READERS]
@@ -207,10 +209,12 @@ class Workers:
         own_key, known = generation_key(ask.fingerprint), self._generations(ask.fingerprint)
         generation, found = store.ask(own_key, _names(ask, known), deadline, prefix=ask.prefix)
         if generation > known:
-            return store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
-        if generation < known:
+            known, found = store.ask(own_key, _names(ask, generation), deadline, prefix=ask.prefix)
+        elif generation < known:
             # A store that forgot the number, and not the blocks of an older one, must not bring those back.
             store.raise_generation(own_key, generation, known, deadline)
+        if len(found) != len(ask.keys):
+            raise StoreError("protocol", f"{len(ask.keys)} keys were asked for, and {len(found)} answered.")
         return known, found
 
     # --- reading ---------------------------------------------------------------------------------
@@ -337,7 +341,10 @@ class Workers:
 
     def _tell(self, store: Store, error: Exception) -> StoreError:
         if not isinstance(error, StoreError):  # a bug of the store's, which must not end its thread
-            logger.error("A shared store failed unexpectedly.", exc_info=error)
+            now = time.monotonic()
+            if now - self._unexpected_at >= LOGGED_S:
+                self._unexpected_at = now
+                logger.error("A shared store failed unexpectedly.", exc_info=error)
             store.close()
             error = StoreError("internal", f"It failed unexpectedly: {error!r}; please report the log's traceback.")
         if not self._closed:
