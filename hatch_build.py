@@ -19,7 +19,9 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SOURCES = [
     "kvoffd/cache/key_states.c",
     "kvoffd/cache/learned/blocks.c",
+    "kvoffd/cache/learned/cells.c",
     "kvoffd/cache/learned/lifetimes.c",
+    "kvoffd/cache/learned/places.c",
     "kvoffd/cache/learned/records.c",
     "kvoffd/cache/learned/requests.c",
     "kvoffd/cache/learned/spans.c",

@@ -11,8 +11,10 @@
 
 static const struct place *place_of(const struct learned *l, uint64_t hash)
 {
+    const struct places *part = &l->parts[hash >> 32 & l->part_mask];
+
     for (uint64_t at = hash;; at++) {
-        const struct place *there = &l->places[at & (l->capacity - 1)];
+        const struct place *there = &part->places[at & part->mask];
         if (!there->hash || there->hash == hash)
             return there;
     }
@@ -44,21 +46,24 @@ static int check_cells(const struct learned *l, uint64_t held)
 {
     uint64_t found = 0;
 
-    for (uint32_t cell = 0; cell <= CELLS; cell++) {
+    for (uint32_t cell = 0; cell < CELLS; cell++) {
         uint32_t before = 0;
-        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next) {
+        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next[BY_WORTH]) {
             const struct span *s = &l->spans[number];
-            int own = l->known.as_lru ? LRU_CELL : s->kind * BINS + s->age_bin;
-            HOLDS(s->held && s->previous == before && own == (int)cell);
+            HOLDS(s->held && s->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
         }
         HOLDS(l->cells[cell].last == before);
-        if (cell == LRU_CELL)
-            continue;
         HOLDS((l->filled[l->rank[cell] >> 6] >> (l->rank[cell] & 63) & 1) == (before != 0));
         HOLDS(l->by_rank[l->rank[cell]] == cell);
     }
     HOLDS(found == held);
+    uint32_t before = 0;
+    for (uint32_t number = l->pool.first; number; before = number, number = l->spans[number].next[BY_AGE]) {
+        HOLDS(l->spans[number].held && l->spans[number].previous[BY_AGE] == before);
+        HOLDS(found--);
+    }
+    HOLDS(!found && l->pool.last == before);
     return 0;
 }
 
@@ -83,10 +88,10 @@ static int check_order(const struct learned *l, uint64_t young)
 
 int check_learned(const struct learned *l)
 {
-    uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0;
+    uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0, room = 0;
     int wrong;
 
-    for (uint32_t number = 1; number < l->span_room; number++) {
+    for (uint32_t number = 1; number < l->span_top; number++) {
         const struct span *s = &l->spans[number];
         if (!s->room)
             continue;
@@ -100,8 +105,14 @@ int check_learned(const struct learned *l)
         held += s->held != 0;
         young += !s->old;
     }
-    for (uint64_t at = 0; at < l->capacity; at++)
-        places += l->places[at].hash != 0;
+    for (uint64_t part = 0; part <= l->part_mask; part++) {
+        uint64_t before = places;
+        for (uint64_t at = 0; at <= l->parts[part].mask; at++)
+            places += l->parts[part].places[at].hash != 0;
+        HOLDS(places - before == l->parts[part].keys);
+        room += l->parts[part].mask + 1;
+    }
+    HOLDS(room == l->place_room);
     HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);
     HOLDS(nbytes == l->known.known_bytes && arrays == l->array_bytes);
     if ((wrong = check_cells(l, held)))

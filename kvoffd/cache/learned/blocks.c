@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { MOST_STEPS = 1024 };
 static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
 
 /* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
@@ -20,19 +21,19 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     l->stays = FEWEST_STAYS;
     for (int bin = 0; bin < BINS; bin++)
         l->edges[bin] = AGES[bin] * lifetime;
-    more_places(l, 1);
+    make_places(l);
     work_out(l);
     order_cells(l);
-    forget_oldest(l);
+    forget_oldest(l, 0);
     return l;
 }
 
 void kvoffd_learned_free(struct learned *l)
 {
-    for (uint32_t number = 1; number < l->span_room; number++)
+    for (uint32_t number = 1; number < l->span_top; number++)
         free(l->spans[number].hashes);
     free(l->spans);
-    free(l->places);
+    free_places(l);
     free(l->scratch);
     free(l);
 }
@@ -102,19 +103,22 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
     return 0;
 }
 
-/* The last span of a request whose blocks this walk has not come by, from one on. */
+/* The last span of a request whose blocks this walk has not come by, from one on; of a request that somebody made of very
+ * many spans one of the next ones. */
 static uint32_t deepest(const struct learned *l, uint32_t number)
 {
-    for (uint32_t child; (child = l->spans[number].child) && l->spans[child].seen != l->walks;)
+    uint32_t child, steps = 0;
+
+    while ((child = l->spans[number].child) && l->spans[child].seen != l->walks && steps++ < MOST_STEPS)
         number = child;
     return number;
 }
 
-/* Writes the handles of the blocks of a cell, of the oldest span first of those that are behind it in the same request,
- * so that chains have no holes. Returns how many are written then. */
-static uint64_t walk_cell(struct learned *l, uint32_t cell, uint32_t *handles, uint64_t found, uint64_t most)
+/* Writes the handles of the blocks of spans, from the first one on in some order, of each that of the deepest span first
+ * of those that are behind it in the same request, so that chains have no holes. Returns how many are written then. */
+static uint64_t walk(struct learned *l, uint32_t first, int order, uint32_t *handles, uint64_t found, uint64_t most)
 {
-    for (uint32_t oldest = l->cells[cell].first; oldest; oldest = l->spans[oldest].next) {
+    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next[order]) {
         if (l->spans[oldest].seen == l->walks)
             continue;
         for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
@@ -141,13 +145,13 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
 
     l->walks++;
     if (l->known.as_lru)
-        return walk_cell(l, LRU_CELL, handles, 0, most);
+        return walk(l, l->pool.first, BY_AGE, handles, 0, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
         for (uint64_t bits = l->filled[word]; bits; bits &= bits - 1) {
             uint32_t cell = l->by_rank[word * 64 + __builtin_ctzll(bits)];
             if (l->worth[cell / BINS][cell % BINS] >= worth)
                 return found;
-            found = walk_cell(l, cell, handles, found, most);
+            found = walk(l, l->cells[cell].first, BY_WORTH, handles, found, most);
             if (found == most)
                 return found;
         }
@@ -176,7 +180,7 @@ void kvoffd_learned_classes(const struct learned *l, struct class_facts facts[CL
         for (int bin = 0; bin < BINS; bin++)
             f->worth = l->worth[kind][bin] * lifetime > f->worth ? l->worth[kind][bin] * lifetime : f->worth;
     }
-    for (uint32_t number = 1; number < l->span_room; number++)
+    for (uint32_t number = 1; number < l->span_top; number++)
         facts[l->spans[number].kind].kept_bytes += l->spans[number].held * l->spans[number].weight;
 }
 
@@ -186,11 +190,11 @@ struct key_facts {
     uint64_t kind, sightings, turn, bytes_before;
 };
 
-static uint64_t cell_bytes(const struct learned *l, uint32_t cell, uint32_t until)
+static uint64_t bytes_before(const struct learned *l, uint32_t first, int order, uint32_t until)
 {
     uint64_t nbytes = 0;
 
-    for (uint32_t number = l->cells[cell].first; number && number != until; number = l->spans[number].next)
+    for (uint32_t number = first; number && number != until; number = l->spans[number].next[order])
         nbytes += l->spans[number].held * l->spans[number].weight;
     return nbytes;
 }
@@ -214,10 +218,10 @@ uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key
     facts->turn = s->turn;
     facts->bytes_before = 0;
     if (l->known.as_lru)
-        facts->bytes_before = cell_bytes(l, LRU_CELL, there->span);
+        facts->bytes_before = bytes_before(l, l->pool.first, BY_AGE, there->span);
     for (uint32_t rank = 0; !l->known.as_lru && rank < CELLS; rank++) {
         uint32_t cell = l->by_rank[rank];
-        facts->bytes_before += cell_bytes(l, cell, there->span);
+        facts->bytes_before += bytes_before(l, l->cells[cell].first, BY_WORTH, there->span);
         if (cell == (uint32_t)s->kind * BINS + s->age_bin)
             break;
     }

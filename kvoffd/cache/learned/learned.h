@@ -15,12 +15,15 @@ enum {
     BINS = 17, /* age bins of a class */
     CLASSES = 77,
     CELLS = CLASSES * BINS,
-    LRU_CELL = CELLS, /* of all spans, while blocks go as in an LRU */
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
     FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
+    MOST_COUNTED = 1 << 30, /* of sightings, of turns */
 };
+
+/* Orders in which spans that have blocks are linked. */
+enum { BY_WORTH, BY_AGE, ORDERS }; /* oldest first in each cell, and in all */
 
 /* Classes: what tells keys apart. policies/learned.py names them. */
 enum {
@@ -50,7 +53,7 @@ struct span {
     uint32_t behind; /* keys of the request behind `high` */
     uint32_t before, child; /* neighbours in the request */
     uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
-    uint32_t previous, next; /* neighbours in the cell */
+    uint32_t previous[ORDERS], next[ORDERS]; /* neighbours in the cell, and in all that have blocks */
     uint8_t kind; /* class */
     uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
@@ -62,6 +65,14 @@ struct span {
 struct place {
     uint64_t hash; /* 0 where the entry is empty */
     uint32_t span, place;
+};
+
+/* A part of the table of keys: open addressing with linear probing. Each grows by itself, so that no call makes all of it
+ * anew. */
+struct places {
+    struct place *places;
+    uint32_t mask; /* of their number, a power of two */
+    uint32_t keys;
 };
 
 struct row { /* spans in order, linked by two fields */
@@ -84,22 +95,24 @@ struct known {
 struct learned {
     struct known known;
     uint64_t seed[2];
-    struct place *places; /* [capacity]: open addressing with linear probing */
-    uint64_t capacity;
-    struct span *spans; /* [span_room], by number */
-    uint32_t span_room, unused_spans; /* the latter linked by `next` */
+    struct places *parts; /* by the upper half of a hash */
+    uint64_t part_mask, place_room; /* the latter of all parts */
+    struct span *spans; /* [span_room], by number, of which those from `span_top` on were never used */
+    uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
     uint64_t array_bytes; /* of all spans' hashes and handles */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
     uint32_t recent; /* the first of them that an LRU would have */
     uint64_t recent_bytes; /* of these */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
+    uint32_t aged; /* cells of which the spans were moved since `age_at` */
+    double past; /* bytes that were accessed before `now` was 0 */
     double edges[BINS]; /* where age bins begin, in bytes accessed */
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
     double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
     double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
     double worth[CLASSES][BINS], admission_worth[CLASSES]; /* hits for each byte accessed meanwhile */
-    struct row cells[CELLS + 1];
+    struct row cells[CELLS], pool; /* spans that have blocks: by class and age bin, and all */
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint64_t walks;
@@ -109,10 +122,17 @@ struct learned {
     uint64_t scratch_bytes;
 };
 
-/* spans.c */
-void *scratch(struct learned *l, uint64_t nbytes);
-void more_places(struct learned *l, uint64_t keys);
+/* places.c */
+void make_places(struct learned *l);
+void free_places(struct learned *l);
 struct place *find_place(const struct learned *l, uint64_t hash);
+void fetch_place(const struct learned *l, uint64_t hash);
+void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place);
+void remove_place(struct learned *l, uint64_t hash, uint32_t span);
+
+/* spans.c */
+void *clear_room(uint64_t count, uint64_t nbytes);
+void *scratch(struct learned *l, uint64_t nbytes);
 uint32_t *handles_of(const struct span *s);
 uint32_t new_span(struct learned *l);
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
@@ -121,20 +141,24 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place);
 void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles);
 void settle_span(struct learned *l, uint32_t number);
 void link_young(struct learned *l, uint32_t number);
-void forget_oldest(struct learned *l);
+void forget_oldest(struct learned *l, uint64_t most);
+void go_back(struct learned *l);
+
+/* cells.c */
 void fill_cell(struct learned *l, uint32_t number);
 void leave_cell(struct learned *l, uint32_t number);
+void link_behind(struct learned *l, uint32_t number, uint32_t before);
 void order_cells(struct learned *l);
 void move_cells(struct learned *l);
-void fill_cells(struct learned *l, int as_lru);
-void judge(struct learned *l);
 
 /* lifetimes.c */
+uint64_t epoch_bytes(const struct learned *l);
 int age_bin(const struct learned *l, uint64_t since);
 void begin_lives(struct learned *l, const struct span *s, uint64_t keys);
 void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends);
 void enter_epoch(struct learned *l);
 void work_out(struct learned *l);
+void judge(struct learned *l);
 
 /* requests.c */
 void plan_learning(struct learned *l);

@@ -41,7 +41,7 @@ int age_bin(const struct learned *l, uint64_t since)
     return bin_of(l, (double)(l->known.now - since));
 }
 
-static uint64_t epoch_bytes(const struct learned *l)
+uint64_t epoch_bytes(const struct learned *l)
 {
     uint64_t bytes = l->known.lifetime / EPOCHS_IN_LIFETIME;
 
@@ -132,8 +132,9 @@ void work_out(struct learned *l)
 {
     enum { GROUPS = CLASSES + 8 };
     static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* one thread calls */
-    double key_bytes = (l->known.now ? l->known.now : 1) / (double)(l->known.keys ? l->known.keys : 1);
-    double mean = l->known.now / (double)(l->known.requests ? l->known.requests : 1);
+    double all_bytes = l->past + l->known.now;
+    double key_bytes = (all_bytes ? all_bytes : 1) / (double)(l->known.keys ? l->known.keys : 1);
+    double mean = all_bytes / (double)(l->known.requests ? l->known.requests : 1);
     double prior = PRIOR_REQUESTS * mean + key_bytes, enough = MULTIPLIER_REQUESTS * mean + key_bytes;
     double common[BINS], events[CLASSES] = { 0 }, expected[CLASSES] = { 0 };
     double group_events[GROUPS] = { 0 }, group_expected[GROUPS] = { 0 };
@@ -184,13 +185,13 @@ void judge(struct learned *l)
         return;
     l->judge_at = l->known.now + l->known.lifetime;
     if (l->known.as_lru) {
-        fill_cells(l, 0);
+        l->known.as_lru = 0;
         l->lead = l->lead_squares = 0;
         return;
     }
     int chance = l->lead * l->lead <= SURE * SURE * l->lead_squares;
     if (l->lead > 0 && !chance) {
-        fill_cells(l, 1);
+        l->known.as_lru = 1;
         l->judge_at = l->known.now + l->stays * l->known.lifetime;
         if (l->stays < MOST_STAYS)
             l->stays *= 2;

@@ -1,16 +1,14 @@
 /* What one daemon leaves to the next: counts, and spans without their blocks. These the next one finds by their keys. */
 #include "learned.h"
 
-#include <math.h>
 #include <string.h>
 
-enum { MOST_KEYS = 1 << 30 };
 static const uint64_t MOST = (uint64_t)1 << 60; /* bytes, keys and requests that may have been counted */
 
 struct counts {
     uint32_t classes, bins, epochs, span_bytes;
     uint64_t lifetime, now, keys, requests, spans, seed[2];
-    double returned[CLASSES][BINS], forgotten[CLASSES][BINS], open[CLASSES][EPOCHS_KEPT], accessed[CLASSES];
+    double past, returned[CLASSES][BINS], forgotten[CLASSES][BINS], open[CLASSES][EPOCHS_KEPT], accessed[CLASSES];
 };
 
 /* Behind it are the hashes of its keys. */
@@ -44,7 +42,7 @@ static uint8_t *write_span(const struct span *s, uint32_t child, uint8_t *to)
 void kvoffd_learned_record(struct learned *l, uint8_t *to)
 {
     struct counts *counts = (struct counts *)to;
-    uint32_t *written = scratch(l, l->span_room * sizeof *written), made = 0;
+    uint32_t *written = scratch(l, l->span_top * sizeof *written), made = 0;
 
     counts->classes = CLASSES;
     counts->bins = BINS;
@@ -55,14 +53,15 @@ void kvoffd_learned_record(struct learned *l, uint8_t *to)
     counts->keys = l->known.keys;
     counts->requests = l->known.requests;
     counts->spans = l->known.spans;
+    counts->past = l->past;
     memcpy(counts->seed, l->seed, sizeof l->seed);
     memcpy(counts->returned, l->returned, sizeof l->returned);
     memcpy(counts->forgotten, l->forgotten, sizeof l->forgotten);
     memcpy(counts->open, l->open, sizeof l->open);
     memcpy(counts->accessed, l->accessed, sizeof l->accessed);
     to += sizeof *counts;
-    memset(written, 0, l->span_room * sizeof *written);
-    for (uint32_t number = 1; number < l->span_room; number++)
+    memset(written, 0, l->span_top * sizeof *written);
+    for (uint32_t number = 1; number < l->span_top; number++)
         if (l->spans[number].old) {
             to = write_span(&l->spans[number], written[l->spans[number].child], to);
             written[number] = ++made;
@@ -76,7 +75,7 @@ void kvoffd_learned_record(struct learned *l, uint8_t *to)
 static int all_counts(const double *values, uint64_t count, double least)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (!isfinite(values[i]) || values[i] < least)
+        if (!(values[i] >= least && values[i] <= MOST))
             return 0;
     return 1;
 }
@@ -94,14 +93,13 @@ static enum refusal read_span(struct learned *l, uint32_t number, const uint8_t 
     *from += sizeof kept;
     if (kept.keys > (end - *from) / sizeof(uint64_t))
         return CUT_OFF;
-    if (!kept.keys || kept.keys > MOST_KEYS || kept.sightings > MOST_KEYS || kept.turn > MOST_KEYS ||
-        kept.behind > MOST_KEYS || kept.kind >= CLASSES || kept.floor >= CLASSES || kept.child >= number ||
+    if (!kept.keys || kept.keys > MOST_COUNTED || kept.sightings > MOST_COUNTED || kept.turn > MOST_COUNTED ||
+        kept.behind > MOST_COUNTED || kept.kind >= CLASSES || kept.floor >= CLASSES || kept.child >= number ||
         !kept.weight || kept.weight > l->known.lifetime || kept.since > l->known.now)
         return BAD_SPAN;
     if (kept.child && l->spans[kept.child].before)
         return BAD_SPAN;
     const uint64_t *hashes = (const uint64_t *)*from; /* everything before it takes multiples of 8 */
-    more_places(l, kept.keys);
     for (uint32_t i = 0; i < kept.keys; i++)
         if (!hashes[i] || find_place(l, hashes[i])->hash)
             return BAD_KEYS;
@@ -140,11 +138,12 @@ uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t
         return OTHER_POOL;
     if (!all_counts(counts->returned[0], CLASSES * BINS, 0) || !all_counts(counts->forgotten[0], CLASSES * BINS, 0) ||
         !all_counts(counts->open[0], CLASSES * EPOCHS_KEPT, -(double)MOST) || !all_counts(counts->accessed, CLASSES, 0) ||
-        counts->now > MOST || counts->keys > MOST || counts->requests > MOST || counts->spans > MOST_KEYS)
+        !(counts->past >= 0 && counts->past <= 1e30) || counts->now > MOST || counts->keys > MOST || counts->requests > MOST || counts->spans > MOST_COUNTED)
         return BAD_COUNTS;
     l->known.now = counts->now;
     l->known.keys = counts->keys;
     l->known.requests = counts->requests;
+    l->past = counts->past;
     memcpy(l->seed, counts->seed, sizeof l->seed);
     enter_epoch(l);
     memcpy(l->returned, counts->returned, sizeof l->returned);
@@ -161,6 +160,6 @@ uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t
     work_out(l);
     order_cells(l);
     plan_learning(l);
-    forget_oldest(l);
+    forget_oldest(l, UINT64_MAX);
     return GOOD;
 }

@@ -6,7 +6,8 @@
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
-enum { AGINGS = 32, FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
+enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, FORGOTTEN_AT_ONCE = 2048 };
+static const uint64_t LONGEST_TIME = (uint64_t)1 << 59; /* bytes */
 
 static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
 static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
@@ -80,7 +81,7 @@ uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t co
     *first = *find_place(l, hashes[0]);
     for (; length < count; length++) {
         if (length + AHEAD < count)
-            __builtin_prefetch(&l->places[hashes[length + AHEAD] & (l->capacity - 1)]);
+            fetch_place(l, hashes[length + AHEAD]);
         const struct place *there = find_place(l, hashes[length]);
         if (!there->hash != !first->hash)
             break;
@@ -151,7 +152,7 @@ static void describe(const struct learned *l, struct request *r)
     uint32_t turn = 0;
     for (uint32_t i = r->made; i-- && !turn;)
         turn = l->spans[r->segments[i].kind].turn;
-    r->turn = 1 + (turn ? turn : 1);
+    r->turn = turn < MOST_COUNTED ? 1 + (turn ? turn : 1) : turn;
 }
 
 static int later_turn(const struct request *r)
@@ -193,7 +194,7 @@ static void take_known(struct learned *l, struct request *r)
             lru_hits = found->end;
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
-        found->sightings = s->sightings + 1;
+        found->sightings = s->sightings + (s->sightings < MOST_COUNTED);
         take_keys(l, number, keys, r->handles + found->begin);
     }
     r->lru_hits = lru_hits;
@@ -273,13 +274,15 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         link_young(l, number);
 }
 
-/* Notes one group's part of a request: its known keys came back, and all of it gets new classes. Returns how many
- * different keys it has. */
+/* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
+ * classes. Returns how many different keys it has. */
 uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                              uint64_t weight, uint64_t tokens)
 {
     uint64_t seen = 2;
 
+    if (count > l->known.lifetime / weight)
+        count = l->known.lifetime / weight;
     while (seen <= count)
         seen *= 2;
     seen *= 2;
@@ -323,12 +326,10 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     l->known.keys += keys;
     l->known.now += nbytes;
     enter_epoch(l);
-    forget_oldest(l);
-    if (l->known.now >= l->age_at) {
-        l->age_at = l->known.now + l->known.lifetime / AGINGS;
-        if (!l->known.as_lru)
-            move_cells(l);
-    }
+    if (l->known.now > LONGEST_TIME && l->epoch >= 2 * EPOCHS_KEPT)
+        go_back(l);
+    forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * keys);
+    move_cells(l);
     judge(l);
     if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
         return 0;

@@ -1,100 +1,37 @@
-/* Spans, the table of their keys, the order in which they are forgotten, and the cells in which they wait for eviction. */
+/* Spans of keys, and the order in which they are forgotten. */
 #include "learned.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_PLACES = 256, FEWEST_SPANS = 64, WASTED = 32, NEAR = 64 };
+enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 64, WASTED = 32 };
+enum { AGED_AT_ONCE = 64 };
 
-static void *room_for(void *before, uint64_t nbytes)
+/* Nothing can be answered without it. */
+static void *or_end(void *room)
 {
-    void *after = realloc(before, nbytes ? nbytes : 1);
+    if (!room) {
+        fputs("kvoffd: there is no memory for what the eviction policy knows.\n", stderr);
+        abort();
+    }
+    return room;
+}
 
-    if (!after)
-        abort(); /* as the kernel would, a moment later */
-    return after;
+void *clear_room(uint64_t count, uint64_t nbytes)
+{
+    return or_end(calloc(count, nbytes));
 }
 
 /* Memory for the call at hand. What was got before is lost. */
 void *scratch(struct learned *l, uint64_t nbytes)
 {
     if (nbytes > l->scratch_bytes) {
-        l->scratch_bytes = 2 * nbytes;
-        l->scratch = room_for(l->scratch, l->scratch_bytes);
+        free(l->scratch);
+        l->scratch = or_end(malloc(nbytes));
+        l->scratch_bytes = nbytes;
     }
     return l->scratch;
-}
-
-/* --- the table of keys --- */
-
-struct place *find_place(const struct learned *l, uint64_t hash)
-{
-    for (uint64_t at = hash;; at++) {
-        struct place *there = &l->places[at & (l->capacity - 1)];
-        if (!there->hash || there->hash == hash)
-            return there;
-    }
-}
-
-/* Makes room for so many keys more. */
-void more_places(struct learned *l, uint64_t keys)
-{
-    struct place *before = l->places;
-    uint64_t capacity = l->capacity;
-
-    if (l->places && 4 * (l->known.known_keys + keys) <= 3 * capacity)
-        return;
-    if (!l->capacity)
-        l->capacity = FEWEST_PLACES;
-    while (4 * (l->known.known_keys + keys) > 3 * l->capacity)
-        l->capacity *= 2;
-    l->places = calloc(l->capacity, sizeof *l->places);
-    if (!l->places)
-        abort();
-    for (uint64_t at = 0; at < capacity; at++)
-        if (before[at].hash)
-            *find_place(l, before[at].hash) = before[at];
-    free(before);
-}
-
-/* Gives the keys of a span places in it, wherever they were. */
-static void enter_keys(struct learned *l, uint32_t number)
-{
-    const struct span *s = &l->spans[number];
-
-    for (uint32_t i = s->low; i < s->high; i++) {
-        uint64_t hash = s->hashes[i - s->base];
-        if (i + AHEAD < s->high)
-            __builtin_prefetch(&l->places[s->hashes[i + AHEAD - s->base] & (l->capacity - 1)]);
-        struct place *there = find_place(l, hash);
-        l->known.known_keys += !there->hash;
-        *there = (struct place){ .hash = hash, .span = number, .place = i };
-    }
-}
-
-static void remove_place(struct learned *l, struct place *hole)
-{
-    uint64_t mask = l->capacity - 1, empty = hole - l->places;
-
-    for (uint64_t at = empty + 1;; at++) {
-        struct place *there = &l->places[at & mask];
-        if (!there->hash)
-            break;
-        /* It may move up if its home is not behind the hole. */
-        if (((at - there->hash) & mask) >= ((at - empty) & mask)) {
-            l->places[empty & mask] = *there;
-            empty = at;
-        }
-    }
-    l->places[empty & mask].hash = 0;
-    l->known.known_keys--;
-}
-
-/* --- spans --- */
-
-static uint32_t cell_of(const struct learned *l, const struct span *s)
-{
-    return l->known.as_lru ? LRU_CELL : s->kind * BINS + s->age_bin;
 }
 
 uint32_t *handles_of(const struct span *s)
@@ -112,21 +49,31 @@ uint32_t new_span(struct learned *l)
 {
     uint32_t number = l->unused_spans;
 
-    if (!number) {
-        uint32_t room = l->span_room ? 2 * l->span_room : FEWEST_SPANS;
-        l->spans = room_for(l->spans, room * sizeof *l->spans);
-        memset(l->spans + l->span_room, 0, (room - l->span_room) * sizeof *l->spans);
-        for (uint32_t new = room - 1; new >= l->span_room && new; new--) {
-            l->spans[new].next = l->unused_spans;
-            l->unused_spans = new;
+    if (number) {
+        l->unused_spans = l->spans[number].child;
+    } else {
+        number = l->span_top ? l->span_top : 1;
+        if (number >= l->span_room) {
+            l->span_room = l->span_room ? 2 * l->span_room : FEWEST_SPANS;
+            l->spans = or_end(realloc(l->spans, l->span_room * sizeof *l->spans));
         }
-        l->span_room = room;
-        number = l->unused_spans;
+        l->span_top = number + 1;
     }
-    l->unused_spans = l->spans[number].next;
     memset(&l->spans[number], 0, sizeof *l->spans);
     l->known.spans++;
     return number;
+}
+
+/* Gives the keys of a span places in it, wherever they were. */
+static void enter_keys(struct learned *l, uint32_t number)
+{
+    const struct span *s = &l->spans[number];
+
+    for (uint32_t i = s->low; i < s->high; i++) {
+        if (i + AHEAD < s->high)
+            fetch_place(l, s->hashes[i + AHEAD - s->base]);
+        set_place(l, s->hashes[i - s->base], number, i);
+    }
 }
 
 /* Gives a span its keys, without blocks, and enters them. */
@@ -134,9 +81,8 @@ void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32
 {
     struct span *s = &l->spans[number];
 
-    more_places(l, count);
     s->room = s->high = count;
-    s->hashes = room_for(NULL, array_bytes(count));
+    s->hashes = or_end(malloc(array_bytes(count)));
     memcpy(s->hashes, hashes, count * sizeof *hashes);
     memset(handles_of(s), 0, count * sizeof(uint32_t));
     l->array_bytes += array_bytes(count);
@@ -149,12 +95,12 @@ uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, i
     uint32_t number = new_span(l);
     struct span *s = &l->spans[number];
 
-    s->weight = weight;
+    s->weight = weight < l->known.lifetime ? weight : l->known.lifetime;
     s->since = l->known.now;
     s->sightings = 1;
     s->kind = s->floor = kind;
     set_keys(l, number, hashes, count);
-    l->known.known_bytes += count * weight;
+    l->known.known_bytes += count * s->weight;
     begin_lives(l, s, count);
     return number;
 }
@@ -164,14 +110,15 @@ static uint64_t bytes_of(const struct span *s)
     return (s->high - s->low) * s->weight;
 }
 
-/* An LRU would not have the keys of a span, which is the next one to go there. */
+/* An LRU has no room for the oldest of its keys. */
 static void age_recent(struct learned *l)
 {
-    struct span *s = &l->spans[l->recent];
-
-    s->recent = 0;
-    l->recent_bytes -= bytes_of(s);
-    l->recent = s->younger;
+    for (int aged = 0; l->recent && l->recent_bytes > l->known.lifetime && aged < AGED_AT_ONCE; aged++) {
+        struct span *s = &l->spans[l->recent];
+        s->recent = 0;
+        l->recent_bytes -= bytes_of(s);
+        l->recent = s->younger;
+    }
 }
 
 /* Keys of a span are taken or forgotten. */
@@ -216,8 +163,7 @@ void link_young(struct learned *l, uint32_t number)
     l->recent_bytes += bytes_of(s);
     if (!l->recent)
         l->recent = number;
-    while (l->recent && l->recent_bytes > l->known.lifetime)
-        age_recent(l);
+    age_recent(l);
 }
 
 /* A span has no keys any more. */
@@ -234,7 +180,7 @@ static void bury(struct learned *l, uint32_t number)
     l->array_bytes -= array_bytes(s->room);
     free(s->hashes);
     memset(s, 0, sizeof *s);
-    s->next = l->unused_spans;
+    s->child = l->unused_spans;
     l->unused_spans = number;
     l->known.spans--;
 }
@@ -253,25 +199,26 @@ static void count_blocks(struct span *s)
         }
 }
 
-/* Forgets the keys of a span behind its last block. */
-static void forget_tail(struct learned *l, uint32_t number)
+/* Forgets the last keys of a span, at most so many, that are behind its last block; returns how many. */
+static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 {
     struct span *s = &l->spans[number];
-    uint32_t keys = s->high - s->top;
+    uint32_t keys = s->high - s->top < most ? s->high - s->top : most;
 
     if (!keys)
-        return;
-    for (uint32_t i = s->top; i < s->high; i++) {
-        struct place *there = find_place(l, s->hashes[i - s->base]);
-        if (there->hash && there->span == number)
-            remove_place(l, there);
+        return 0;
+    for (uint32_t i = s->high - keys; i < s->high; i++) {
+        if (i + AHEAD < s->high)
+            fetch_place(l, s->hashes[i + AHEAD - s->base]);
+        remove_place(l, s->hashes[i - s->base], number);
     }
     end_lives(l, s, keys, l->forgotten[s->kind]);
     lose_bytes(l, s, keys);
     s->behind += keys;
-    s->high = s->top;
+    s->high -= keys;
     if (s->low == s->high)
         bury(l, number);
+    return keys;
 }
 
 /* To be called when keys of a span have got or lost blocks, or were taken: `top` may be too high by now. */
@@ -287,7 +234,7 @@ void settle_span(struct learned *l, uint32_t number)
     if (s->low == s->high)
         bury(l, number);
     else if (s->old)
-        forget_tail(l, number);
+        forget_tail(l, number, UINT32_MAX);
 }
 
 /* Makes a span of the keys from a place on, which is not the first; returns it. */
@@ -324,13 +271,8 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
         link_before(l, rest, number);
     if (l->recent == number)
         l->recent = rest;
-    if (r->held) { /* behind the other one in its cell, which is in the order of age */
-        struct row *cell = &l->cells[cell_of(l, r)];
-        r->previous = number;
-        r->next = s->next;
-        *(r->next ? &l->spans[r->next].previous : &cell->last) = rest;
-        s->next = rest;
-    }
+    if (r->held)
+        link_behind(l, rest, number);
     if (had && !s->held)
         leave_cell(l, number);
     settle_span(l, number);
@@ -344,7 +286,7 @@ static void compact(struct learned *l, struct span *s)
 
     if (wasted < WASTED || wasted < keys)
         return;
-    uint64_t *hashes = room_for(NULL, array_bytes(keys));
+    uint64_t *hashes = or_end(malloc(array_bytes(keys)));
     memcpy(hashes, s->hashes + wasted, keys * sizeof *hashes);
     memcpy(hashes + keys, handles_of(s) + wasted, keys * sizeof(uint32_t));
     l->array_bytes -= array_bytes(s->room) - array_bytes(keys);
@@ -372,125 +314,42 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     settle_span(l, number);
 }
 
-void forget_oldest(struct learned *l)
+/* Forgets the keys that are remembered longest while they are too many, about `most` of them. */
+void forget_oldest(struct learned *l, uint64_t most)
 {
-    uint64_t most = (1 + REMEMBERED_POOLS) * l->known.lifetime;
+    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime;
 
-    for (;;) {
+    age_recent(l);
+    for (uint64_t done = 0; done < most; done++) {
         /* A block's own key is not counted: it is bounded with the pool. */
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
         uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * sizeof(struct span);
         uint32_t number = l->oldest.first;
-        if (!number || (l->known.known_bytes <= most && nbytes <= l->known.lifetime / GHOST_PART))
+        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_PART))
             break;
-        leave_order(l, number);
-        l->spans[number].old = 1;
-        forget_tail(l, number);
-    }
-    l->known.nbytes = sizeof *l + l->capacity * sizeof *l->places + l->span_room * sizeof *l->spans + l->array_bytes;
-}
-
-/* --- cells --- */
-
-static void set_filled(struct learned *l, uint32_t cell)
-{
-    if (cell == LRU_CELL)
-        return;
-    uint64_t bit = (uint64_t)1 << (l->rank[cell] & 63), *word = &l->filled[l->rank[cell] >> 6];
-
-    *word = l->cells[cell].first ? *word | bit : *word & ~bit;
-}
-
-/* Puts a span, which has got blocks, into its cell, in the order of age as far as that is near. */
-void fill_cell(struct learned *l, uint32_t number)
-{
-    struct span *s = &l->spans[number];
-    uint32_t cell = cell_of(l, s), older = l->cells[cell].last;
-
-    for (int steps = 0; older && l->spans[older].since > s->since && steps < NEAR; steps++)
-        older = l->spans[older].previous;
-    s->previous = older;
-    s->next = older ? l->spans[older].next : l->cells[cell].first;
-    *(older ? &l->spans[older].next : &l->cells[cell].first) = number;
-    *(s->next ? &l->spans[s->next].previous : &l->cells[cell].last) = number;
-    set_filled(l, cell);
-}
-
-void leave_cell(struct learned *l, uint32_t number)
-{
-    struct span *s = &l->spans[number];
-    uint32_t cell = cell_of(l, s);
-
-    *(s->previous ? &l->spans[s->previous].next : &l->cells[cell].first) = s->next;
-    *(s->next ? &l->spans[s->next].previous : &l->cells[cell].last) = s->previous;
-    s->previous = s->next = 0;
-    set_filled(l, cell);
-}
-
-static void fill_anew(struct learned *l, uint32_t number)
-{
-    l->spans[number].age_bin = age_bin(l, l->spans[number].since);
-    fill_cell(l, number);
-}
-
-/* Spans whose age bin has ended move to the next one. */
-void move_cells(struct learned *l)
-{
-    for (int kind = 0; kind < CLASSES; kind++)
-        for (int bin = BINS - 2; bin >= 0; bin--) {
-            double limit = (double)l->known.now - l->edges[bin + 1];
-            for (uint32_t number; (number = l->cells[kind * BINS + bin].first);) {
-                if (l->spans[number].since > limit)
-                    break;
-                leave_cell(l, number);
-                l->spans[number].age_bin++;
-                fill_cell(l, number);
-            }
+        if (l->spans[number].high - l->spans[number].top <= most - done) {
+            leave_order(l, number);
+            l->spans[number].old = 1;
         }
-}
-
-/* Puts all spans that have blocks into their cells anew: into one, in the order of age, or by class and age. */
-void fill_cells(struct learned *l, int as_lru)
-{
-    l->known.as_lru = as_lru;
-    memset(l->cells, 0, sizeof l->cells);
-    memset(l->filled, 0, sizeof l->filled);
-    for (uint32_t number = 1; number < l->span_room; number++)
-        if (l->spans[number].old && l->spans[number].held)
-            fill_anew(l, number);
-    for (uint32_t number = l->oldest.first; number; number = l->spans[number].younger)
-        if (l->spans[number].held)
-            fill_anew(l, number);
-}
-
-struct ranked {
-    double worth;
-    uint16_t cell;
-};
-
-static int compare(const void *one, const void *other)
-{
-    const struct ranked *a = one, *b = other;
-    int older = b->cell % BINS - a->cell % BINS;
-
-    if (a->worth != b->worth)
-        return a->worth < b->worth ? -1 : 1;
-    return older ? older : a->cell - b->cell;
-}
-
-/* The worth of cells has changed. */
-void order_cells(struct learned *l)
-{
-    struct ranked ranked[CELLS];
-
-    for (int cell = 0; cell < CELLS; cell++)
-        ranked[cell] = (struct ranked){ l->worth[cell / BINS][cell % BINS], cell };
-    qsort(ranked, CELLS, sizeof *ranked, compare);
-    memset(l->filled, 0, sizeof l->filled);
-    for (int rank = 0; rank < CELLS; rank++) {
-        l->by_rank[rank] = ranked[rank].cell;
-        l->rank[ranked[rank].cell] = rank;
-        if (!l->known.as_lru)
-            set_filled(l, ranked[rank].cell);
+        done += forget_tail(l, number, most - done);
     }
+    l->known.nbytes = sizeof *l + l->place_room * sizeof(struct place) + (l->part_mask + 1) * sizeof *l->parts +
+                      l->span_room * sizeof *l->spans + l->array_bytes;
+}
+
+/* Time has become too long to be counted on: it begins anew, and nothing is younger for it but what is too old to matter. */
+void go_back(struct learned *l)
+{
+    uint64_t epochs = l->epoch / EPOCHS_KEPT * EPOCHS_KEPT - EPOCHS_KEPT, nbytes = epochs * epoch_bytes(l);
+    uint64_t *ends[] = { &l->age_at, &l->learn_at, &l->judge_at };
+
+    for (uint32_t number = 1; number < l->span_top; number++) {
+        struct span *s = &l->spans[number];
+        s->since = s->since > nbytes ? s->since - nbytes : 0;
+    }
+    for (int i = 0; i < 3; i++)
+        *ends[i] = *ends[i] > nbytes ? *ends[i] - nbytes : 0;
+    l->epoch -= epochs;
+    l->known.now -= nbytes;
+    l->past += nbytes;
 }

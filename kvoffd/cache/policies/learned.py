@@ -8,7 +8,8 @@ to go for it. Keys without blocks are watched too: hits alone teach nothing.
 All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
 
 The work is done in C, in ``cache/learned``: ``requests.c`` has the classes, ``lifetimes.c`` what they are worth,
-``spans.c`` what is known of keys, ``blocks.c`` the order in which blocks go, ``records.c`` what the next daemon gets.
+``places.c`` and ``spans.c`` what is known of keys, ``cells.c`` and ``blocks.c`` the order in which blocks go,
+``records.c`` what the next daemon gets.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
 MEMORY_REQUESTS = 8000
 """Time in which what was seen loses its weight."""
-FORMAT = 1
+FORMAT = 2
 SEED_BYTES = 16
 _HEADER = struct.Struct("=II")
 _OFFER = struct.Struct("=dQ")

@@ -268,7 +268,7 @@ def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> Non
     assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
 
 
-HEADER, COUNTS = 8, 16 + 7 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
+HEADER, COUNTS = 8, 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
 """Bytes before the counts of a record, and of the counts. Its first span follows."""
 SPANS = HEADER + COUNTS
 
@@ -282,7 +282,7 @@ def with_field(record: bytes, at: int, form: str, *values: object) -> bytes:
 
 
 def with_more(record: bytes, more: bytes) -> bytes:
-    return with_field(record + more, 0, "=I", 1)
+    return with_field(record + more, 0, "=I", 2)
 
 
 def first_hash(record: bytes) -> bytes:
@@ -293,7 +293,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "empty": ("it is cut off", lambda record: b""),
     "cut": ("its checksum is wrong", lambda record: record[:-3]),
     "bit": ("its checksum is wrong", lambda record: record[:50] + bytes([record[50] ^ 1]) + record[51:]),
-    "format": ("its format is 9, not 1", lambda record: with_field(record, 0, "=I", 9)),
+    "format": ("its format is 9, not 2", lambda record: with_field(record, 0, "=I", 9)),
     "counts cut": ("it is cut off", lambda record: with_more(record[:500], b"")),
     "span cut": ("it is cut off", lambda record: with_more(record[: SPANS + 8], b"")),
     "keys cut": ("it is cut off", lambda record: with_more(record[:-8], b"")),
@@ -303,7 +303,9 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "classes": ("its layout is another", lambda record: with_field(record, HEADER, "=I", CLASSES + 1)),
     "pool": ("it is of a pool of another size", lambda record: with_field(record, HEADER + 16, "=Q", 5)),
     "time": ("its counts are none", lambda record: with_field(record, HEADER + 24, "=Q", 2**63)),
-    "nan": ("its counts are none", lambda record: with_field(record, HEADER + 72, "=d", nan)),
+    "past": ("its counts are none", lambda record: with_field(record, HEADER + 72, "=d", nan)),
+    "nan": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", nan)),
+    "huge": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", 1e300)),
     "inf": ("its counts are none", lambda record: with_field(record, SPANS - 8, "=d", inf)),
     "negative": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", -1.0)),
     "future": ("it has a span that is none", lambda record: with_field(record, SPANS, "=Q", 2**59)),

@@ -1,0 +1,133 @@
+/* The orders in which spans that have blocks go: by age, in all and in the cells, and cells by what they are worth. */
+#include "learned.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { NEAR = 64, MOVED_AT_ONCE = 512, AGINGS = 32, MOVED_CELLS = CLASSES * (BINS - 1) };
+
+static uint32_t cell_of(const struct span *s)
+{
+    return s->kind * BINS + s->age_bin;
+}
+
+static struct row *row_of(struct learned *l, const struct span *s, int order)
+{
+    return order == BY_AGE ? &l->pool : &l->cells[cell_of(s)];
+}
+
+/* Puts a span behind another one, or first where that is 0. */
+static void link_in(struct learned *l, uint32_t number, uint32_t before, int order)
+{
+    struct span *s = &l->spans[number];
+    struct row *row = row_of(l, s, order);
+
+    s->previous[order] = before;
+    s->next[order] = before ? l->spans[before].next[order] : row->first;
+    *(before ? &l->spans[before].next[order] : &row->first) = number;
+    *(s->next[order] ? &l->spans[s->next[order]].previous[order] : &row->last) = number;
+}
+
+/* Puts a span into an order, by age as far as that is near. */
+static void link_by_age(struct learned *l, uint32_t number, int order)
+{
+    uint64_t since = l->spans[number].since;
+    uint32_t before = row_of(l, &l->spans[number], order)->last;
+
+    for (int steps = 0; before && l->spans[before].since > since && steps < NEAR; steps++)
+        before = l->spans[before].previous[order];
+    link_in(l, number, before, order);
+}
+
+static void unlink_from(struct learned *l, uint32_t number, int order)
+{
+    struct span *s = &l->spans[number];
+    struct row *row = row_of(l, s, order);
+
+    *(s->previous[order] ? &l->spans[s->previous[order]].next[order] : &row->first) = s->next[order];
+    *(s->next[order] ? &l->spans[s->next[order]].previous[order] : &row->last) = s->previous[order];
+    s->previous[order] = s->next[order] = 0;
+}
+
+static void set_filled(struct learned *l, uint32_t cell)
+{
+    uint64_t bit = (uint64_t)1 << (l->rank[cell] & 63), *word = &l->filled[l->rank[cell] >> 6];
+
+    *word = l->cells[cell].first ? *word | bit : *word & ~bit;
+}
+
+/* A span has got blocks. */
+void fill_cell(struct learned *l, uint32_t number)
+{
+    link_by_age(l, number, BY_WORTH);
+    link_by_age(l, number, BY_AGE);
+    set_filled(l, cell_of(&l->spans[number]));
+}
+
+/* A span has no blocks any more. */
+void leave_cell(struct learned *l, uint32_t number)
+{
+    unlink_from(l, number, BY_WORTH);
+    unlink_from(l, number, BY_AGE);
+    set_filled(l, cell_of(&l->spans[number]));
+}
+
+/* A span that has blocks was cut off from another one. */
+void link_behind(struct learned *l, uint32_t number, uint32_t before)
+{
+    link_in(l, number, before, BY_WORTH);
+    link_in(l, number, before, BY_AGE);
+}
+
+/* Spans whose age bin has ended move to the next one, some at a time. */
+void move_cells(struct learned *l)
+{
+    if (l->aged == MOVED_CELLS && l->known.now >= l->age_at) {
+        l->age_at = l->known.now + l->known.lifetime / AGINGS;
+        l->aged = 0;
+    }
+    for (int moved = 0; l->aged < MOVED_CELLS; l->aged++) {
+        uint32_t kind = l->aged / (BINS - 1), bin = BINS - 2 - l->aged % (BINS - 1), number;
+        double limit = (double)l->known.now - l->edges[bin + 1];
+        while ((number = l->cells[kind * BINS + bin].first) && l->spans[number].since <= limit) {
+            if (moved++ == MOVED_AT_ONCE)
+                return;
+            unlink_from(l, number, BY_WORTH);
+            set_filled(l, kind * BINS + bin);
+            l->spans[number].age_bin++;
+            link_by_age(l, number, BY_WORTH);
+            set_filled(l, kind * BINS + bin + 1);
+        }
+    }
+}
+
+struct ranked {
+    double worth;
+    uint16_t cell;
+};
+
+static int compare(const void *one, const void *other)
+{
+    const struct ranked *a = one, *b = other;
+    int older = b->cell % BINS - a->cell % BINS;
+
+    if (a->worth != b->worth)
+        return a->worth < b->worth ? -1 : 1;
+    return older ? older : a->cell - b->cell;
+}
+
+/* The worth of cells has changed. */
+void order_cells(struct learned *l)
+{
+    struct ranked ranked[CELLS];
+
+    for (int cell = 0; cell < CELLS; cell++)
+        ranked[cell] = (struct ranked){ l->worth[cell / BINS][cell % BINS], cell };
+    qsort(ranked, CELLS, sizeof *ranked, compare);
+    memset(l->filled, 0, sizeof l->filled);
+    for (int rank = 0; rank < CELLS; rank++) {
+        l->by_rank[rank] = ranked[rank].cell;
+        l->rank[ranked[rank].cell] = rank;
+        set_filled(l, ranked[rank].cell);
+    }
+}
