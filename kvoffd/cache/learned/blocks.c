@@ -30,9 +30,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
 
 void kvoffd_learned_free(struct learned *l)
 {
-    for (uint32_t number = 1; number < l->span_top; number++)
-        free(l->spans[number].hashes);
-    free(l->spans);
+    free_spans(l);
     free_places(l);
     free(l->scratch);
     free(l);

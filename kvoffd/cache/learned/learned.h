@@ -134,6 +134,7 @@ void remove_place(struct learned *l, uint64_t hash, uint32_t span);
 void *clear_room(uint64_t count, uint64_t nbytes);
 void *scratch(struct learned *l, uint64_t nbytes);
 uint32_t *handles_of(const struct span *s);
+void free_spans(struct learned *l);
 uint32_t new_span(struct learned *l);
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
 uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight);

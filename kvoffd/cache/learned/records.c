@@ -3,7 +3,8 @@
 
 #include <string.h>
 
-static const uint64_t MOST = (uint64_t)1 << 60; /* bytes, keys and requests that may have been counted */
+static const uint64_t MOST = (uint64_t)1 << 62; /* bytes, keys and requests that may have been counted */
+static const double MOST_SUM = 1e30;
 
 struct counts {
     uint32_t classes, bins, epochs, span_bytes;
@@ -75,7 +76,7 @@ void kvoffd_learned_record(struct learned *l, uint8_t *to)
 static int all_counts(const double *values, uint64_t count, double least)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (!(values[i] >= least && values[i] <= MOST))
+        if (!(values[i] >= least && values[i] <= MOST_SUM))
             return 0;
     return 1;
 }
@@ -137,8 +138,8 @@ uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t
     if (counts->lifetime != l->known.lifetime)
         return OTHER_POOL;
     if (!all_counts(counts->returned[0], CLASSES * BINS, 0) || !all_counts(counts->forgotten[0], CLASSES * BINS, 0) ||
-        !all_counts(counts->open[0], CLASSES * EPOCHS_KEPT, -(double)MOST) || !all_counts(counts->accessed, CLASSES, 0) ||
-        !(counts->past >= 0 && counts->past <= 1e30) || counts->now > MOST || counts->keys > MOST || counts->requests > MOST || counts->spans > MOST_COUNTED)
+        !all_counts(counts->open[0], CLASSES * EPOCHS_KEPT, -MOST_SUM) || !all_counts(counts->accessed, CLASSES, 0) ||
+        !all_counts(&counts->past, 1, 0) || counts->now > MOST || counts->keys > MOST || counts->requests > MOST || counts->spans > MOST_COUNTED)
         return BAD_COUNTS;
     l->known.now = counts->now;
     l->known.keys = counts->keys;

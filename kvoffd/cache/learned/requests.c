@@ -329,7 +329,8 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     if (l->known.now > LONGEST_TIME && l->epoch >= 2 * EPOCHS_KEPT)
         go_back(l);
     forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * keys);
-    move_cells(l);
+    if (!l->known.as_lru)
+        move_cells(l);
     judge(l);
     if (l->known.now < l->learn_at || l->known.requests < l->learn_after)
         return 0;

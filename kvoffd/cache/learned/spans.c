@@ -1,11 +1,13 @@
 /* Spans of keys, and the order in which they are forgotten. */
+#define _GNU_SOURCE
 #include "learned.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
-enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 64, WASTED = 32 };
+enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 1024, WASTED = 32 };
 enum { AGED_AT_ONCE = 64 };
 
 /* Nothing can be answered without it. */
@@ -44,6 +46,28 @@ static uint64_t array_bytes(uint32_t keys)
     return (uint64_t)keys * (sizeof(uint64_t) + sizeof(uint32_t));
 }
 
+/* Doubles the room for spans, without copying them. */
+static void more_spans(struct learned *l)
+{
+    uint64_t before = l->span_room * sizeof *l->spans;
+    void *made;
+
+    l->span_room = l->span_room ? 2 * l->span_room : FEWEST_SPANS;
+    if (before)
+        made = mremap(l->spans, before, l->span_room * sizeof *l->spans, MREMAP_MAYMOVE);
+    else
+        made = mmap(NULL, l->span_room * sizeof *l->spans, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    l->spans = or_end(made == MAP_FAILED ? NULL : made);
+}
+
+void free_spans(struct learned *l)
+{
+    for (uint32_t number = 1; number < l->span_top; number++)
+        free(l->spans[number].hashes);
+    if (l->span_room)
+        munmap(l->spans, l->span_room * sizeof *l->spans);
+}
+
 /* A span without keys, whose fields are 0. */
 uint32_t new_span(struct learned *l)
 {
@@ -53,10 +77,8 @@ uint32_t new_span(struct learned *l)
         l->unused_spans = l->spans[number].child;
     } else {
         number = l->span_top ? l->span_top : 1;
-        if (number >= l->span_room) {
-            l->span_room = l->span_room ? 2 * l->span_room : FEWEST_SPANS;
-            l->spans = or_end(realloc(l->spans, l->span_room * sizeof *l->spans));
-        }
+        if (number >= l->span_room)
+            more_spans(l);
         l->span_top = number + 1;
     }
     memset(&l->spans[number], 0, sizeof *l->spans);
@@ -334,7 +356,7 @@ void forget_oldest(struct learned *l, uint64_t most)
         done += forget_tail(l, number, most - done);
     }
     l->known.nbytes = sizeof *l + l->place_room * sizeof(struct place) + (l->part_mask + 1) * sizeof *l->parts +
-                      l->span_room * sizeof *l->spans + l->array_bytes;
+                      l->span_top * sizeof *l->spans + l->array_bytes;
 }
 
 /* Time has become too long to be counted on: it begins anew, and nothing is younger for it but what is too old to matter. */

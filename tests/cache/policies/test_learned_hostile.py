@@ -1,0 +1,135 @@
+"""The policy that learns, before clients that send whatever is worst for it, and after years."""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+
+import pytest
+from support.cache_harness import CacheHarness, keys_of
+from support.learned_check import check_learned
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policies.learned import Policy
+from kvoffd_proto.messages import READY
+
+MIB = 1 << 20
+HEADER, FIRST_SPAN = 8, 8 + 16 + 8 * 8 + 8 * 77 * (2 * 17 + 320 + 1)
+"""Of a record: bytes before its body, and before its first span."""
+MOST_COUNTED = 1 << 30
+
+
+def policy_of(rig: CacheHarness) -> Policy:
+    policy = rig.cache.policy
+    assert isinstance(policy, Policy)
+    return policy
+
+
+def ask(rig: CacheHarness, namespace: Namespace, chain: list[int]) -> bytes:
+    answer = rig.cache.lookup(namespace, 7, 1, [(0, keys_of(*chain))])
+    rig.cache.touch(7)
+    rig.cache.release(1, [7])
+    return answer.states[0]
+
+
+def test_one_request_for_more_than_the_pool_makes_nothing_forgotten_and_nothing_old() -> None:
+    rig = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")  # 40 blocks
+    polite, hostile = rig.open("polite", shard_bytes=(MIB,)), rig.open("hostile", world_size=8, shard_bytes=(4 * MIB,))
+    for first in range(0, 600, 20):
+        ask(rig, polite, list(range(first, first + 10)))
+    known, before = policy_of(rig).known, policy_of(rig).known.now
+    remembered = policy_of(rig).ghosts
+    ask(rig, hostile, list(range(50_000)))
+    assert known.now - before <= rig.slots.pool_bytes
+    assert remembered <= policy_of(rig).ghosts <= remembered + 1
+    check_learned(policy_of(rig))
+
+
+def test_what_is_too_much_is_forgotten_a_little_with_each_request() -> None:
+    rig = CacheHarness(regions=512, region_bytes=32 * MIB, policy="learned")
+    small, large = rig.open("small", shard_bytes=(MIB // 16,)), rig.open("large", shard_bytes=(32 * MIB,))
+    for first in range(0, 60_000, 3000):
+        ask(rig, small, list(range(first, first + 3000)))
+    policy = policy_of(rig)
+    forgotten, left = [], policy.ghosts
+    for first in range(0, 512 * 50, 512):  # each as much as the pool holds
+        ask(rig, large, list(range(first, first + 512)))
+        forgotten.append(left + 512 - policy.ghosts)
+        left = policy.ghosts
+    assert sum(forgotten) >= 60_000
+    assert max(forgotten) <= 2048 + 2 * 512
+    check_learned(policy)
+
+
+def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
+    """Each of its keys was seen another number of times than the next one."""
+    rig = CacheHarness(regions=8, region_bytes=1024 * MIB, policy="learned")
+    namespace = rig.open(shard_bytes=(MIB,))
+    chain = list(range(1300))
+    for count in range(1, len(chain) + 1):
+        ask(rig, namespace, chain[:count])
+    rig.put(namespace, keys_of(*chain))
+    policy = policy_of(rig)
+    assert policy.known.spans > 1200
+    check_learned(policy)
+    order = [int.from_bytes(block.key, "big") for block in policy.candidates()]
+    assert sorted(order) == chain
+    assert order[:900] == sorted(order[:900], reverse=True)
+
+
+def counted_to_the_most(record: bytes) -> bytes:
+    """Its first span was seen, and its conversation went on, as often as is counted."""
+    changed = bytearray(record)
+    struct.pack_into("=II", changed, FIRST_SPAN + 20, MOST_COUNTED, MOST_COUNTED)
+    struct.pack_into("=I", changed, 4, zlib.crc32(changed[HEADER:]))
+    return bytes(changed)
+
+
+def test_what_is_asked_for_for_ever_is_counted_no_further() -> None:
+    rig = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")
+    ask(rig, rig.open(shard_bytes=(MIB,)), [1, 2, 3])
+    heir = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")
+    policy = policy_of(heir)
+    policy.go_on(counted_to_the_most(policy_of(rig).record()))
+    namespace = heir.open(shard_bytes=(MIB,))
+    for _ in range(3):
+        ask(heir, namespace, [1, 2, 3])
+        worth = policy.worth_of(namespace, 0, keys_of(1))
+        assert worth is not None
+        assert (worth.requests, worth.turn) == (MOST_COUNTED, MOST_COUNTED)
+        next_one = make_policy("learned", heir.slots.pool_bytes)
+        next_one.go_on(policy.record())  # is not refused
+    check_learned(policy)
+
+
+def test_a_block_larger_than_the_pool_does_not_spoil_the_record() -> None:
+    rig = CacheHarness(regions=2, region_bytes=4 * MIB, policy="learned")
+    namespace = rig.open(world_size=4, shard_bytes=(4 * MIB,))
+    ask(rig, namespace, [1, 2, 3])
+    rig.put(namespace, keys_of(1, 2, 3))
+    next_one = make_policy("learned", rig.slots.pool_bytes)
+    next_one.go_on(policy_of(rig).record())
+    check_learned(policy_of(rig))
+
+
+def test_time_that_is_counted_anew_changes_no_decision() -> None:
+    """The same requests for blocks of a MiB and for blocks so large that time would pass all numbers."""
+    sizes = (MIB, 2**48)
+    rigs = [CacheHarness(regions=10, region_bytes=4 * size, policy="learned") for size in sizes]
+    spaces = [rig.open(shard_bytes=(size,)) for rig, size in zip(rigs, sizes, strict=True)]
+    rng, found, backward, last = random.Random(7), [0, 0], 0, 0
+    for _ in range(4000):
+        first = 20 * rng.randrange(12)
+        chain = list(range(first, first + rng.randint(1, 18)))
+        for number, (rig, space) in enumerate(zip(rigs, spaces, strict=True)):
+            found[number] += ask(rig, space, chain).count(READY)
+            rig.put(space, keys_of(*chain))
+        now = policy_of(rigs[1]).known.now
+        backward, last = backward + (now < last), now
+    assert backward >= 2
+    assert found[0] == pytest.approx(found[1], rel=0.01)
+    for rig in rigs:
+        check_learned(policy_of(rig))
+    make_policy("learned", rigs[1].slots.pool_bytes).go_on(policy_of(rigs[1]).record())
