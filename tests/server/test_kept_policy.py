@@ -74,7 +74,7 @@ def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -
             (good[:-1], "its checksum is wrong"),
             (good[:10], "it is cut off"),
             (b"gate\n", "it is not of the policy learned"),
-            (good.replace(b"learned\n\1", b"learned\n\7"), "its format is 7, not 1"),
+            (good.replace(b"learned\n\2", b"learned\n\7"), "its format is 7, not 2"),
             (bytes(17 << 20), "more than"),
         ):
             kept.write_bytes(damage)
