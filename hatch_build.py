@@ -17,6 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = [
+    "kvoffd/cache/curve.c",
     "kvoffd/cache/key_states.c",
     "kvoffd/cache/learned/blocks.c",
     "kvoffd/cache/learned/cells.c",

@@ -11,6 +11,7 @@ from typing import TypeAlias, TypeVar, cast
 from msgspec import Struct
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -68,6 +69,7 @@ class Context:
     scrubber: Scrubber
     recent: Recent
     recorder: Recorder
+    curve: HitRatioCurve
     table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""

@@ -72,6 +72,7 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
                 kept_bytes=shares.kept_bytes(namespace, weights),
                 misses=named(namespace.counters.misses),
                 recent=context.recent.of_namespace(namespace),
+                curve=m.HitCurve(*context.curve.of_namespace(namespace)),
             )
             for namespace in cache.namespaces
         ],
@@ -90,6 +91,9 @@ def stats(context: Context, session: Session, message: m.Stats) -> m.StatsReply:
         health_problems=dict(Counter(cause.reason for cause in causes)),
         recent=context.recent.in_all(),
         routers=_router_stats(context),
+        curve=m.HitCurve(*context.curve.in_all()),
+        curve_seen_bytes=context.curve.seen_bytes,
+        curve_bytes=context.curve.nbytes,
     )
 
 

@@ -17,6 +17,7 @@ import kvoffd.server.admin_requests
 import kvoffd.server.engine_requests
 import kvoffd.server.report  # noqa: F401
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -90,10 +91,12 @@ class Service:
             Scrubber(cache, clock),
             Recent(cache, clock),
             Recorder(cache, clock),
+            HitRatioCurve(cache.slots.pool_bytes, clock),
             table_bytes,
             disks,
         )
         self.sessions = self.context.sessions
+        cache.watchers.append(self.context.curve.requested)
         self._left: deque[Iterator[None]] = deque()
         """What is left to be done of requests whose senders are gone."""
         self._half_stored_told: WeakSet[Namespace] = WeakSet()
@@ -183,6 +186,7 @@ class Service:
             self._warn_of_half_stored()
         context.memory.expire()
         context.recent.tick()
+        context.curve.tick()
         forget_idle(context, FORGET_AFTER_S)
         if context.disks is not None:
             context.disks.tick()

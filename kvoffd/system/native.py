@@ -16,7 +16,7 @@ class NotCompiled(KvoffdError):
 
 
 class Native:
-    """The library's functions, which ``host_copy.c``, ``gpu_copy.c``, ``key_states.c`` and ``cache/learned`` describe.
+    """The library's functions, which the C files of ``cache``, ``cache/learned`` and ``transfer`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -36,6 +36,9 @@ class Native:
             self.move_states = with_gil.kvoffd_move_states
             self.note_reasons = with_gil.kvoffd_note_reasons
             self.count_reasons = with_gil.kvoffd_count_reasons
+            self.curve_new = with_gil.kvoffd_curve_new
+            self.curve_free = with_gil.kvoffd_curve_free
+            self.curve_asked = with_gil.kvoffd_curve_asked
             self.learned_new = with_gil.kvoffd_learned_new
             self.learned_free = with_gil.kvoffd_learned_free
             self.learned_note = with_gil.kvoffd_learned_note
@@ -67,6 +70,10 @@ class Native:
         self.count_reasons.argtypes, self.count_reasons.restype = (address, text, count, text, address), None
         real = ctypes.c_double
         keys = (count, text, count, count)  # whose, end to end, how many, bytes of each
+        self.curve_new.argtypes, self.curve_new.restype = (address, text), address
+        self.curve_free.argtypes, self.curve_free.restype = (address,), None
+        self.curve_asked.argtypes = (address, address, count, text, count, count, count, real, count)
+        self.curve_asked.restype = None
         self.learned_new.argtypes, self.learned_new.restype = (count, text), address
         self.learned_free.argtypes, self.learned_free.restype = (address,), None
         self.learned_note.argtypes, self.learned_note.restype = (address, *keys, count, count), count

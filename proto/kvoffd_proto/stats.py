@@ -61,6 +61,27 @@ class RecentStats(Wire, frozen=True):
         return self.keys_asked - self.keys_ready - self.keys_pending
 
 
+Ratio = Annotated[float, doc(ge=0, le=1)]
+
+
+class HitCurve(Wire, frozen=True):
+    """What requests for tokens found, and would have found in pools of other sizes. What is a day old weighs half."""
+
+    asked_tokens: Annotated[Count, gauge("Tokens of all keys that requests asked for; each request counts once.")]
+    found_tokens: Annotated[
+        Count, gauge("Tokens of those keys that were ready in the pool, up to the first that was not.")
+    ]
+    lru_ratios: Annotated[
+        dict[str, Ratio],
+        gauge(
+            "The part of the tokens that requests had found with the policy lru, by the size of the pool, in parts of "
+            "the size that it has; estimated from a sample of the keys.",
+            "lru_hit_ratio",
+            key_label="pool",
+        ),
+    ]
+
+
 class NamespaceStats(Wire, frozen=True):
     """Counters of one namespace since the daemon's start."""
 
@@ -116,6 +137,9 @@ class NamespaceStats(Wire, frozen=True):
     kept_bytes: Annotated[
         ByteCount, gauge("Pool bytes that it does not lose to other namespaces now, by its minimum and weight.")
     ] = 0
+    curve: Annotated[
+        HitCurve | None, metrics_of_part("What its requests found, and had found in pools of other sizes.", "curve_")
+    ] = None
 
 
 class DirectionStats(Wire, frozen=True):
@@ -365,6 +389,17 @@ class StatsReply(Reply, frozen=True):
     ghost_keys: Annotated[Count, gauge("Keys that have no block in the pool and that the policy remembers.")] = 0
     routers: Annotated[RouterStats | None, metrics_of_part("KV events for routers; nil while off.", "router_")] = None
     policy_bytes: Annotated[ByteCount, gauge("Memory of what the policy knows of keys; 0 where it does not count.")] = 0
+    curve: Annotated[
+        HitCurve | None, metrics_of_part("What requests found, and had found in pools of other sizes.", "curve_")
+    ] = None
+    curve_seen_bytes: Annotated[
+        ByteCount,
+        gauge(
+            "Bytes of the different blocks that were asked for, up to ten pools: nothing is known of larger pools.",
+            "curve_seen_bytes",
+        ),
+    ] = 0
+    curve_bytes: Annotated[ByteCount, gauge("Memory of the sample from which the curve is made.")] = 0
 
 
 @exchange(Section.ADMINISTRATION, ANY_ROLE, over_tcp=True)

@@ -20,6 +20,7 @@ from kvoffd_proto.messages import (
     DiskStats,
     HealthLevel,
     Histogram,
+    HitCurve,
     IntegrityStats,
     LatencyStats,
     NamespaceStats,
@@ -40,8 +41,16 @@ def numbers(struct: type, start: int, **given: object) -> object:
 
 def some_stats() -> StatsReply:
     spaces = [
-        numbers(NamespaceStats, 600, namespace=b"\xaa" * 32, label="tiny", recent=[], misses={"evicted": 1601}),
-        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\', recent=[], misses={}),
+        numbers(
+            NamespaceStats,
+            600,
+            namespace=b"\xaa" * 32,
+            label="tiny",
+            recent=[],
+            misses={"evicted": 1601},
+            curve=numbers(HitCurve, 2000, lru_ratios={"0.5": 2101}),
+        ),
+        numbers(NamespaceStats, 700, namespace=b"\xbb" * 32, label='odd "label"\n\\', recent=[], misses={}, curve=None),
     ]
     stats = numbers(
         StatsReply,
@@ -62,6 +71,7 @@ def some_stats() -> StatsReply:
         below=numbers(BelowStats, 1000, failed_promotions={"corrupt": 1101}, write_mode="reuse"),
         recent=[],
         routers=numbers(RouterStats, 1800),
+        curve=numbers(HitCurve, 2200, lru_ratios={"10": 2301}),
         health=HealthLevel.DEGRADED,
         health_problems={"disk_errors": 1701},
         loop_blocked=Histogram({"0.1": 1501, "+Inf": 1502}, 1503),
@@ -119,7 +129,9 @@ def test_samples_carry_their_labels_and_values() -> None:
 def test_namespaces_that_begin_alike_have_their_whole_name() -> None:
     """A client chooses its fingerprint; two series of one name would fail the whole scrape."""
     alike = [b"\xaa" * 6 + bytes([number]) * 26 for number in (1, 2)]
-    spaces = [numbers(NamespaceStats, 600, namespace=name, label="", misses={}) for name in (*alike, b"\xbb" * 32)]
+    spaces = [
+        numbers(NamespaceStats, 600, namespace=name, label="", misses={}, curve=None) for name in (*alike, b"\xbb" * 32)
+    ]
     page = render_metrics(msgspec.structs.replace(some_stats(), namespaces=spaces)).decode()
     shown = set(re.findall('kvoffd_namespace_lookups_total{namespace="(.*)"}', page))
     assert shown == {alike[0].hex(), alike[1].hex(), "bb" * 6}

@@ -52,7 +52,7 @@ def values(hint: object, metas: list[Meta]) -> st.SearchStrategy[object]:
         highest = min(bound(metas, "le", 2**63 - 1), bound(metas, "lt", 2**63) - 1)
         return st.integers(bound(metas, "ge", 0), highest)
     if hint is float:
-        return st.floats(0, 1e12, allow_nan=False)
+        return st.floats(0, bound(metas, "le", 10**12), allow_nan=False)
     if hint is str:
         return st.text(min_size=low, max_size=high)
     assert hint is bytes, hint

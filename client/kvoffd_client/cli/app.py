@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, shared_commands
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
+from kvoffd_client.cli.curve_command import curve
 from kvoffd_client.cli.disk_commands import disk_app
 from kvoffd_client.cli.namespace_command import namespace_app
 from kvoffd_client.cli.policy_command import policy
@@ -52,6 +53,7 @@ app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.command()(policy)
+app.command()(curve)
 app.command()(record)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")

@@ -15,6 +15,8 @@ from rich.text import Text
 from kvoffd_client.cli.text import printable as printable
 from kvoffd_proto.units import format_count
 
+TEXT_CELLS = 80
+"""Width of what need not be wider."""
 PIPE_CELLS = 120
 """Width of a page in a pipe."""
 PIPE_LIST_CELLS = 1000

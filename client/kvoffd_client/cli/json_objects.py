@@ -250,6 +250,33 @@ class RecordDone(Struct, frozen=True):
     ended: Annotated[str, doc("Why it ended: duration, size, interrupt, or daemon, which went away.")]
 
 
+class CurvePoint(Struct, frozen=True):
+    """A pool of another size."""
+
+    pool: Annotated[float, doc("Its size, in parts of the size that the pool has.")]
+    pool_bytes: Annotated[ByteCount, doc("Its size.")]
+    lru_hit_percent: Annotated[float, doc("Part of the tokens that requests had found with the policy lru.")]
+
+
+class CurveOf(Struct, frozen=True):
+    """The curve of a namespace, or of all."""
+
+    namespace: Annotated[bytes | None, doc("Fingerprint of the namespace; null for all together.")]
+    label: Annotated[str | None, doc("Name of the namespace for operators; null for all together.")]
+    asked_tokens: Annotated[Count, doc("Tokens that requests asked for. What is a day old weighs half.")]
+    hit_percent: Annotated[float, doc("Part of these that they found in the pool, measured.")]
+    points: Annotated[list[CurvePoint], doc("By size, ascending. A pool of the size is one of all namespaces.")]
+
+
+class HitCurves(Struct, frozen=True):
+    """Of ``curve``."""
+
+    policy: Annotated[str, doc("Eviction policy, which made the measured hits.")]
+    pool_bytes: Annotated[ByteCount, doc("Size of the pool.")]
+    seen_bytes: Annotated[ByteCount, doc("Different blocks that were asked for, up to ten pools.")]
+    curves: Annotated[list[CurveOf], doc("Of all together, then of each namespace that was asked for anything.")]
+
+
 class SimulatedPolicy(Struct, frozen=True):
     """What a policy made of a trace."""
 

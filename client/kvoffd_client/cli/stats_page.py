@@ -43,7 +43,7 @@ WIDE_CELLS = 116
 """From here on there is room for every column."""
 AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
-CLOSE = ("ended", "health", "notes", "misses")
+CLOSE = ("ended", "health", "notes", "misses", "curve")
 """Sections without an empty line before them."""
 LEAST_NAMESPACE_LINES = 3
 """Lines of namespaces for which other sections are made shorter."""
@@ -80,6 +80,7 @@ class StatsPage:
             "notes": tuple(_pool_notes(now.pool, now.blocks)),
             "over": (_recent(now.recent, wide),),
             "misses": tuple(_misses(now.recent, wide)),
+            "curve": tuple(_curve(now, wide)),
             "copies": (_copies(now),),
             "lookups": (_lookups(now),),
             "disks": (_disks(now),) if now.disks else (),
@@ -106,7 +107,13 @@ class StatsPage:
         Returns how many namespaces it has lines for, and whether there are some for empty lines between sections.
         """
         failures, found = _failures(self.now), len(self.now.namespaces)
-        shorter: dict[str, Section] = {"errors": (_short_errors(failures),), "ended": (), "misses": (), "notes": ()}
+        shorter: dict[str, Section] = {
+            "errors": (_short_errors(failures),),
+            "ended": (),
+            "curve": (),
+            "misses": (),
+            "notes": (),
+        }
         # Beside the namespaces there is a line with the titles, and one that says how many others there are.
         wanted = min(found, MAX_NAMESPACES) + 1 + (found > MAX_NAMESPACES)
         left = lines - sum(height(*parts) for parts in sections.values())
@@ -263,6 +270,16 @@ def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Text]:
     if parts:
         line = Text(no_wrap=True, overflow="ellipsis")
         yield line.append("Misses".ljust(TITLE_CELLS), style="bold").append(printable("; ".join(parts)))
+
+
+def _curve(now: StatsReply, wide: bool) -> Iterator[Text]:
+    """The part of the tokens that was found, and that an lru had found with other sizes of the pool."""
+    if (curve := now.curve) is None or not curve.asked_tokens:
+        return
+    found = percent(curve.found_tokens, curve.asked_tokens, "0 %")
+    pools = {"0.5": "half the pool", "1": "this", "2": "twice", **({"10": "ten times"} if wide else {})}
+    others = (f"{name} {percent(curve.lru_ratios[size], 1, '0 %')}" for size, name in pools.items())
+    yield fitting(f"{'Tokens':<{TITLE_CELLS}}{found} found; lru: {', '.join(others)}")
 
 
 def _copies(now: StatsReply) -> Table:

@@ -1,0 +1,131 @@
+"""``kvoffd-cli curve``: how much pools of other sizes would find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec import structs
+from rich.console import Console
+from rich.text import Text
+
+from kvoffd_client.cli.console import (
+    TEXT_CELLS,
+    bar_characters,
+    fitting,
+    make_console,
+    namespace_name,
+    percent,
+    print_line,
+    print_page,
+)
+from kvoffd_client.cli.json_objects import CurveOf, CurvePoint, HitCurves
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_proto.messages import HitCurve, StatsReply
+from kvoffd_proto.units import format_count, format_size
+
+POINT_CELLS = 30
+"""A line without its bar."""
+
+
+def curve(
+    context: typer.Context,
+    namespace: Annotated[str, NAMESPACE_OPTION] = "",
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it into a PNG file too.")] = None,
+    directory: Directory = None,
+    json: Json = False,
+) -> None:
+    """Show which part of the tokens requests would find in pools from a tenth to ten times the size.
+
+    It is estimated, while the daemon serves, from a sample of the keys that requests ask for, for the policy lru; what
+    the daemon's own policy found in the pool that there is, is measured. Counted are the tokens up to the first block
+    that is not there, for each namespace in a pool of all namespaces. What is a day old weighs half.
+    """
+    if png is not None:
+        from kvoffd_client.bench.results import check_plot
+
+        check_plot(png)
+    with open_admin(context, directory) as admin:
+        found = curves_of(admin.stats())
+        fingerprint = resolve_namespace(admin.namespaces().namespaces, namespace).namespace if namespace else None
+    if namespace:
+        found = structs.replace(found, curves=[one for one in found.curves if one.namespace == fingerprint])
+    if png is not None and found.curves:
+        _draw(found, png)
+    if json:
+        print_json(found)
+        return
+    if not found.curves:
+        print_line("No request has asked for anything so far.")
+    console = make_console()
+    for number, one in enumerate(found.curves if namespace else found.curves[:1]):
+        if number:
+            print_line("")
+        for line in _page(found, one, console):
+            print_page(line, console)
+    if not namespace and len(found.curves) > 2:
+        print_line(f"Of all {len(found.curves) - 1} namespaces together; --namespace NAME shows one.")
+
+
+def curves_of(stats: StatsReply) -> HitCurves:
+    """The curves in a daemon's statistics."""
+    pool_bytes = stats.pool.pool_bytes
+    curves = [_curve_of(None, None, stats.curve, pool_bytes)] if stats.curve is not None else []
+    curves += [
+        _curve_of(one.namespace, one.label, one.curve, pool_bytes) for one in stats.namespaces if one.curve is not None
+    ]
+    return HitCurves(stats.policy, pool_bytes, stats.curve_seen_bytes, [one for one in curves if one.asked_tokens])
+
+
+def _curve_of(fingerprint: bytes | None, label: str | None, curve: HitCurve, pool_bytes: int) -> CurveOf:
+    points = [
+        CurvePoint(float(size), round(float(size) * pool_bytes), 100 * ratio)
+        for size, ratio in curve.lru_ratios.items()
+    ]
+    hits = 100 * curve.found_tokens / max(1, curve.asked_tokens)
+    return CurveOf(fingerprint, label, curve.asked_tokens, hits, points)
+
+
+def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:
+    name = "All namespaces" if one.namespace is None else namespace_name(one.label or "", one.namespace)
+    yield fitting(f"{name}: {format_count(one.asked_tokens)} tokens asked for; found of them")
+    full, _, empty = bar_characters(console.options)
+    cells = min(console.width, TEXT_CELLS) - POINT_CELLS
+    for point in one.points:
+        bar = round(cells * point.lru_hit_percent / 100)
+        size = f"{format_size(point.pool_bytes):>10}  {point.pool:>4g}  "
+        style = "bold" if point.pool == 1 else ""
+        yield Text(f"{size}{full * bar}{empty * (cells - bar)} {percent(point.lru_hit_percent, 100):>7} lru", style)
+        if point.pool == 1:
+            own = round(cells * one.hit_percent / 100)
+            line = f"{'':>10}  {'':>4}  {full * own}{empty * (cells - own)} {percent(one.hit_percent, 100, '0 %'):>7}"
+            yield Text(f"{line} measured", "bold")
+    if found.seen_bytes < 0.99 * found.curves[0].points[-1].pool_bytes:
+        seen = format_size(found.seen_bytes)
+        yield Text(
+            f"Only {seen} of different blocks were asked for: more memory than that finds no more so far.", "dim"
+        )
+
+
+def _draw(found: HitCurves, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for one in found.curves:
+        sizes = [point.pool_bytes / 2**30 for point in one.points]
+        name = "all, lru" if one.namespace is None else f"{one.label}, lru"
+        (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
+        label = f"{found.policy}, measured" if one is found.curves[0] else None
+        now = found.pool_bytes / 2**30
+        axes.plot([now], [one.hit_percent], marker="*", markersize=12, color=line.get_color(), ls="", label=label)
+    axes.set(xscale="log", xlabel="pool, GiB", ylabel="tokens found, %", ylim=(0, None))
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise CliError(f"The plot cannot be written to {path}: {error.strerror}.") from None

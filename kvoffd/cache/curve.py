@@ -1,0 +1,116 @@
+"""How many hits a pool of another size would have, had it the policy lru: learned from a sample of what is asked for.
+
+A request's hits are the keys before the first that is not there, as everywhere; tokens are counted, not keys. The work
+is done in ``curve.c``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import Chain
+from kvoffd.system.native import native
+
+SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
+"""Of pools, in parts of the pool that is there."""
+HALVED_EVERY_S = 86400.0
+"""What was counted weighs half a day later."""
+UNKNOWN_TOKENS = 1
+"""Tokens of a block whose group does not say."""
+PIECE_TOKENS = 512
+_KINDS = 3
+_ROW = 2 * _KINDS + _KINDS * len(SIZES)
+_Counts = NDArray[np.float64]
+
+
+class CurveState(NamedTuple):
+    """What was found out of a namespace, or of all; the fields of ``HitCurve``."""
+
+    asked_tokens: int
+    found_tokens: int
+    lru_ratios: dict[str, float]
+
+
+class HitRatioCurve:
+    """Watches a cache; its memory is bounded. For the cache's thread."""
+
+    def __init__(self, pool_bytes: int, clock: Callable[[], float]) -> None:
+        self._native = native()
+        sizes = (ctypes.c_double * len(SIZES))(*(pool_bytes * size for size in SIZES))
+        self._at = self._native.curve_new(sizes, os.urandom(16))
+        if not self._at:
+            raise MemoryError
+        self._free = weakref.finalize(self, self._native.curve_free, self._at)
+        self._clock = clock
+        self._halved_at = clock()
+        self._counts: WeakKeyDictionary[Namespace, tuple[_Counts, int, list[int]]] = WeakKeyDictionary()
+        """Those of ``struct counts``, their address, and the tokens that requests found."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return ctypes.c_uint64.from_address(self._at).value
+
+    @property
+    def seen_bytes(self) -> int:
+        """Bytes of the different blocks that were asked for lately, up to the largest size, about."""
+        return int(ctypes.c_double.from_address(self._at + 8).value)
+
+    def requested(self, chains: Sequence[Chain]) -> None:
+        """Note a request. Benches, and groups whose blocks have no size yet, are left out."""
+        for namespace, group, keys, ready in chains:
+            if namespace.of_bench or not keys or not (block_bytes := namespace.block_bytes(group)):
+                continue
+            if (found := self._counts.get(namespace)) is None:
+                counts = np.zeros(_ROW)
+                found = self._counts[namespace] = counts, counts.ctypes.data, [0]
+            tokens = namespace.groups[group].tokens_per_block or UNKNOWN_TOKENS
+            size = namespace.key_bytes
+            whose = int.from_bytes(namespace.fingerprint[:8], "big") ^ group
+            per = max(1, PIECE_TOKENS // tokens) if tokens > UNKNOWN_TOKENS else 1
+            self._native.curve_asked(self._at, found[1], whose, keys, len(keys) // size, size, block_bytes, tokens, per)
+            run = len(ready)
+            if run and ready[-1].key != keys[(run - 1) * size : run * size]:
+                run = next(at for at, block in enumerate(ready) if block.key != keys[at * size : (at + 1) * size])
+            found[2][0] += run * tokens
+
+    def tick(self) -> None:
+        """Have what is old weigh less."""
+        if self._clock() - self._halved_at >= HALVED_EVERY_S:
+            self._halved_at = self._clock()
+            for counts, _, found in self._counts.values():
+                counts *= 0.5
+                found[0] //= 2
+
+    def of_namespace(self, namespace: Namespace) -> CurveState:
+        """What requests of one namespace had found, in pools of all namespaces."""
+        found = self._counts.get(namespace)
+        return _state(np.zeros(_ROW), 0) if found is None else _state(found[0], found[2][0])
+
+    def in_all(self) -> CurveState:
+        """All namespaces together."""
+        rows = list(self._counts.values())
+        return _state(sum((counts for counts, _, _ in rows), np.zeros(_ROW)), sum(found[0] for _, _, found in rows))
+
+
+def _state(counts: _Counts, found_tokens: int) -> CurveState:
+    total, sampled = counts[:_KINDS], counts[_KINDS : 2 * _KINDS]
+    hits = counts[2 * _KINDS :].reshape(_KINDS, len(SIZES)).cumsum(axis=1)
+    asked = float(total.sum())
+    # Of what was asked for, not of what a sample should have been: a sample that is too large or small does no harm.
+    parts = hits / np.maximum(sampled, 1)[:, None] * total[:, None]
+    ratios = parts.sum(axis=0) / max(asked, 1)
+    return CurveState(
+        round(asked),
+        found_tokens,
+        {f"{size:g}": min(1.0, float(ratio)) for size, ratio in zip(SIZES, ratios, strict=True)},
+    )

@@ -1,0 +1,123 @@
+"""The hit-ratio curve, held against the daemon's own cache with the policy lru."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvoffd.cache import curve
+from kvoffd.cache.curve import SIZES, HitRatioCurve
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.policies import Chain
+from kvoffd.simulate.replay import replay
+from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd_proto.messages import GroupSpec
+
+MIB = 1 << 20
+
+
+def chain_of(*keys: int) -> bytes:
+    return b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys)
+
+
+def namespace_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Namespace:
+    namespace = Namespace(bytes([name]) * 32, label, 1, KEY_BYTES, [GroupSpec("full", tokens)], "{}")
+    if block_bytes:
+        namespace.fix_shard_bytes(0, [block_bytes], [block_bytes])
+    return namespace
+
+
+def conversations(requests: int, seed: int, spread: int) -> Trace:
+    """Chats of a common first block, that grow by some blocks, twelve turns at most, and are left by and by."""
+    random, made = Random(seed), 0
+    chats: list[list[int]] = []
+    asked = []
+    for _ in range(requests):
+        at = len(chats) - 1 - int(random.expovariate(1 / spread))
+        if at < 0 or len(chats[at]) > 40 or random.random() < 0.3:
+            at = len(chats)
+            chats.append([0])
+        new = random.randrange(1, 8)
+        chats[at] = [*chats[at], *range(made + 1, made + 1 + new)]
+        made += new
+        asked.append(chain_of(*chats[at]))
+    return Trace("made", 512, asked)
+
+
+def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
+    watched, namespace = HitRatioCurve(pool * MIB, lambda: 0.0), namespace_of()
+    for keys in trace.requests:
+        watched.requested([Chain(namespace, 0, keys, ())])
+    return watched.in_all().lru_ratios
+
+
+def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
+    trace = conversations(500, seed=1, spread=30)
+    found = ratios_of(trace, 200)
+    for size in SIZES:
+        assert 100 * found[f"{size:g}"] == pytest.approx(replay(trace, "lru", round(200 * size)).hit_percent, abs=0.5)
+    assert found["0.1"] < found["1"] < found["10"]
+
+
+def test_a_sample_tells_nearly_the_same() -> None:
+    # More different blocks than are kept, so that one stands for several: all are asked for twice, in one order.
+    trace = Trace("cycle", 512, [chain_of(*range(at, at + 16)) for at in range(0, 200_000, 16)] * 2)
+    found = ratios_of(trace, 250_000)
+    assert found["0.7"] == pytest.approx(0, abs=0.005)
+    assert found["1"] == found["10"] == pytest.approx(0.5, abs=0.005)
+
+
+def test_small_blocks_are_watched_in_pieces() -> None:
+    watched, namespace = HitRatioCurve(100 * MIB, lambda: 0.0), namespace_of(MIB // 32, tokens=16)
+    pieces = 70  # the last of them is not whole at first
+    for turn in range(4):
+        watched.requested([Chain(namespace, 0, chain_of(*range(32 * pieces + 7 * turn)), ())])
+    asked = [32 * pieces + 7 * turn for turn in range(4)]
+    state = watched.in_all()
+    assert state.asked_tokens == 16 * sum(asked)
+    assert state.lru_ratios["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
+    assert state.lru_ratios["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
+    # Half of a piece in whose middle another conversation goes on: that is where it does so on average.
+    before = state.lru_ratios["10"] * state.asked_tokens
+    watched.requested([Chain(namespace, 0, chain_of(*range(20), *range(10**6, 10**6 + 12)), ())])
+    state = watched.in_all()
+    assert state.lru_ratios["10"] * state.asked_tokens - before == pytest.approx(512 / 2, abs=1)
+
+
+def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
+    watched, namespace = HitRatioCurve(1000 * MIB, lambda: 0.0), namespace_of()
+    before = watched.nbytes
+    for request in range(3000):
+        watched.requested([Chain(namespace, 0, chain_of(*range(request * 64, request * 64 + 64)), ())])
+    assert watched.nbytes <= before + 64 * 32 < 8 * MIB
+    assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
+    assert watched.in_all().lru_ratios["10"] == 0
+
+
+def test_namespaces_share_the_pool_and_benches_count_nowhere() -> None:
+    watched = HitRatioCurve(100 * MIB, lambda: 0.0)
+    one, other = namespace_of(name=1), namespace_of(name=2)
+    keys = chain_of(*range(40))
+    for _ in range(5):
+        for namespace in (one, other):
+            watched.requested([Chain(namespace, 0, keys, ())])
+        watched.requested([Chain(namespace_of(label="bench x", name=3), 0, keys, ())])
+        watched.requested([Chain(namespace_of(block_bytes=0, name=4), 0, keys, ())])
+    for namespace in (one, other):
+        state = watched.of_namespace(namespace)
+        assert state.asked_tokens == 5 * 40 * 512
+        assert state.lru_ratios["0.3"] == 0  # the other one's came in between
+        assert state.lru_ratios["1"] == pytest.approx(0.8)
+    assert watched.in_all().asked_tokens == 10 * 40 * 512
+
+
+def test_what_is_old_weighs_half() -> None:
+    now = 0.0
+    watched, namespace = HitRatioCurve(100 * MIB, lambda: now), namespace_of()
+    watched.requested([Chain(namespace, 0, bytes(8), ())])
+    watched.tick()
+    assert watched.in_all().asked_tokens == 512
+    now = curve.HALVED_EVERY_S
+    watched.tick()
+    assert watched.in_all().asked_tokens == 256
