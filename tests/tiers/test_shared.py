@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from support.faulty_store import FaultyStore
@@ -591,4 +593,32 @@ def test_without_one_of_three_masters_what_the_others_have_is_found(fault: signa
         rig.block(others[0])
         assert rig.load(blocks[others[0]]) is DONE
         cluster.servers[victim].signal(signal.SIGCONT)
+        assert rig.close()
+
+
+@needs_redis
+def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.cluster.DOWN_PAUSE_S", 0.0)
+    with RedisCluster() as cluster, ExitStack() as stack:
+        rig = SharedRig(cluster.url).reachable()
+        home = slot_of(generation_key(ONE)) * 3 // 16384
+        block = next(
+            block for block in map(rig.block, range(99)) if slot_of(object_key(block.id, 0)) * 3 // 16384 == home
+        )
+        rig.block(int.from_bytes(block.id.key, "big"))
+        rig.store(block)
+        deaf = cluster.servers[(home + 1) % 3]
+        deaf.kill()
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", deaf.port), backlog=0))
+        for _ in range(4):  # whoever comes when as many wait is not answered at all
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+        started = time.monotonic()
+        for _ in range(4):
+            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+        assert time.monotonic() - started < 4.0, "a second each or more"
         assert rig.close()

@@ -16,6 +16,8 @@ from kvoffd_proto.units import parse_duration, quoted
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
 """How long a master that failed is left alone."""
+AGAIN_S = 0.05
+"""How long it may then take to connect to it: others are asked over the same thread."""
 MOST_MASTERS = 256
 """Each takes four connections."""
 
@@ -89,16 +91,23 @@ class RedisCluster(Store):
         """Connect to a master, unless it has failed a moment ago."""
         if time.monotonic() < self._down_until.get(address, 0.0):
             return False
+        node = self._nodes[address]
         try:
-            self._nodes[address].connect()
+            node.connect()
         except StoreError:
-            self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
+            self._down(address)
             return False
+        node.connect_s = CONNECT_S
         return True
+
+    def _down(self, address: Address) -> None:
+        self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
+        self._nodes[address].connect_s = AGAIN_S
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
-        for address in dict.fromkeys([*self._nodes, self._seed]):
+        known = dict.fromkeys([*self._nodes, self._seed])
+        for address in sorted(known, key=lambda one: self._down_until.get(one, 0.0)):
             node = self._nodes.get(address) or self._open(address)
             try:
                 node.connect()
@@ -137,6 +146,8 @@ class RedisCluster(Store):
 
     def ping(self, deadline: float) -> None:
         self._owners = []
+        for node in self._nodes.values():
+            node.connect_s = CONNECT_S  # nobody waits
         self.connect()
 
     def ask(
@@ -223,7 +234,7 @@ class RedisCluster(Store):
             yield self._nodes[address]
         except StoreError as error:
             if error.kind in LOST:
-                self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
+                self._down(address)
             self.close()
             raise
 

@@ -48,6 +48,7 @@ class Redis(Store):
     ) -> None:
         self._address = (host, port)
         self._name = f"{host}:{port}"
+        self.connect_s = CONNECT_S
         self._database = database
         self._credentials = credentials
         self._tls = tls
@@ -65,9 +66,9 @@ class Redis(Store):
             return
         self.close()
         self._answered = False
-        deadline = time.monotonic() + CONNECT_S
+        deadline = time.monotonic() + self.connect_s
         try:
-            plain = socket.create_connection(self._address, CONNECT_S)
+            plain = socket.create_connection(self._address, self.connect_s)
             try:
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 context = ssl.create_default_context() if self._tls else None
