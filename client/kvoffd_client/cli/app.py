@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvoffd_client.cli import admin_commands, block_commands, monitor_commands, shared_commands
+from kvoffd_client.cli.advise_command import advise
 from kvoffd_client.cli.bench_commands import bench_app
 from kvoffd_client.cli.block_commands import block_app
 from kvoffd_client.cli.curve_command import curve
@@ -53,6 +54,7 @@ app.command()(admin_commands.scrub)
 app.command()(monitor_commands.events)
 app.command()(admin_commands.keygen)
 app.command()(policy)
+app.command()(advise)
 app.command()(curve)
 app.command()(record)
 app.command()(simulate)

@@ -238,6 +238,34 @@ class BenchReport(Struct, frozen=True):
     gpu: Annotated[BenchGpu | None, doc("The GPU that was measured; null for host memory.")] = None
 
 
+class Advice(Struct, frozen=True):
+    """A sentence or two."""
+
+    topic: Annotated[
+        Literal[
+            "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "disks_late", "block_size",
+            "small_shards", "apart",
+        ],
+        doc(
+            "What it is about: too_little_traffic, saved, size, stores, disk_writes, starving, disks_late, block_size, "
+            "small_shards, or apart."
+        ),
+    ]  # fmt: skip
+    text: Annotated[str, doc("The sentences.")]
+    namespace: Annotated[bytes | None, doc("Fingerprint of the namespace that it is about; null for all.")]
+    figures: Annotated[dict[str, float], doc("The numbers in it, by name.")]
+    fields: Annotated[list[str], doc("For apart: the fields of the fingerprint that differ.")] = field(
+        default_factory=list
+    )
+
+
+class AdviceGiven(Struct, frozen=True):
+    """Of ``advise``."""
+
+    enough_traffic: Annotated[bool, doc("Whether there were enough requests to tell more than what is misconfigured.")]
+    advice: Annotated[list[Advice], doc("What there is to say.")]
+
+
 class RecordDone(Struct, frozen=True):
     """Of ``record``."""
 

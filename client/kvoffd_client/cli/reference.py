@@ -33,6 +33,7 @@ JSON: dict[str, type[Struct]] = {
     "disk": objects.Disks,
     "shared": objects.SharedTiers,
     "policy": PolicyDescribed,
+    "advise": objects.AdviceGiven,
     "curve": objects.HitCurves,
     "record": objects.RecordDone,
     "simulate": objects.Simulation,

@@ -1,0 +1,267 @@
+"""``kvoffd-cli advise``: what the cache brings, what would bring more, and what is in its way, in sentences."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
+
+import typer
+
+from kvoffd_client.cli.console import (
+    TEXT_CELLS,
+    make_console,
+    namespace_name,
+    percent,
+    print_page,
+    printable,
+    short_fingerprint,
+)
+from kvoffd_client.cli.json_objects import Advice, AdviceGiven
+from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.target import Directory, Json, open_admin
+from kvoffd_client.namespace_spec import differences, differing_fields
+from kvoffd_proto.messages import HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+from kvoffd_proto.units import format_count, format_duration, format_size
+
+FEWEST_LOOKUPS = 100
+"""With fewer the numbers are left to chance."""
+POINTS = 1.0
+"""Percentage points of hits that are worth a sentence."""
+STARVED_POINTS = 10.0
+DEAR = 10.0
+"""Bytes written for a byte read that are too many."""
+SMALLEST_SLOT_BYTES = 8192
+FEW_KEYS = 2.0
+"""Whole blocks of a request; with fewer most of its tokens are in a block that is not whole."""
+LATE = 0.1
+"""Of what a disk has, the part that may come too late."""
+MOST_PAIRS = 5
+_HASHES = "give both engines the same PYTHONHASHSEED, or none and the same SHA-256 as --prefix-caching-hash-algo"
+_REMEDIES = {
+    "hash_probe": _HASHES,
+    "private": _HASHES,
+    "salt": "give both the same salt if they may share",
+    "tokens_per_hash": "give both the same --block-size",
+    "blocks_per_chunk": "give both the same block size",
+    "groups": "give both the same --block-size and --kv-cache-dtype",
+    "kv_cache_dtype": "give both the same --kv-cache-dtype",
+}
+"""What to do where engines differ in a field of the fingerprint."""
+
+
+def advise(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
+    """Say what the cache saved, what more or less memory would do, and what is misconfigured.
+
+    Says so where there was too little traffic to tell. What pools of other sizes would find is estimated, as by curve;
+    everything else was counted since the daemon's start.
+    """
+    with open_admin(context, directory) as admin:
+        stats, namespaces = admin.stats(), admin.namespaces().namespaces
+    given = advice_of(stats, namespaces)
+    if json:
+        print_json(given)
+        return
+    console = make_console(pipe_cells=TEXT_CELLS)
+    for number, one in enumerate(given.advice):
+        if number:
+            print_page("", console)
+        print_page(printable(one.text), console)
+
+
+def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
+    """What can be told."""
+    known = {info.namespace: info for info in namespaces}
+    lookups = sum(one.lookups for one in stats.namespaces)
+    enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0
+    found: list[Advice] = []
+    if enough:
+        assert stats.curve is not None
+        found += _saved(stats, known)
+        found += _sizes(stats, stats.curve)
+        found += _writes(stats)
+        found += _starving(stats, stats.curve)
+        found += _late(stats)
+        found += _short_prompts(stats.namespaces, known)
+    else:
+        text = (
+            f"Only {format_count(lookups)} requests so far: too few to tell; ask again after {FEWEST_LOOKUPS} of them."
+        )
+        found.append(Advice("too_little_traffic", text, None, {"requests": lookups}))
+    found += _small_shards(namespaces)
+    found += _apart(namespaces)
+    return AdviceGiven(enough, found)
+
+
+def _token_bytes(info: NamespaceInfo) -> float:
+    """Bytes of a token of all ranks and groups; 0 where that is not known."""
+    return sum(
+        sum(sizes) / group.tokens_per_block
+        for sizes, group in zip(info.shard_bytes, info.groups, strict=True)
+        if group.tokens_per_block
+    )
+
+
+def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:
+    tokens = asked = below = seconds = timed = 0.0
+    for one in stats.namespaces:
+        info = known.get(one.namespace)
+        if info is None or not (nbytes := _token_bytes(info)):
+            continue
+        loaded = one.loaded_bytes / nbytes
+        tokens += loaded
+        asked += one.keys_asked * sum(group.tokens_per_block for group in info.groups) / len(info.groups) ** 2
+        came = max(0, one.keys_pending - one.misses.get("disk_late", 0) - one.misses.get("disk_failed", 0))
+        below += loaded * came / max(1, one.keys_ready + came)
+        if rate := getattr(one, "prefill_tokens_per_second", 0.0):
+            seconds += loaded / rate
+            timed += loaded
+    figures = {"loaded_tokens": tokens, "asked_tokens": asked, "tokens_from_below": below, "prefill_seconds": seconds}
+    if not asked:
+        text = f"Engines loaded {format_size(stats.load.bytes)} that they did not compute; how many tokens these are, "
+        yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": stats.load.bytes})
+        return
+    text = (
+        f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "
+        f"computing them, {percent(tokens, asked)} of those that they asked for."
+    )
+    if stats.below is not None or stats.shared:
+        text += f" {percent(below, tokens, '0 %')} of these came from below the pool: disks or shared stores."
+    if timed:
+        part = "" if timed > 0.99 * tokens else f" for {percent(timed, tokens)} of them"
+        text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."
+    elif tokens:
+        text += " How fast they compute prompts no engine has told, so that the time is not known."
+    yield Advice("saved", text, None, figures)
+
+
+def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
+    pool, seen = stats.pool.pool_bytes, stats.curve_seen_bytes
+    ratios = {float(size): 100 * ratio for size, ratio in curve.lru_ratios.items()}
+    now, most = ratios[1.0], ratios[max(ratios)]
+    own = 100 * curve.found_tokens / curve.asked_tokens
+    figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
+    text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
+    text += "." if stats.policy == "lru" else f"; with lru it were {now:.1f} %, and the same is estimated below."
+    if seen < pool:
+        text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
+        text += " nothing yet."
+    elif most - now < POINTS:
+        text += f" More memory brings nothing: with ten times as much it were {most:.1f} %."
+    else:
+        text += f" Twice the memory would find {ratios[2.0]:.1f} %, ten times as much, such as a disk of "
+        text += f"{format_size(9 * pool)}, {most:.1f} %."
+        near = min(size for size, at in ratios.items() if most - at < POINTS)
+        if near < max(ratios):
+            text += f" Beyond {format_size(near * pool)} there is little more."
+    least = min(size for size, at in ratios.items() if now - at < POINTS)
+    if least < 1:
+        text += f" {format_size(least * pool)} would find nearly as much as the pool does."
+    else:
+        text += f" Half the memory would find {ratios[0.5]:.1f} %."
+    if stats.disks:
+        size = sum(one.size_bytes for one in stats.disks)
+        near = min(ratios, key=lambda at: abs(at * pool - pool - size))
+        text += f" With the disks, {format_size(size)}, there is room for about {ratios[near]:.1f} %."
+    yield Advice("size", text, None, figures)
+
+
+def _writes(stats: StatsReply) -> Iterator[Advice]:
+    stored, loaded = stats.store.bytes, stats.load.bytes
+    if stored:
+        cost = stored / max(1, loaded)
+        figures: dict[str, float] = {"stored_bytes": stored, "loaded_bytes": loaded}
+        if not loaded:
+            text = f"Engines stored {format_size(stored)} and loaded nothing: storing does not pay so far."
+        else:
+            text = f"Engines stored {cost:.1f} bytes for each byte that they loaded"
+            text += ": storing hardly pays." if cost >= DEAR else "."
+            if cost >= DEAR and stats.policy in ("lru", "arc"):
+                text += " The policies learned and gate store less of what does not come back (eviction_policy)."
+        yield Advice("stores", text, None, figures)
+    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
+    if written:
+        text = f"The disks wrote {written / max(1, read):.1f} bytes for each byte that was read from them"
+        dear = written >= DEAR * max(1, read)
+        text += ': their wear hardly pays; disk_write = "evicted" or a disk_write_per_day bounds it.' if dear else "."
+        yield Advice("disk_writes", text, None, {"written_bytes": written, "read_bytes": read})
+
+
+def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
+    held = sum(one.ready_bytes for one in stats.namespaces)
+    for one in stats.namespaces:
+        if one.curve is None or one.lookups < FEWEST_LOOKUPS or not one.curve.asked_tokens:
+            continue
+        own = 100 * one.curve.found_tokens / one.curve.asked_tokens
+        could = 100 * max(one.curve.lru_ratios.values())
+        asks, has = one.curve.asked_tokens / curve.asked_tokens, one.ready_bytes / max(1, held)
+        if could - own >= STARVED_POINTS and has < asks / 2:
+            name = namespace_name(one.label, one.namespace)
+            text = (
+                f"{name} starves: it asks for {percent(asks, 1)} of all tokens and has {percent(has, 1)} of the pool's "
+                f"blocks; it finds {own:.1f} % of its tokens, and would find {could:.1f} % with ten times the memory. "
+                f"kvoffd-cli namespace set {short_fingerprint(one.namespace)} --min SIZE keeps it a part of the pool."
+            )
+            yield Advice(
+                "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
+            )
+
+
+def _late(stats: StatsReply) -> Iterator[Advice]:
+    late = sum(one.misses.get("disk_late", 0) for one in stats.namespaces)
+    pending = sum(one.keys_pending for one in stats.namespaces)
+    if pending and late >= LATE * pending:
+        text = f"{percent(late, pending)} of what the disks have came too late for its request: the disks are too slow."
+        yield Advice("disks_late", text, None, {"late_keys": late, "pending_keys": pending})
+
+
+def _short_prompts(counted: Iterable[NamespaceStats], known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:
+    for one in counted:
+        info = known.get(one.namespace)
+        if info is None or one.lookups < FEWEST_LOOKUPS:
+            continue
+        keys = one.keys_asked / one.lookups / len(info.groups)
+        tokens = max(group.tokens_per_block for group in info.groups)
+        if keys < FEW_KEYS and tokens > 1:
+            text = (
+                f"{namespace_name(one.label, one.namespace)}: its requests have {keys:.1f} whole blocks of {tokens} "
+                "tokens on average, and only whole blocks are kept. Smaller blocks would find more."
+            )
+            yield Advice("block_size", text, one.namespace, {"blocks_of_a_request": keys, "tokens_per_block": tokens})
+
+
+def _small_shards(namespaces: Iterable[NamespaceInfo]) -> Iterator[Advice]:
+    for info in namespaces:
+        smallest = min((size for sizes in info.shard_bytes for size in sizes if size), default=SMALLEST_SLOT_BYTES)
+        if smallest < SMALLEST_SLOT_BYTES:
+            wasted = percent(SMALLEST_SLOT_BYTES - smallest, SMALLEST_SLOT_BYTES)
+            text = (
+                f"{namespace_name(info.label, info.namespace)} has shards of {format_size(smallest)} in slots of "
+                f"{format_size(SMALLEST_SLOT_BYTES)}: {wasted} of each is wasted. Larger blocks waste less."
+            )
+            yield Advice("small_shards", text, info.namespace, {"shard_bytes": smallest})
+
+
+def _apart(namespaces: Sequence[NamespaceInfo]) -> Iterator[Advice]:
+    """Open namespaces of one model that do not share."""
+    told = 0
+    for one, other in combinations([info for info in namespaces if info.sessions], 2):
+        if _model(one) != _model(other) or told >= MOST_PAIRS:
+            continue
+        told += 1
+        fields = [name for name, *_ in differences(one.description, other.description)]
+        text = (
+            f"Engines of {printable(one.label)} do not share blocks: {one.namespace.hex()[:8]} and "
+            f"{other.namespace.hex()[:8]} differ {differing_fields(one.description, other.description)}."
+        )
+        remedies = dict.fromkeys(_REMEDIES[name] for name in fields if name in _REMEDIES)
+        if remedies and len(fields) <= len(_REMEDIES):
+            text += f" If they should share, {'; '.join(remedies)}."
+        yield Advice("apart", text, one.namespace, {}, fields)
+
+
+def _model(info: NamespaceInfo) -> object:
+    try:
+        return json_text.loads(info.description).get("model") or info.label
+    except (ValueError, AttributeError):
+        return info.label

@@ -1,0 +1,135 @@
+"""``kvoffd-cli advise``: each sentence against statistics of which it is true, and of which it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from msgspec import structs
+from support.daemon import DaemonProcess
+
+from kvoffd_client.cli import main
+from kvoffd_client.cli.advise_command import advice_of
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import GroupSpec, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+
+GIB = 2**30
+SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
+RISING = (4, 5, 6, 8, 17, 20, 26, 30, 33, 34, 35.5, 36, 36)
+
+
+def curve(*percents: float, asked: int = 1_000_000, found: float = 0.28) -> HitCurve:
+    ratios = {f"{size:g}": at / 100 for size, at in zip(SIZES, percents or RISING, strict=True)}
+    return HitCurve(asked, round(asked * found), ratios)
+
+
+def info(name: int, model: str = "llama", shard_bytes: int = 2**21, **fields: object) -> NamespaceInfo:
+    described = json.dumps({"model": model, **fields})
+    return NamespaceInfo(
+        bytes([name]) * 32, model, 1, 32, [GroupSpec("full", 16)], [[shard_bytes]], 5, 5, 0, 2, described
+    )
+
+
+def counted(name: int, label: str = "llama", **fields: object) -> NamespaceStats:
+    made = NamespaceStats(
+        bytes([name]) * 32, label, 5, 10 * GIB, 0, lookups=1000, keys_asked=50_000, keys_ready=20_000,
+        prefix_keys_ready=20_000, stored_blocks=9, stored_bytes=40 * GIB, loaded_bytes=20 * GIB, evicted_blocks=9,
+        invalidated_blocks=0, half_stored_blocks=0, dropped_keys=0, curve=curve(),
+    )  # fmt: skip
+    return structs.replace(made, **fields)
+
+
+def told(stats: StatsReply, *namespaces: NamespaceInfo) -> dict[str, str]:
+    return {one.topic: one.text for one in advice_of(stats, namespaces).advice}
+
+
+@pytest.fixture
+def served(fresh: StatsReply) -> StatsReply:
+    """A daemon with a pool of 20 GiB that one namespace has used for an hour."""
+    return structs.replace(
+        fresh,
+        uptime_seconds=3600.0,
+        policy="learned",
+        namespaces=[counted(1)],
+        curve=curve(),
+        curve_seen_bytes=200 * GIB,
+        store=structs.replace(fresh.store, bytes=40 * GIB),
+        load=structs.replace(fresh.load, bytes=20 * GIB),
+    )
+
+
+def test_what_was_saved(served: StatsReply) -> None:
+    # 20 GiB of blocks of 2 MiB and 16 tokens, and 50,000 keys of 16 tokens.
+    text = told(served, info(1))["saved"]
+    assert text.startswith("In 1 h engines loaded 163,840 tokens instead of computing them, 20.5 % of those")
+    assert "How fast they compute prompts no engine has told" in text
+    assert "below the pool" not in text
+
+
+def test_what_other_sizes_would_bring(served: StatsReply) -> None:
+    text = told(served, info(1))["size"]
+    assert "find 28.0 % of their tokens in the pool of 20.0 GiB; with lru it were 26.0 %" in text
+    assert "Twice the memory would find 33.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in text
+    assert "Beyond 100 GiB there is little more. Half the memory would find 17.0 %." in text
+    flat = structs.replace(served, curve=curve(*[25.5] * 4, *[26] * 9))
+    text = told(flat, info(1))["size"]
+    assert "More memory brings nothing: with ten times as much it were 26.0 %." in text
+    assert "2.00 GiB would find nearly as much as the pool does." in text
+    assert "fit into it: more memory brings nothing yet" in told(structs.replace(served, curve_seen_bytes=GIB))["size"]
+
+
+def test_whether_storing_pays(served: StatsReply) -> None:
+    assert told(served)["stores"] == "Engines stored 2.0 bytes for each byte that they loaded."
+    dear = structs.replace(served, policy="lru", load=structs.replace(served.load, bytes=GIB))
+    assert "hardly pays. The policies learned and gate store less" in told(dear)["stores"]
+    never = structs.replace(served, load=structs.replace(served.load, bytes=0))
+    assert "loaded nothing" in told(never)["stores"]
+
+
+def test_which_namespace_starves(served: StatsReply) -> None:
+    assert "starving" not in told(served)
+    poor = counted(2, "qwen", ready_bytes=GIB, curve=curve(found=0.05))
+    both = structs.replace(served, namespaces=[counted(1), poor], curve=curve(asked=2_000_000))
+    text = told(both)["starving"]
+    assert text.startswith("qwen (02020202) starves: it asks for 50.0 % of all tokens and has 9.1 % of the pool's")
+    assert "finds 5.0 % of its tokens, and would find 36.0 %" in text
+    content = structs.replace(both, namespaces=[counted(1), structs.replace(poor, curve=curve(found=0.3))])
+    assert "starving" not in told(content)
+
+
+def test_blocks_that_are_too_large_or_too_small(served: StatsReply) -> None:
+    assert not {"block_size", "small_shards"} & told(served, info(1)).keys()
+    short = structs.replace(served, namespaces=[counted(1, keys_asked=1500)])
+    assert "1.5 whole blocks of 16 tokens" in told(short, info(1))["block_size"]
+    assert (
+        "shards of 4.00 KiB in slots of 8.00 KiB: 50.0 % of each"
+        in told(served, info(1, shard_bytes=4096))["small_shards"]
+    )
+
+
+def test_why_engines_of_one_model_do_not_share(served: StatsReply) -> None:
+    assert "apart" not in told(served, info(1), info(2, "qwen"))
+    given = advice_of(served, [info(1, hash_probe="aa", salt="x"), info(2, hash_probe="bb", salt="x")])
+    (one,) = (one for one in given.advice if one.topic == "apart")
+    assert one.fields == ["hash_probe"]
+    assert (
+        "differ in hash_probe (aa and bb). If they should share, give both engines the same PYTHONHASHSEED" in one.text
+    )
+    closed = structs.replace(info(2, hash_probe="bb"), sessions=0)
+    assert "apart" not in told(served, info(1, hash_probe="aa"), closed)
+
+
+def test_too_little_traffic_is_said_and_what_is_misconfigured_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with (
+        DaemonProcess("32MiB") as daemon,
+        FakeEngine(daemon.directory, "tiny"),
+        FakeEngine(daemon.directory, "tiny", layers=2),
+    ):
+        assert main(["advise", "--json", "--directory", str(daemon.directory)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert not found["enough_traffic"]
+        assert [one["topic"] for one in found["advice"]] == ["too_little_traffic", "apart"]
+        assert main(["advise", "--directory", str(daemon.directory)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "Only 0 requests so far: too few to tell; ask again after 100 of them."
+        assert max(map(len, lines)) <= 80
