@@ -38,7 +38,7 @@ def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pyte
             assert one["points"][0]["pool_bytes"] == pytest.approx(told["pool_bytes"] / 10, abs=1)
         lines = cli("curve").splitlines()
         assert lines[0].startswith("All namespaces: ")
-        assert max(map(len, lines)) <= 110
+        assert max(map(len, lines)) <= 80
         assert next(line for line in lines if "measured" in line).endswith("50.0 % measured")
         assert lines[-1].startswith("Only 128 KiB of")
         assert "tiny (" in cli("curve", "--namespace", "tiny")

@@ -27,7 +27,7 @@ from kvoffd_client.cli.target import NAMESPACE_OPTION, CliError, Directory, Json
 from kvoffd_proto.messages import HitCurve, StatsReply
 from kvoffd_proto.units import format_count, format_size
 
-POINT_CELLS = 30
+POINT_CELLS = 35
 """A line without its bar."""
 
 
