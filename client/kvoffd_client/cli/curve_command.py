@@ -60,7 +60,7 @@ def curve(
         return
     if not found.curves:
         print_line("No request has asked for anything so far.")
-    console = make_console()
+    console = make_console(pipe_cells=TEXT_CELLS)
     for number, one in enumerate(found.curves if namespace else found.curves[:1]):
         if number:
             print_line("")
@@ -105,9 +105,7 @@ def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:
             yield Text(f"{line} measured", "bold")
     if found.seen_bytes < 0.99 * found.curves[0].points[-1].pool_bytes:
         seen = format_size(found.seen_bytes)
-        yield Text(
-            f"Only {seen} of different blocks were asked for: more memory than that finds no more so far.", "dim"
-        )
+        yield Text(f"Only {seen} of different blocks were asked for; beyond, nothing is gained.", "dim")
 
 
 def _draw(found: HitCurves, path: Path) -> None:
