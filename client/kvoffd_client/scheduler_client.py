@@ -79,6 +79,10 @@ class SchedulerClient(SessionClient[SchedulerSession]):
             self._count_keys(item.keys)
         self._connection.call(self._session.invalidate, groups)
 
+    def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
+        """Tell operators what the engine learned: tokens a second, and what it left out since the last call."""
+        self._connection.call(self._session.report, prefill_rate, load_rate, skipped_loads, paused_stores)
+
     def reset(self, timeout_s: float = 2.0) -> bool:
         """Drop every block of the namespace and wait until that is done; False when the daemon did not confirm it."""
         return self._connection.outcome_of(self._session.reset, timeout_s) == [True]

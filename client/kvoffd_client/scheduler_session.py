@@ -293,6 +293,12 @@ class SchedulerSession(Session):
         if self.usable:
             self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
+    def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
+        """Tell the daemon what the engine learned: see ``ReportEngine``."""
+        if self.usable:
+            told = prefill_rate, load_rate, skipped_loads, paused_stores
+            self.send(m.ReportEngine(self.next_request_id(), self.token, self._fingerprint, *told))
+
     def reset(self, outcome: list[bool], now: float, timeout_s: float) -> None:
         """Drop the namespace's blocks; whether that was confirmed is appended to ``outcome``."""
         if not self.usable:

@@ -131,6 +131,11 @@ class Counters:
     half_stored_blocks: int = 0
     dropped_keys: int = 0
     declined_keys: int = 0
+    skipped_loads: int = 0
+    paused_stores: int = 0
+    prefill_tokens_per_second: float = 0.0
+    """Of the engine that told its own last."""
+    load_tokens_per_second: float = 0.0
     misses: Counter[MissReason] = field(default_factory=Counter)
     """Keys in lookups that were not there."""
 

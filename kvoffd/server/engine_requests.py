@@ -259,6 +259,17 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     yield m.Done(message.request_id, context.epoch, count)
 
 
+@answers(m.ReportEngine)
+def report_engine(context: Context, session: Session, message: m.ReportEngine) -> m.Done:
+    session.check_namespace(message.namespace)
+    counters = context.cache.namespace(message.namespace).counters
+    counters.prefill_tokens_per_second = message.prefill_tokens_per_second
+    counters.load_tokens_per_second = message.load_tokens_per_second
+    counters.skipped_loads += message.skipped_loads
+    counters.paused_stores += message.paused_stores
+    return m.Done(message.request_id, context.epoch)
+
+
 @answers(m.Reset)
 def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Done | None]:
     """Drop every block of a namespace that the session has opened."""

@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 from msgspec import field
 
 import kvoffd_proto.blocks
+from kvoffd_proto.engine_report import *
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import Handle, PageRef, TensorLayout
 from kvoffd_proto.health import *

@@ -140,6 +140,16 @@ class NamespaceStats(Wire, frozen=True):
     curve: Annotated[
         HitCurve | None, metrics_of_part("What its requests found, and had found in pools of other sizes.", "curve_")
     ] = None
+    prefill_tokens_per_second: Annotated[
+        PerSecond, gauge("Prompt tokens that an engine computes a second, as it last told; 0 if not known.")
+    ] = 0.0
+    load_tokens_per_second: Annotated[
+        PerSecond, gauge("Tokens that loads bring an engine a second, as it last told; 0 if not known.")
+    ] = 0.0
+    skipped_loads: Annotated[Count, counter("Loads that engines left out, since computing is faster.")] = 0
+    paused_stores: Annotated[
+        Count, counter("Stores that engines left out, since they had waited for stores too often.")
+    ] = 0
 
 
 class DirectionStats(Wire, frozen=True):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from support.daemon import DaemonProcess
+from support.wire import NAMESPACE, WireClient, stats
 
 from kvoffd.server.context import filled
+from kvoffd_proto import messages as m
 from kvoffd_proto.messages import LatencyStats
 
 
@@ -18,3 +21,19 @@ def test_a_field_comes_from_the_first_source_that_has_it() -> None:
 def test_a_field_that_nobody_counts_is_an_error() -> None:
     with pytest.raises(AttributeError, match=r"LatencyStats\.maximum"):
         filled(LatencyStats, SimpleNamespace(count=1, p50=1.0, p99=1.0))
+
+
+def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
+    with DaemonProcess("16MiB") as daemon, WireClient(daemon.directory, m.Role.SCHEDULER) as scheduler:
+
+        def tell(namespace: bytes, *figures: float) -> m.ReportEngine:
+            return m.ReportEngine(scheduler.next_id(), scheduler.token, namespace, *figures)  # type: ignore[arg-type]
+
+        scheduler.open_namespace()
+        scheduler.ask(tell(NAMESPACE, 20_000.0, 300_000.0, 3, 1), m.Done)
+        scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0), m.Done)
+        scheduler.ask(tell(b"x" * 32, 1.0, 1.0, 1, 1), m.Error)
+        scheduler.ask(tell(NAMESPACE, 1.0, 1.0, 2**62, 1), m.Error)
+        (found,) = stats(daemon.directory).namespaces
+        assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
+        assert (found.skipped_loads, found.paused_stores) == (5, 1)

@@ -35,6 +35,7 @@ class FakeSchedulerClient:
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
+    reports: list[tuple[float, ...]] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     joined: list[NamespaceSpec] = field(default_factory=list)
     closed: bool = False
@@ -83,6 +84,9 @@ class FakeSchedulerClient:
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
+
+    def report(self, *figures: float) -> None:
+        self.reports.append(figures)
 
     def take_events(self) -> list[KvEvent]:
         taken, self.events = self.events, []

@@ -21,7 +21,9 @@ from kvoffd_client.vllm.connector_stats import (
     DISK_WAITS_ENDED,
     FAILED_LOADS,
     LATE_LOOKUPS,
+    LOAD_RATE,
     LOOKUPS,
+    PREFILL_RATE,
 )
 from kvoffd_client.vllm.offloading_manager import StoreThreshold
 from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
@@ -251,11 +253,11 @@ def test_every_metric_is_declared_and_the_gauge_follows_the_connection() -> None
     harness = ManagerHarness()
     harness.request(ready=HASHES)
     first = harness.manager.get_stats().reduce()
-    assert first == {LOOKUPS: 1, CONNECTED: 1}
+    assert first == {LOOKUPS: 1, CONNECTED: 1, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
     assert set(first) <= set(DEFINITIONS)
     assert harness.manager.get_stats() is None
     harness.client.ready = False
-    assert harness.manager.get_stats().reduce() == {CONNECTED: 0}
+    assert harness.manager.get_stats().reduce() == {CONNECTED: 0, PREFILL_RATE: 0.0, LOAD_RATE: 0.0}
 
 
 def test_shutdown_closes_the_client() -> None:

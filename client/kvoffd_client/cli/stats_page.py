@@ -361,16 +361,25 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iter
     more = ("prefix", "stored", "loaded", "evicted") if wide else ()
     if wide and any(one.kept_bytes for one in namespaces):
         more = (*more, "keeps")
+    if wide and any(one.load_tokens_per_second for one in namespaces):
+        more = (*more, "computes", "loads", "left out")
     add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
     for namespace in by_weight[:most]:
         keeps = (format_size(namespace.kept_bytes),) if "keeps" in more else ()
-        table.add_row(*_namespace_row(namespace, wide), *keeps)
+        rates = _rates(namespace) if "loads" in more else ()
+        table.add_row(*_namespace_row(namespace, wide), *keeps, *rates)
     if most:
         yield table
     if len(namespaces) > most:
         others = f"{len(namespaces) - most} {'smaller' if most else f'namespace{plural(len(namespaces))}'}"
         yield Text(f"and {others}; `kvoffd-cli namespaces` lists all", style="dim")
+
+
+def _rates(namespace: NamespaceStats) -> tuple[str, ...]:
+    """Tokens a second that its engine computes, and that loads bring it; loads left out, since that is slower."""
+    rates = namespace.prefill_tokens_per_second, namespace.load_tokens_per_second
+    return (*(_per_second(rate) if rate else "-" for rate in rates), format_count(namespace.skipped_loads))
 
 
 def _namespace_row(namespace: NamespaceStats, wide: bool) -> tuple[Text | str, ...]:

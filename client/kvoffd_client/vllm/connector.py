@@ -116,6 +116,8 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
                 direction = meta.transfer_stats.store if request_id is None else meta.transfer_stats.load
                 direction.record(result.transfer_size, result.transfer_time)
             meta.mark_completed(result.job_id)
+            if request_id is not None and result.success and result.transfer_time is not None:
+                meta.load_seconds[result.job_id] = result.transfer_time
             if result.failed is not None:
                 meta.failed_jobs[result.job_id] = result.failed
             if request_id is not None:
@@ -134,10 +136,12 @@ class KvoffdConnectorWorker(OffloadingConnectorWorker):
             setup.namespace, self._digest, self._generation, machine_id(), self._changed, worker.registered
         )
         told = memory == self._last_memory
-        if not self._connector_worker_meta.completed_jobs and report == self._last_report and told:
+        waited_s, worker.waited_s = worker.waited_s, 0.0
+        if not self._connector_worker_meta.completed_jobs and report == self._last_report and told and not waited_s:
             return None
         meta, self._connector_worker_meta = self._connector_worker_meta, KvoffdWorkerMetadata()
         meta.credit_bytes, meta.usable = self._last_report = report
+        meta.waited_s = waited_s
         if not told:
             meta.memory = {self._kvoffd_spec.config.parallel.rank: memory}
             self._last_memory = memory
@@ -248,7 +252,8 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.namespace.ask()
         self._begin_lookup(request)
         self._manager.await_answer(request.request_id, self._others_that_could_run(request))
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return (tokens, loads) if not tokens or self._manager.load_pays(request.request_id, tokens) else (0, False)
 
     def update_state_after_alloc(self, request: v.Request, blocks: v.KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; a request that is scheduled without a load gives its pinned blocks back."""
@@ -282,7 +287,10 @@ class KvoffdConnector(OffloadingConnector):
         """Take the workers' reports: failures first, so that nothing that failed is used again."""
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvoffdWorkerMetadata):
-            self._manager.workers_report(meta.credit_bytes, meta.usable)
+            self._manager.workers_report(meta.credit_bytes, meta.usable, meta.waited_s)
+            for job_id, seconds in meta.load_seconds.items():
+                if (job := self.connector_scheduler._jobs.get(job_id)) is not None:  # else from before a reset
+                    self._manager.load_ended(job.keys, seconds)
             for job_id, failed in meta.failed_jobs.items():
                 self._job_failed(job_id, failed)
             self._manager.namespace.report(meta.memory)

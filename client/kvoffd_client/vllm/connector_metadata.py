@@ -176,12 +176,16 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: no news.
         usable: False where a worker's memory cannot be shared with the daemon, so that kvoffd must stay out of the way.
         memory: by rank; only ranks with news.
+        load_seconds: by job id, how long a load took that ended well; the slowest rank's.
+        waited_s: how long vLLM waited for stores; the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
     credit_bytes: int | None = None
     usable: bool = True
     memory: dict[int, MemoryReport] = field(default_factory=dict)
+    load_seconds: dict[int, float] = field(default_factory=dict)
+    waited_s: float = 0.0
 
     def aggregate(self, other: Any) -> KvoffdWorkerMetadata:
         """Merge the reports of two ranks."""
@@ -195,6 +199,11 @@ class KvoffdWorkerMetadata(OffloadingWorkerMetadata):
             credit_bytes=min((c for c in (self.credit_bytes, other.credit_bytes) if c is not None), default=None),
             usable=self.usable and other.usable,
             memory=self.memory | other.memory,
+            load_seconds={
+                job_id: max(one.load_seconds.get(job_id, 0.0) for one in (self, other))
+                for job_id in self.load_seconds.keys() | other.load_seconds.keys()
+            },
+            waited_s=max(self.waited_s, other.waited_s),
         )
 
 

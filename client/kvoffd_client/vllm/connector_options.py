@@ -56,6 +56,7 @@ class ConnectorOptions:
         store_threshold: a block is stored once it was computed in so many requests of this engine, as with vLLM's own
             offloading; below 2 at the first.
         max_tracker_size: blocks whose requests are counted for that, the latest ones.
+        do_no_harm: skip loads that take longer than computing would, and pause stores that vLLM waits for (``harm``).
         respect_load_failure_policy: leave ``kv_load_failure_policy`` as the engine has it, even where it says that
             a request whose load failed must fail.
     """
@@ -69,6 +70,7 @@ class ConnectorOptions:
     store_fence_timeout_s: float = 2.0
     store_threshold: int = 0
     max_tracker_size: int = 64_000
+    do_no_harm: bool = True
     respect_load_failure_policy: bool = False
 
     @property

@@ -17,6 +17,10 @@ FAILED_LOADS = "vllm:kvoffd_failed_loads"
 FAILED_STORES = "vllm:kvoffd_failed_stores"
 DEFERRED_STORES = "vllm:kvoffd_deferred_stores"
 DISK_WAITS_ENDED = "vllm:kvoffd_disk_waits_ended"
+SLOW_LOADS = "vllm:kvoffd_slow_loads_skipped"
+PAUSED_STORES = "vllm:kvoffd_paused_stores"
+PREFILL_RATE = "vllm:kvoffd_prefill_tokens_per_second"
+LOAD_RATE = "vllm:kvoffd_load_tokens_per_second"
 
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     CONNECTED: OffloadingGaugeMetadata(
@@ -41,6 +45,18 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     DISK_WAITS_ENDED: OffloadingCounterMetadata(
         documentation="Requests that did not wait, or stopped waiting, for blocks to come from disk."
     ),
+    SLOW_LOADS: OffloadingCounterMetadata(
+        documentation="Requests whose blocks were there and were not loaded, since computing was measured to be faster."
+    ),
+    PAUSED_STORES: OffloadingCounterMetadata(
+        documentation="Stores that were left out while stores paused, since vLLM had waited for them too often."
+    ),
+    PREFILL_RATE: OffloadingGaugeMetadata(
+        documentation="Prompt tokens that the engine computes a second, as learned; 0 before it is known."
+    ),
+    LOAD_RATE: OffloadingGaugeMetadata(
+        documentation="Tokens that loads bring a second, the median of the last two minutes; 0 without loads."
+    ),
     DEFERRED_STORES: OffloadingCounterMetadata(
         documentation="Stores put off since the kvoffd daemon's credit was used up."
     ),
@@ -57,7 +73,7 @@ class Counters:
     def count(self, name: str) -> None:
         self._counts[name] += 1
 
-    def take(self, connected: bool) -> OffloadingConnectorStats | None:
+    def take(self, connected: bool, prefill_rate: float, load_rate: float) -> OffloadingConnectorStats | None:
         """Return what was counted since the last call; None when nothing was."""
         if not self._counts and connected == self._connected:
             return None
@@ -65,5 +81,7 @@ class Counters:
         for name, count in self._counts.items():
             stats.increase_counter(name, count)
         stats.set_gauge(CONNECTED, int(connected))
+        stats.set_gauge(PREFILL_RATE, prefill_rate)
+        stats.set_gauge(LOAD_RATE, load_rate)
         self._counts, self._connected = Counter(), connected
         return stats

@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffd_client.vllm import connector_stats as stats
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, KeyedSpec
+from kvoffd_client.vllm.harm import Harm
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.lookup_timing import EarlyLookups, LookupWait
 from kvoffd_client.vllm.namespace_client import EngineNamespace
@@ -162,6 +163,7 @@ class KvoffdManager(OffloadingManager):
         loads: bool = True,
         stores: bool = True,
         store_threshold: StoreThreshold | None = None,
+        do_no_harm: bool = True,
         config_info: Mapping[str, str | float] | None = None,
     ) -> None:
         self.client = lookup_settings.client
@@ -178,6 +180,9 @@ class KvoffdManager(OffloadingManager):
         self.namespace = namespace
         self._loads = loads
         self._stores = stores
+        self._harm = (
+            Harm(lookup_settings.prefill, lookup_settings.clock, do_no_harm) if lookup_settings.prefill else None
+        )
         self._store_threshold = store_threshold or StoreThreshold(0, 0)
         self._config_info = config_info or {}
         self._usable = True
@@ -205,9 +210,28 @@ class KvoffdManager(OffloadingManager):
             self._early_lookups.ask(request_id, groups, generation)
 
     def begin_step(self, tokens: int) -> None:
-        """Note that the scheduler begins a step that computes so many tokens."""
-        if self._lookup_settings.prefill is not None:
-            self._lookup_settings.prefill.step(tokens)
+        """Note that the scheduler begins a step that computes so many tokens; tell the daemon now and then."""
+        if (harm := self._harm) is not None:
+            harm.prefill.step(tokens)
+            if (figures := harm.news()) is not None:
+                self.client.report(*figures)
+
+    def load_pays(self, request_id: str, tokens: int) -> bool:
+        """Whether to load so many tokens of a request, and not to compute them."""
+        if self._harm is None or self._harm.load_pays(tokens):
+            return True
+        lookups = self._lookups.get(request_id)
+        if lookups is None or not lookups.skip_counted:
+            self._counters.count(stats.SLOW_LOADS)
+            self._harm.skipped_loads += 1
+        if lookups is not None:
+            lookups.skip_counted = True
+        return False
+
+    def load_ended(self, keys: Collection[OffloadKey], seconds: float) -> None:
+        """Note how long a load of these keys took, the slowest rank's."""
+        if self._harm is not None:
+            self._harm.loads.note(self._harm.prefill.tokens_of(keys), seconds)
 
     def is_looked_up(self, request_id: str) -> bool:
         """Whether a lookup of the request is on its way, or its answer has come and nobody has looked at it."""
@@ -256,8 +280,11 @@ class KvoffdManager(OffloadingManager):
         self._counters.count(stats.FAILED_STORES)
         logger.debug("kvoffd: a store failed. %s", _reason(failed))
 
-    def workers_report(self, credit_bytes: int | None, usable: bool) -> None:
-        """Take the workers' report: how much each may have outstanding, and whether their memory can be shared."""
+    def workers_report(self, credit_bytes: int | None, usable: bool, waited_s: float = 0.0) -> None:
+        """Take the workers' report: how much each may have outstanding, whether their memory can be shared, how long
+        vLLM waited for stores."""
+        if self._harm is not None:
+            self._harm.stores.waited(waited_s)
         if credit_bytes is not None:
             self._store_window.credit_bytes = credit_bytes
             self._credit_reported = True
@@ -332,6 +359,9 @@ class KvoffdManager(OffloadingManager):
             if self._may_use_daemon and self.namespace.may_store and self.client.ready:
                 window = self._store_window
                 wanted = [key for key in keys if key not in window and not lookups.is_stored(key)]
+        if wanted and self._harm is not None and self._harm.leave_store_out():
+            self._counters.count(stats.PAUSED_STORES)
+            wanted = []
         if wanted:
             if not self._credit_reported:
                 self._store_window.credit_bytes = self.client.credit_bytes
@@ -371,7 +401,8 @@ class KvoffdManager(OffloadingManager):
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        return self._counters.take(self.client.ready)
+        rates = self._harm.rates if self._harm is not None else (0.0, 0.0)
+        return self._counters.take(self.client.ready, *rates)
 
     def config_info(self) -> Sequence[Mapping[str, str | float]]:
         """Labels of vLLM's metric kv_offload_config_info (0.33; never asked for before)."""

@@ -166,6 +166,7 @@ class KvoffdSpec(OffloadingSpec):
             loads=setup.loads,
             stores=setup.stores,
             store_threshold=StoreThreshold(options.store_threshold, options.max_tracker_size),
+            do_no_harm=options.do_no_harm,
             config_info={name: getattr(options, name) for name in CONFIG_INFO}
             | {"directory": options.socket_directory},
         )

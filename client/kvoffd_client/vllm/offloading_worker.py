@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -62,6 +63,8 @@ class KvoffdWorker(OffloadingWorker):
         self._unsent: dict[int, Store | Load] = {}
         """Jobs of this step, by id."""
         self._withdrawn_stores = 0
+        self.waited_s = 0.0
+        """How long ``wait`` took since the connector last told."""
         # Results of jobs that the daemon did not get or did not finish. The sender's thread appends to it too.
         self._local_results: deque[KvoffdTransferResult] = deque()
 
@@ -136,6 +139,7 @@ class KvoffdWorker(OffloadingWorker):
 
         What the GPU does not let go out, or the daemon does not begin, within FENCE_PATIENCE_S is cancelled.
         """
+        began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
         self._withdrawn_stores = 0
@@ -143,6 +147,7 @@ class KvoffdWorker(OffloadingWorker):
             self._sender.withdraw(wanted, FENCE_PATIENCE_S)
         if self._client is not None:
             self._client.fence(wanted, self._fence_timeout_s, self._withdrawn_stores)
+        self.waited_s += time.monotonic() - began
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Register the KV memory in this namespace, leaving another one. Repeatable."""

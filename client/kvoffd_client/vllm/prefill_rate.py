@@ -47,6 +47,9 @@ class PrefillRate:
         """Time to compute the blocks of some keys, all of one request; infinite while the rate is not known."""
         if not self.tokens_per_second:
             return float("inf")
+        return self.tokens_of(keys) / self.tokens_per_second
+
+    def tokens_of(self, keys: Iterable[OffloadKey]) -> int:
+        """Tokens of the blocks of some keys, all of one request."""
         counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
-        tokens = max((count * self._tokens_per_key.get(group, 0) for group, count in counts.items()), default=0)
-        return tokens / self.tokens_per_second
+        return max((count * self._tokens_per_key.get(group, 0) for group, count in counts.items()), default=0)

@@ -117,6 +117,7 @@ class RequestLookups:
         disk_wait_since: when the first answer came in which something was pending; None before.
         disk_wait_limit_s: how long the mode "limit" waits from then on.
         disk_wait_over: the request does not wait for the disk any more, whatever is still pending.
+        skip_counted: it was counted that its blocks were not loaded, since that is slow.
         failed_at: when a lookup failed last; for a while none is sent then, lest the request is put off for ever.
     """
 
@@ -136,6 +137,7 @@ class RequestLookups:
     disk_wait_limit_s: float = 0.0
     disk_wait_over: bool = False
     disk_wait_counted: bool = False
+    skip_counted: bool = False
 
     def refresh(self, groups: Sequence[Sequence[OffloadKey]]) -> bool:
         """Take in an answer that came; send a lookup if it is missing, outdated or does not cover ``groups``.

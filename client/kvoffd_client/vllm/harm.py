@@ -1,0 +1,149 @@
+"""Where kvoffd would do harm: loads that take longer than computing, stores that vLLM waits for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+
+from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.prefill_rate import PrefillRate
+from kvoffd_proto.engine_report import MOST_TOLD
+
+SAMPLES = 9
+"""Loads of about one length that are remembered."""
+LEAST_SAMPLES = 5
+SAMPLE_AGE_S = 120.0
+"""What was measured longer ago says nothing: where loads were skipped for it, they are tried again."""
+MARGIN = 2.0
+"""A load is skipped where it takes so many times as long as computing, and"""
+LEAST_LOSS_S = 0.02
+"""so much longer."""
+WINDOW_S = 30.0
+LEAST_WAITS = 5
+LEAST_WAITED_S = 0.05
+"""A shorter wait of vLLM's for a store is none."""
+WAITED_SHARE = 0.2
+"""Stores pause where vLLM waited for them for this part of the window, in that many waits."""
+STORE_PAUSE_S = 60.0
+REPORT_EVERY_S = 10.0
+
+
+class LoadTimes:
+    """How long loads took lately, by their length: samples of one power of two of tokens are compared with each other.
+
+    The daemon measures them, from taking a job to its end, so that steps of other requests count on neither side; the
+    slowest rank counts. The prefill rate is that of whole batches. What is not known, or not clearly slower, is loaded.
+    """
+
+    def __init__(self, prefill: PrefillRate, clock: Callable[[], float]) -> None:
+        self._prefill = prefill
+        self._clock = clock
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Note that a load of so many tokens took so long."""
+        if tokens > 0:
+            lately = self._samples.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
+            lately.append((self._clock(), seconds / tokens))
+
+    def seconds_for(self, tokens: int) -> float | None:
+        """How long a load of so many tokens takes; None where too few of about that length were measured lately."""
+        oldest = self._clock() - SAMPLE_AGE_S
+        lately = [per_token for at, per_token in self._samples.get(tokens.bit_length(), ()) if at >= oldest]
+        return tokens * median(lately) if len(lately) >= LEAST_SAMPLES else None
+
+    def pays(self, tokens: int) -> bool:
+        """Whether a load of so many tokens is not clearly slower than computing them."""
+        loaded_s, rate = self.seconds_for(tokens), self._prefill.tokens_per_second
+        if loaded_s is None or not rate:
+            return True
+        computed_s = tokens / rate
+        return loaded_s <= MARGIN * computed_s or loaded_s - computed_s <= LEAST_LOSS_S
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the loads lately, the median; 0 where none was measured."""
+        oldest = self._clock() - SAMPLE_AGE_S
+        lately = [one for samples in self._samples.values() for at, one in samples if at >= oldest]
+        return 1 / max(median(lately), 1e-9) if lately else 0.0
+
+
+class StorePause:
+    """Pauses stores for a while where vLLM waits for them too often: before it reuses blocks that are being stored.
+
+    That is the harm of stores that can be told from anything else: an engine's speed with and without stores depends on
+    its batches far more.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._until = float("-inf")
+
+    def waited(self, seconds: float) -> None:
+        """Note that vLLM waited so long for stores, in all workers at once."""
+        now = self._clock()
+        if seconds < LEAST_WAITED_S or now < self._until:
+            return
+        self._waits.append((now, seconds))
+        while self._waits[0][0] < now - WINDOW_S:
+            self._waits.popleft()
+        waited_s = sum(wait_s for _, wait_s in self._waits)
+        if len(self._waits) >= LEAST_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
+            self._until = now + STORE_PAUSE_S
+            self._waits.clear()
+            logger.warning(
+                "kvoffd: vLLM waited %.1f s of the last %.0f for stores before it could reuse their blocks; nothing is "
+                "stored for %.0f s. More KV cache memory in the engine, or a faster daemon, would help.",
+                waited_s,
+                WINDOW_S,
+                STORE_PAUSE_S,
+            )
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing should be stored now."""
+        return self._clock() < self._until
+
+
+class Harm:
+    """What is known of both, and what the daemon is told of it. Where it is not ``active`` it measures only."""
+
+    def __init__(self, prefill: PrefillRate, clock: Callable[[], float], active: bool) -> None:
+        self.prefill = prefill
+        self.loads = LoadTimes(prefill, clock)
+        self.stores = StorePause(clock)
+        self._clock = clock
+        self._active = active
+        self.skipped_loads = self._paused = 0
+        """Since the daemon was told."""
+        self._told: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
+        self._tell_at = clock() + REPORT_EVERY_S
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Tokens a second that are computed, and that loads bring."""
+        return self.prefill.tokens_per_second, self.loads.tokens_per_second
+
+    def load_pays(self, tokens: int) -> bool:
+        """Whether to load so many tokens."""
+        return not self._active or self.loads.pays(tokens)
+
+    def leave_store_out(self) -> bool:
+        """Whether to leave a store out; counts it."""
+        paused = self._active and self.stores.paused
+        self._paused += paused
+        return paused
+
+    def news(self) -> tuple[float, float, int, int] | None:
+        """What to tell the daemon now, where something is new: both rates, loads and stores that were left out."""
+        if self._clock() < self._tell_at:
+            return None
+        self._tell_at = self._clock() + REPORT_EVERY_S
+        figures = (*self.rates, min(self.skipped_loads, MOST_TOLD), min(self._paused, MOST_TOLD))
+        if figures == self._told:
+            return None
+        self.skipped_loads = self._paused = 0
+        self._told = (*figures[:2], 0, 0)
+        return figures

@@ -1,0 +1,23 @@
+"""What an engine learned of itself, for operators."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from kvoffd_proto.wire import SCHEDULER, Done, Fingerprint, PerSecond, Request, Section, doc, exchange
+
+MOST_TOLD = 1_000_000
+"""In one message: sums of what anybody may claim must stay numbers."""
+
+
+@exchange(Section.SCHEDULER, SCHEDULER)
+class ReportEngine(Request[Done], frozen=True):
+    """Tells how fast an engine computes and loads, and what it left out since it last told that."""
+
+    namespace: Fingerprint
+    prefill_tokens_per_second: Annotated[PerSecond, doc("Prompt tokens that it computes a second; 0 if not known.")]
+    load_tokens_per_second: Annotated[PerSecond, doc("Tokens that loads bring it a second; 0 if not known.")]
+    skipped_loads: Annotated[int, doc("Loads that it left out, since computing is faster.", ge=0, le=MOST_TOLD)] = 0
+    paused_stores: Annotated[
+        int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MOST_TOLD)
+    ] = 0

@@ -1,0 +1,162 @@
+"""Loads that computing beats are skipped, and tried again; stores that vLLM waits for pause."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+from support.manager_harness import KEYS, ManagerHarness
+from support.vllm_fakes import Clock, key
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvoffd_client.vllm import connector_stats as stats
+from kvoffd_client.vllm.connector_metadata import KvoffdWorkerMetadata
+from kvoffd_client.vllm.harm import (
+    LEAST_SAMPLES,
+    LEAST_WAITS,
+    REPORT_EVERY_S,
+    SAMPLE_AGE_S,
+    STORE_PAUSE_S,
+    Harm,
+    LoadTimes,
+    StorePause,
+)
+from kvoffd_client.vllm.prefill_rate import PrefillRate
+
+SUFFIX = (0).to_bytes(4, "big")
+
+
+def computing(clock: Clock, tokens_per_second: float) -> PrefillRate:
+    rate = PrefillRate({SUFFIX: 1000}, clock)
+    rate.tokens_per_second = tokens_per_second
+    return rate
+
+
+def times(tokens_per_second: float, *loads: tuple[int, float]) -> LoadTimes:
+    """After loads of so many tokens in so many seconds, in an engine that computes as fast as that."""
+    clock = Clock()
+    found = LoadTimes(computing(clock, tokens_per_second), clock)
+    for tokens, seconds in loads:
+        found.note(tokens, seconds)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("loads", "pays"),
+    [
+        ([(1000, 0.5)] * LEAST_SAMPLES, False),
+        ([(1000, 0.5)] * (LEAST_SAMPLES - 1), True),  # too few
+        ([(1000, 0.19)] * 9, True),  # not clearly slower than the 0.1 s
+        ([(1000, 0.5)] * 4 + [(1000, 0.01)] * 5, True),  # a bad moment
+        ([(1000, 0.01)] * 5 + [(1000, 9.0)] * 4, True),
+        ([(100, 0.5)] * 9, True),  # of another length
+        ([(700, 0.35)] * 3 + [(900, 0.45)] * 2, False),  # of about that length
+    ],
+)
+def test_a_load_is_skipped_only_where_enough_loads_of_its_length_were_clearly_slower(
+    loads: list[tuple[int, float]], pays: bool
+) -> None:
+    assert times(10_000, *loads).pays(1000) is pays
+
+
+def test_what_costs_nothing_to_speak_of_is_loaded_and_so_is_what_is_not_known() -> None:
+    assert times(1_000_000, *[(1000, 0.02)] * 9).pays(1000), "20 ms for 1 ms"
+    assert not times(1_000_000, *[(1000, 0.022)] * 9).pays(1000)
+    assert times(0, *[(1000, 9.0)] * 9).pays(1000), "the engine's rate is not known"
+    empty = times(10_000, (0, 1.0))
+    assert empty.seconds_for(1000) is None
+    assert empty.tokens_per_second == 0.0
+
+
+def test_after_a_while_it_is_tried_again() -> None:
+    clock = Clock()
+    found = LoadTimes(computing(clock, 10_000), clock)
+    for _ in range(LEAST_SAMPLES):
+        found.note(1000, 0.5)
+    assert found.tokens_per_second == pytest.approx(2000)
+    clock.now += SAMPLE_AGE_S
+    assert not found.pays(1000)
+    clock.now += 0.1
+    assert found.pays(1000), "one bad minute does not stop loads for ever"
+    for _ in range(LEAST_SAMPLES):
+        found.note(1000, 0.5)
+    assert not found.pays(1000), "it was not the minute"
+
+
+def test_stores_pause_where_vllm_waits_for_them_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    pause = StorePause(clock)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(100):
+            pause.waited(0.04)
+        pause.waited(20.0)  # a daemon that hung once
+        for _ in range(LEAST_WAITS - 2):
+            pause.waited(2.0)
+        assert not pause.paused
+        clock.now += 31.0
+        for _ in range(LEAST_WAITS - 1):
+            pause.waited(2.0)
+        assert not pause.paused, "what was longer ago does not count"
+        pause.waited(2.0)
+    assert pause.paused
+    (line,) = [record.getMessage() for record in caplog.records] or ["waited 10.0 s"]
+    assert "waited 10.0 s" in line
+    clock.now += STORE_PAUSE_S
+    assert not pause.paused
+
+
+def harness(**more: bool) -> tuple[ManagerHarness, Harm]:
+    rig = ManagerHarness()
+    manager = rig.manager
+    manager._lookup_settings = replace(manager._lookup_settings, prefill=computing(rig.clock, 10_000))
+    assert manager._lookup_settings.prefill is not None
+    manager._harm = Harm(manager._lookup_settings.prefill, rig.clock, more.get("active", True))
+    return rig, manager._harm
+
+
+def test_the_manager_counts_what_is_left_out_and_tells_the_daemon() -> None:
+    rig, harm = harness()
+    rig.request("r", {key(1)})
+    for _ in range(LEAST_SAMPLES):
+        rig.manager.load_ended([key(1)], 0.5)
+    assert not rig.manager.load_pays("r", 1000)
+    assert not rig.manager.load_pays("r", 1000), "vLLM asks until it is scheduled"
+    for _ in range(LEAST_WAITS):
+        rig.manager.workers_report(None, usable=True, waited_s=2.0)
+    output = rig.manager.prepare_store(KEYS, ReqContext("r"))
+    assert output is not None
+    assert not list(output.keys_to_store)
+    told = rig.manager.get_stats()
+    assert told is not None
+    assert f"{stats.SLOW_LOADS}" in str(told.data)
+    rig.manager.begin_step(1)
+    assert rig.client.reports == []
+    rig.clock.now += REPORT_EVERY_S
+    rig.manager.begin_step(1)
+    assert rig.client.reports == [(10_000, pytest.approx(2000), 1, 1)]
+    rig.clock.now += REPORT_EVERY_S
+    rig.manager.begin_step(1)
+    assert len(rig.client.reports) == 1, "nothing is new"
+    assert harm.skipped_loads == 0
+
+
+def test_switched_off_it_measures_and_leaves_nothing_out() -> None:
+    rig, harm = harness(active=False)
+    rig.request("r", set())
+    for _ in range(LEAST_SAMPLES):
+        rig.manager.load_ended([key(1)], 0.5)
+        rig.manager.workers_report(None, usable=True, waited_s=2.0)
+    assert harm.rates == (10_000, pytest.approx(2000))
+    assert rig.manager.load_pays("r", 1000)
+    output = rig.manager.prepare_store(KEYS, ReqContext("r"))
+    assert output is not None
+    assert list(output.keys_to_store)
+
+
+def test_the_slowest_rank_counts() -> None:
+    one = KvoffdWorkerMetadata(load_seconds={1: 0.1, 2: 0.5}, waited_s=0.3)
+    other = KvoffdWorkerMetadata(load_seconds={1: 0.2, 3: 0.4}, waited_s=0.1)
+    merged = one.aggregate(other)
+    assert merged.load_seconds == {1: 0.2, 2: 0.5, 3: 0.4}
+    assert merged.waited_s == 0.3
