@@ -278,9 +278,8 @@ INDEX_BYTES_PER_SLOT = 1536
 """Measured: 1.4 KiB of a block of one slot, with its key of 32 bytes and its place in the eviction policy."""
 LEAST_INDEX_BYTES = 128 << 20
 PROCESS_BYTES = 64 << 20
-"""Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's
-sample (8 MiB: ``curve.c``), threads, the connections of
-HTTP and of administrators over TCP."""
+"""Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's sample (8 MiB:
+``curve.c``), a recording (8 MiB: ``recorder``), threads, the connections of HTTP and of administrators over TCP."""
 SHARED_BYTES = 96 << 20
 """Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
 FRAMES_AT_A_TIME = 6

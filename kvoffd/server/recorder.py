@@ -13,7 +13,7 @@ from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 
-MAX_KEPT_BYTES = 16 << 20
+MAX_KEPT_BYTES = 8 << 20
 """What waits to be fetched; what comes then is dropped and counted."""
 CHAIN_BYTES = 400
 """What a chain takes beside its keys."""
