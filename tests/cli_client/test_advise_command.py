@@ -58,12 +58,26 @@ def served(fresh: StatsReply) -> StatsReply:
     )
 
 
-def test_what_was_saved(served: StatsReply) -> None:
+def test_what_was_saved(served: StatsReply, busy: StatsReply) -> None:
     # 20 GiB of blocks of 2 MiB and 16 tokens, and 50,000 keys of 16 tokens.
     text = told(served, info(1))["saved"]
     assert text.startswith("In 1 h engines loaded 163,840 tokens instead of computing them, 20.5 % of those")
     assert "How fast they compute prompts no engine has told" in text
     assert "below the pool" not in text
+    timed = structs.replace(served, namespaces=[counted(1, prefill_tokens_per_second=4096.0)])
+    assert told(timed, info(1))["saved"].endswith("At the speed that the engines measured, that is 40.0 s of prefill.")
+    below = structs.replace(served, namespaces=[counted(1, keys_pending=12_000, misses={"disk_late": 2_000})])
+    # 20,000 keys were in the pool and 10,000 of those that disks have came up.
+    assert "33.3 % of these came from below" in told(structs.replace(below, shared=busy.shared), info(1))["saved"]
+    assert "16.7 % of what the disks have came too late" in told(below, info(1))["disks_late"]
+
+
+def test_what_engines_left_out(served: StatsReply) -> None:
+    assert "slow_copies" not in told(served)
+    slow = counted(1, skipped_loads=7, prefill_tokens_per_second=9000.0, load_tokens_per_second=800.0)
+    text = told(structs.replace(served, namespaces=[slow]))["slow_copies"]
+    assert "left out 7 loads" in text
+    assert "compute 9,000 tokens a second and load 800." in text
 
 
 def test_what_other_sizes_would_bring(served: StatsReply) -> None:

@@ -82,6 +82,7 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
         found += _writes(stats)
         found += _starving(stats, stats.curve)
         found += _late(stats)
+        found += _slow_loads(stats.namespaces)
         found += _short_prompts(stats.namespaces, known)
     else:
         text = (
@@ -113,7 +114,7 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         asked += one.keys_asked * sum(group.tokens_per_block for group in info.groups) / len(info.groups) ** 2
         came = max(0, one.keys_pending - one.misses.get("disk_late", 0) - one.misses.get("disk_failed", 0))
         below += loaded * came / max(1, one.keys_ready + came)
-        if rate := getattr(one, "prefill_tokens_per_second", 0.0):
+        if rate := one.prefill_tokens_per_second:
             seconds += loaded / rate
             timed += loaded
     figures = {"loaded_tokens": tokens, "asked_tokens": asked, "tokens_from_below": below, "prefill_seconds": seconds}
@@ -213,6 +214,23 @@ def _late(stats: StatsReply) -> Iterator[Advice]:
     if pending and late >= LATE * pending:
         text = f"{percent(late, pending)} of what the disks have came too late for its request: the disks are too slow."
         yield Advice("disks_late", text, None, {"late_keys": late, "pending_keys": pending})
+
+
+def _slow_loads(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
+    for one in counted:
+        if one.skipped_loads or one.paused_stores:
+            name = namespace_name(one.label, one.namespace)
+            text = (
+                f"Engines of {name} left out {format_count(one.skipped_loads)} loads, since computing was faster, and "
+                f"{format_count(one.paused_stores)} stores, since they had waited for stores too often."
+            )
+            if one.load_tokens_per_second and one.prefill_tokens_per_second:
+                text += (
+                    f" They compute {format_count(round(one.prefill_tokens_per_second))} tokens a second and load "
+                    f"{format_count(round(one.load_tokens_per_second))}."
+                )
+            figures: dict[str, float] = {"skipped_loads": one.skipped_loads, "paused_stores": one.paused_stores}
+            yield Advice("slow_copies", text, one.namespace, figures)
 
 
 def _short_prompts(counted: Iterable[NamespaceStats], known: dict[bytes, NamespaceInfo]) -> Iterator[Advice]:

@@ -243,12 +243,12 @@ class Advice(Struct, frozen=True):
 
     topic: Annotated[
         Literal[
-            "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "disks_late", "block_size",
-            "small_shards", "apart",
+            "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "disks_late", "slow_copies",
+            "block_size", "small_shards", "apart",
         ],
         doc(
-            "What it is about: too_little_traffic, saved, size, stores, disk_writes, starving, disks_late, block_size, "
-            "small_shards, or apart."
+            "What it is about: too_little_traffic, saved, size, stores, disk_writes, starving, disks_late, "
+            "slow_copies, block_size, small_shards, or apart."
         ),
     ]  # fmt: skip
     text: Annotated[str, doc("The sentences.")]
