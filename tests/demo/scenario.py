@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ class Scenario:
 
     def run(self) -> Outcome:
         """Everything but the start of the daemon."""
-        first = self._start_engine("The engine", "engine.log")
+        (first,) = self._start_engines({"The engine": "engine.log"})
         cold = self._send_all(first, "cold")
         with self._step("waiting until the daemon has stored everything"):
             self._wait_for_stores()
@@ -137,10 +137,10 @@ class Scenario:
             first.ask({"op": "reset"}, REQUEST_TIMEOUT_S)
         warm = self._send_all(first, "cache cleared")
         self.stop_engines()
-        restarted_engine = self._start_engine("The restarted engine", "engine-restarted.log")
+        restarted_engine, second_engine = self._start_engines(
+            {"The restarted engine": "engine-restarted.log", "The second engine": "engine-second.log"}
+        )
         restarted = self._send_all(restarted_engine, "engine restarted")
-        second_engine = self._start_engine("The second engine", "engine-second.log")
-        restarted_engine.check_alive()
         second = self._send_all(second_engine, "second engine")
         elsewhere = None
         if self._shared:
@@ -150,7 +150,7 @@ class Scenario:
             other = self._sockets / "other"
             other.mkdir()
             self._start_daemon(other, "kvoffd-other.log", "the daemon of another node, whose pool is empty")
-            third_engine = self._start_engine("The engine of another node", "engine-other.log", other)
+            (third_engine,) = self._start_engines({"The engine of another node": "engine-other.log"}, other)
             elsewhere = self._send_all(third_engine, "another node")
         return Outcome(cold, warm, restarted, second, elsewhere)
 
@@ -189,7 +189,8 @@ class Scenario:
         except KvoffdClientError:
             return False
 
-    def _start_engine(self, name: str, log: str, directory: Path | None = None) -> Engine:
+    def _start_engines(self, log_names: Mapping[str, str], directory: Path | None = None) -> list[Engine]:
+        """Start engines, given their names and logs, at the same time: a start has one core busy."""
         arguments = {
             "model": str(self._model),
             "skip_tokenizer_init": True,
@@ -210,14 +211,21 @@ class Scenario:
                 },
             },
         }
-        with self._step(f"starting vLLM: {name.lower()} (its log: {self._logs / log})"):
-            engine = Engine(name, arguments, self._logs / log)
-            self._children.callback(engine.abort)
-            self._engines.append(engine)
-            engine.receive(ENGINE_TIMEOUT_S)
-            # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
-            self._send(engine, self._warm_up)
-        return engine
+        logs = {name: self._logs / log for name, log in log_names.items()}
+        what = " and ".join(f"{name.lower()} (its log: {log})" for name, log in logs.items())
+        engines: list[Engine] = []
+        with self._step(f"starting vLLM: {what}"):
+            for name, log in logs.items():
+                engine = Engine(name, arguments, log)
+                self._children.callback(engine.abort)
+                engines.append(engine)
+            self._engines += engines
+            for engine in engines:
+                engine.receive(ENGINE_TIMEOUT_S)
+            for engine in engines:
+                # An engine's first request pays for more than its prompt: buffers are made, code is loaded.
+                self._send(engine, self._warm_up)
+        return engines
 
     def _send_all(self, engine: Engine, title: str) -> Pass:
         answers = []

@@ -71,8 +71,8 @@ def start_vllm(environment: Mapping[str, str], name: str | None, **settings: Any
 
     ``name``: that of the model, for the error.
     """
-    for name, value in environment.items():
-        os.environ.setdefault(name, value)
+    for variable, value in environment.items():
+        os.environ.setdefault(variable, value)
     try:
         from vllm import LLM
     except ImportError as error:
