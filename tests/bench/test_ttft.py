@@ -38,6 +38,7 @@ def test_without_vllm_a_sentence_says_where_to_run_it(
 
 
 @pytest.mark.engine
+@pytest.mark.shapes
 @pytest.mark.timeout(600)
 def test_a_real_engine_is_faster_with_its_blocks_in_the_pool(tmp_path: Path) -> None:
     if importlib.util.find_spec("vllm") is None:

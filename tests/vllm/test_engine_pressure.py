@@ -47,7 +47,7 @@ def wait_settled(daemon: FaultyDaemon, ready_blocks: int) -> None:
 @pytest.mark.parametrize(
     ("blocks_per_chunk", "store_seconds", "store_fence_timeout_s"),
     [
-        pytest.param(1, 0.2, 30.0, id="fences-wait"),
+        pytest.param(1, 0.2, 30.0, id="fences-wait", marks=pytest.mark.shapes),
         pytest.param(4, 3.0, 0.2, id="fences-give-up"),
     ],
 )
