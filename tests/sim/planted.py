@@ -282,7 +282,7 @@ PLANTED = (
         "after a reset blocks still come from the shared store",
         "kvoffd.tiering.shared",
         "SharedTiering.leave",
-        "self._left.add(fingerprint)",
+        "self.left.add(fingerprint)",
         "pass",
     ),
     Planted(
