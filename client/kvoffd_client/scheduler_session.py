@@ -293,6 +293,12 @@ class SchedulerSession(Session):
         if self.usable:
             self.send(m.Invalidate(self.next_request_id(), self.token, self._fingerprint, list(groups)))
 
+    def hint(self, groups: Sequence[m.GroupKeys], priority: int, retain_s: float) -> None:
+        """Say how long a request's blocks should stay: see ``Hint``."""
+        if self.usable:
+            told = list(groups), priority, round(retain_s * 1000)
+            self.send(m.Hint(self.next_request_id(), self.token, self._fingerprint, *told))
+
     def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
         """Tell the daemon what the engine learned: see ``ReportEngine``."""
         if self.usable:

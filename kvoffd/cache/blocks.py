@@ -77,6 +77,7 @@ class Blocks(Room):
         """Undo ``add_namespace``. It may have no block any more."""
         del self.index[namespace]
         self.shares.forget(namespace)
+        self.hints.forget(namespace)
 
     # --- in --------------------------------------------------------------------------------------
 
@@ -311,6 +312,7 @@ class Blocks(Room):
 
     def used(self, namespace: Namespace, group: int, blocks: Sequence[Block]) -> None:
         """Note that a request found these ready blocks, root first."""
+        self.hints.used(blocks)
         if self.shares:
             self.shares.note_use(namespace)
             index = self.index[namespace][group]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from math import inf
 
 from kvoffd.cache.eviction import choose_victims
+from kvoffd.cache.hints import Hints
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
@@ -23,6 +24,7 @@ class Room(ABC):
         self.block_at: dict[int, Block] = {}
         """By the offset of a slot in use, the block it belongs to."""
         self.shares = Shares(slots.pool_bytes, clock)
+        self.hints = Hints(slots.pool_bytes, clock)
         self._slots = slots
         self._policy = policy
         self._max_slots = max_slots
@@ -73,15 +75,15 @@ class Room(ABC):
     def _victims(
         self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
     ) -> list[Block]:
-        policy, slots, block_at = self._policy, self._slots, self.block_at
+        slots, block_at = self._slots, self.block_at
         if claim is None:
-            return choose_victims(policy.candidates(worth), slots, block_at, slot_bytes, count, protected, None)
+            return choose_victims(self._ordered(worth), slots, block_at, slot_bytes, count, protected, None)
         if owed := claim.owed:
             # Whatever that is worth: a share that the policy fills with others' blocks would be none.
-            others, wanted = claim.candidates(policy, inf, Whose.OTHERS), min(count, -(-owed // slot_bytes))
+            others, wanted = claim.candidates(self._ordered(inf), Whose.OTHERS), min(count, -(-owed // slot_bytes))
             if found := choose_victims(others, slots, block_at, slot_bytes, wanted, protected, claim):
                 return found
-        both = claim.candidates(policy, worth, Whose.BOTH)
+        both = claim.candidates(self._ordered(worth), Whose.BOTH)
         return choose_victims(both, slots, block_at, slot_bytes, count, protected, claim)
 
     def _room_below_maximum(
@@ -91,7 +93,7 @@ class Room(ABC):
         each = max(slot_bytes, block_bytes)
         victims: list[Block] = []
         if claim.room < count * each:
-            for block in claim.candidates(self._policy, worth, Whose.OWN):
+            for block in claim.candidates(self._ordered(worth), Whose.OWN):
                 if not block.pins and block not in protected:
                     victims.append(block)
                     claim.evict(block)
@@ -110,8 +112,12 @@ class Room(ABC):
         return any(not block.pins and block not in protected for block in found)
 
     def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:
-        policy = self._policy
-        return policy.candidates(worth) if claim is None else claim.candidates(policy, worth, Whose.BOTH)
+        ordered = self._ordered(worth)
+        return ordered if claim is None else claim.candidates(ordered, Whose.BOTH)
+
+    def _ordered(self, worth: float) -> Iterator[Block]:
+        candidates = self._policy.candidates(worth)
+        return self.hints.order(candidates, self.index, worth) if self.hints else candidates
 
     def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
         """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.

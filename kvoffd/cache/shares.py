@@ -14,7 +14,6 @@ from itertools import chain, zip_longest
 from math import inf, isfinite
 
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
@@ -180,11 +179,11 @@ class Claim:
         least, held = self._shares.of(owner.fingerprint).minimum_bytes, self.held(owner)
         return held > self._kept(owner) and held - nbytes >= least
 
-    def candidates(self, policy: EvictionPolicy, worth: float, whose: Whose) -> Iterator[Block]:
-        """The blocks that may go and are worth less, next first. What is taken is told by ``evict`` at once."""
+    def candidates(self, ordered: Iterable[Block], whose: Whose) -> Iterator[Block]:
+        """Those of the blocks that may go, next first. What is taken is told by ``evict`` at once."""
         given: set[Block] = set()
         passed = 0
-        for block in policy.candidates(worth):
+        for block in ordered:
             if self._is_meant(block.namespace, whose) and self._may_take(block.namespace, block.slot_bytes):
                 given.add(block)
                 yield block

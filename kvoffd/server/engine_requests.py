@@ -259,6 +259,19 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     yield m.Done(message.request_id, context.epoch, count)
 
 
+@answers(m.Hint)
+def hint(context: Context, session: Session, message: m.Hint) -> m.Done:
+    session.check_namespace(message.namespace)
+    namespace, hints = context.cache.namespace(message.namespace), context.cache.blocks.hints
+    context.check_key_count(namespace, message.groups)
+    split = [(part.group, namespace.split(part.group, part.keys)) for part in message.groups]
+    for group, keys in split:
+        hints.set(namespace, group, keys, message.priority, message.retain_ms / 1000)
+    count = sum(len(keys) for _, keys in split)
+    namespace.counters.hinted_keys += count
+    return m.Done(message.request_id, context.epoch, count)
+
+
 @answers(m.ReportEngine)
 def report_engine(context: Context, session: Session, message: m.ReportEngine) -> m.Done:
     session.check_namespace(message.namespace)

@@ -1,10 +1,21 @@
-"""What an engine learned of itself, for operators."""
+"""What an engine learned of itself, for operators, and what its users say of their requests."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from kvoffd_proto.wire import SCHEDULER, Done, Fingerprint, PerSecond, Request, Section, doc, exchange
+from kvoffd_proto.wire import (
+    MAX_GROUPS,
+    SCHEDULER,
+    Done,
+    Fingerprint,
+    GroupKeys,
+    PerSecond,
+    Request,
+    Section,
+    doc,
+    exchange,
+)
 
 MOST_TOLD = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
@@ -21,3 +32,15 @@ class ReportEngine(Request[Done], frozen=True):
     paused_stores: Annotated[
         int, doc("Stores that it left out, since it had waited for stores too often.", ge=0, le=MOST_TOLD)
     ] = 0
+
+
+@exchange(Section.SCHEDULER, SCHEDULER)
+class Hint(Request[Done], frozen=True):
+    """Says how long the blocks of a request should stay. Nothing is promised; marks of an earlier Hint are replaced."""
+
+    namespace: Fingerprint
+    groups: Annotated[list[GroupKeys], doc("Keys of the request, root of the prefix first.", max_length=MAX_GROUPS)]
+    priority: Annotated[
+        int, doc("Below 0, the blocks go before others; above 0, after them; 0 takes marks away.", ge=-10, le=10)
+    ]
+    retain_ms: Annotated[int, doc("How long a priority above 0 counts, in milliseconds.", ge=0, le=86_400_000)] = 0

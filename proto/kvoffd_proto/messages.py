@@ -54,13 +54,6 @@ PIECES_PER_KEY = 8
 """What a job's key counts as at least: about what its slot, block and checksum cost beside the addresses of pieces."""
 
 
-class GroupKeys(Wire, frozen=True):
-    """Keys of one group."""
-
-    group: GroupIndex
-    keys: Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
-
-
 class GroupTransfer(Wire, frozen=True):
     """The part of a job that concerns one group.
 

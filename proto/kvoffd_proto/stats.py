@@ -150,6 +150,7 @@ class NamespaceStats(Wire, frozen=True):
     paused_stores: Annotated[
         Count, counter("Stores that engines left out, since they had waited for stores too often.")
     ] = 0
+    hinted_keys: Annotated[Count, counter("Keys of requests whose users said how long their blocks should stay.")] = 0
 
 
 class DirectionStats(Wire, frozen=True):

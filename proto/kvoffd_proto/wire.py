@@ -325,6 +325,13 @@ class GroupSpec(Wire, frozen=True):
 # --- replies of several requests ----------------------------------------------------------------------
 
 
+class GroupKeys(Wire, frozen=True):
+    """Keys of one group."""
+
+    group: GroupIndex
+    keys: Annotated[bytes, doc("Block hashes, end to end, each of the namespace's ``key_bytes``.")]
+
+
 class Done(Reply, frozen=True):
     """Answer to requests that return nothing but a count."""
 

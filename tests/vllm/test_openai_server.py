@@ -128,3 +128,13 @@ def test_what_requests_say_of_their_cache_is_followed(server: Server) -> None:
     assert loaded(max_load_tokens=0) == 0
     assert loaded(max_load_tokens="many") == 10, "vLLM warns of what it cannot read, and ignores it"
     assert loaded(kv_load_tiers=[]) == 10, "the pool is the primary tier, which is always read"
+    assert loaded(kvoffd={"priority": 5, "retain_s": 60}) == 10
+    wait_until(lambda: server.counts.hinted_keys == 10, 20)
+    for bad in ({"priority": "high"}, "over", [1], {"retain_s": -1}, {"conversation_over": {}}):
+        assert loaded(kvoffd=bad) == 10, "an engine never ends for it"
+    assert loaded(kvoffd={"conversation_over": True}) == 10
+    wait_until(lambda: server.counts.hinted_keys == 20, 20)
+    status, metrics = server.ask("GET", "/metrics")
+    assert status == 200
+    (line,) = [one for one in metrics.decode().splitlines() if one.startswith("vllm:kvoffd_bad_hints_total{")]
+    assert float(line.split()[-1]) == 5

@@ -69,6 +69,10 @@ class NamespaceClient:
         if self._client is not None:
             self._client.invalidate(groups)
 
+    def hint(self, groups: Sequence[GroupKeys], priority: int, retain_s: float) -> None:
+        if self._client is not None:
+            self._client.hint(groups, priority, retain_s)
+
     def report(self, prefill_rate: float, load_rate: float, skipped_loads: int, paused_stores: int) -> None:
         if self._client is not None:
             self._client.report(prefill_rate, load_rate, skipped_loads, paused_stores)

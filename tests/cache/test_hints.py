@@ -1,0 +1,100 @@
+"""What users say of their blocks bends the order in which they go, and never keeps others out."""
+
+from __future__ import annotations
+
+import pytest
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.invariants import check_invariants
+
+from kvoffd.cache import hints
+from kvoffd.cache.namespace import Namespace
+from kvoffd_proto.messages import NamespaceLimits
+
+UNIT = SLOT_UNIT
+
+
+def mark(rig: CacheHarness, namespace: Namespace, keys: bytes, priority: int, retain_s: float = 60.0) -> None:
+    rig.cache.blocks.hints.set(namespace, 0, namespace.split(0, keys), priority, retain_s)
+
+
+def there(rig: CacheHarness, namespace: Namespace, count: int = 64) -> list[int]:
+    index = rig.cache.blocks.index[namespace][0]
+    return [number for number in range(count) if keys_of(number) in index]
+
+
+@pytest.fixture
+def rig() -> CacheHarness:
+    return CacheHarness(regions=4, region_bytes=4 * UNIT)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "learned"])
+def test_a_conversation_that_is_over_goes_first_and_its_end_before_its_beginning(policy: str) -> None:
+    rig = CacheHarness(regions=4, region_bytes=4 * UNIT, policy=policy)
+    namespace = rig.open()
+    rig.put(namespace, keys_of(*range(12)))
+    mark(rig, namespace, keys_of(8, 9, 10, 11, 12), -10)
+    rig.put(namespace, keys_of(12, 13, 14, 15))  # stored after it was said
+    rig.put(namespace, keys_of(20))
+    assert there(rig, namespace) == [*range(12), 13, 14, 15, 20]
+    rig.put(namespace, keys_of(21, 22))
+    assert there(rig, namespace) == [*range(10), 13, 14, 15, 20, 21, 22]
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(8))])
+    rig.cache.touch(1)
+    rig.cache.release(1, [1])
+    rig.put(namespace, keys_of(23))
+    assert {8, 23} < set(there(rig, namespace)), "somebody asked for it again"
+    check_invariants(rig.cache)
+
+
+def test_what_is_to_stay_is_passed_over_for_its_time_while_others_can_go(rig: CacheHarness) -> None:
+    namespace = rig.open()
+    rig.put(namespace, keys_of(*range(16)))
+    mark(rig, namespace, keys_of(15), 1, 60.0)
+    mark(rig, namespace, keys_of(14), 5, 60.0)
+    rig.put(namespace, keys_of(*range(20, 34)))
+    assert there(rig, namespace) == [14, 15, *range(20, 34)], "an LRU has the end of a chain go first"
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(20, 34)))])
+    assert rig.put(namespace, keys_of(40)) == 0, "nothing else can go"
+    assert there(rig, namespace) == [14, *range(20, 34), 40], "the lower priority first"
+    rig.cache.release(1, [1])
+    rig.clock.now += 61.0
+    rig.put(namespace, keys_of(41))
+    assert 14 not in there(rig, namespace)
+    check_invariants(rig.cache)
+
+
+def test_marks_are_bounded_per_namespace_and_go_with_it(rig: CacheHarness) -> None:
+    """An eighth of the pool of 16 blocks."""
+    namespace, other = rig.open("a"), rig.open("b")
+    marks = rig.cache.blocks.hints
+    mark(rig, namespace, keys_of(*range(1000)), 10)
+    assert [len(found) for found in marks._late.values()] == [2]
+    mark(rig, other, keys_of(5), 10)
+    mark(rig, namespace, keys_of(*range(2 * hints.MAX_MARKS)), -1)
+    assert [len(found) for found in marks._first.values()] == [hints.MAX_MARKS]
+    assert list(marks._late) == [other], "the last word counts"
+    mark(rig, other, keys_of(5), 0)
+    assert not marks._late
+    rig.cache.forget_namespace(namespace)
+    assert not marks
+
+
+def test_marks_of_blocks_that_never_came_are_forgotten(rig: CacheHarness) -> None:
+    namespace = rig.open()
+    mark(rig, namespace, keys_of(*range(100, 110)), -1)
+    rig.put(namespace, keys_of(*range(16)))
+    rig.clock.now += hints.STORED_WITHIN_S
+    rig.put(namespace, keys_of(16))
+    assert not rig.cache.blocks.hints
+
+
+def test_a_minimum_holds_whatever_its_users_say(rig: CacheHarness) -> None:
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.put(namespace, keys_of(*range(8)))
+    rig.cache.blocks.shares.set(namespace.fingerprint, NamespaceLimits(8 * UNIT))
+    mark(rig, namespace, keys_of(*range(8)), -10)
+    rig.put(other, keys_of(*range(30, 60)))
+    assert there(rig, namespace) == [*range(8)]
+    rig.put(namespace, keys_of(9))
+    assert there(rig, namespace) == [*range(7), 9]
+    check_invariants(rig.cache)
