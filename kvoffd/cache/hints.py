@@ -17,8 +17,10 @@ from kvoffd.cache.namespace import Block, BlockState, Namespace
 
 RETAINED_PART = 8
 """Of each namespace, blocks of one part in so many of the pool are passed over; the latest marks count."""
-MAX_MARKS = 65_536
-"""Keys of one namespace that are to stay, and as many that may go."""
+MAX_MARKS, MAX_MARKS_IN_ALL = 8_192, 32_768
+"""Keys of one namespace, and of all, that are to stay, and as many that may go: 250 bytes each."""
+MARKED_AT_ONCE = 1_000
+"""Keys that are marked in one step."""
 MAX_PASSED = 4096
 """Blocks that are passed over when room is wanted; behind them marks do not count."""
 LOOKED_AT = 256
@@ -47,6 +49,17 @@ class Hints:
     def __bool__(self) -> bool:
         return bool(self._late or self._first)
 
+    def set_in_steps(
+        self, namespace: Namespace, group: int, keys: bytes, priority: int, retain_s: float
+    ) -> Iterator[int]:
+        """As ``set`` with keys end to end, others being served in between; yields how many it marked."""
+        size = MARKED_AT_ONCE * namespace.key_bytes
+        starts = range(0, len(keys), size)
+        for start in reversed(starts) if priority < 0 else starts:
+            split = namespace.split(group, keys[start : start + size])
+            self.set(namespace, group, split, priority, retain_s)
+            yield len(split)
+
     def set(self, namespace: Namespace, group: int, keys: Sequence[bytes], priority: int, retain_s: float) -> None:
         """Mark the keys of a request, root first, anew; a priority of 0 takes marks away."""
         names = [(namespace, group, key) for key in keys]
@@ -59,15 +72,17 @@ class Hints:
         if not names or not priority:
             return
         if priority > 0:
-            marks, mark = self._late.setdefault(namespace, {}), _Mark(priority, self._clock() + retain_s)
+            by_namespace, mark = self._late, _Mark(priority, self._clock() + retain_s)
             most = self._pool_bytes // RETAINED_PART // max(1, namespace.block_bytes(group))
         else:  # the end of the prompt is used by nobody else: it goes first
             names.reverse()
-            marks, mark = self._first.setdefault(namespace, {}), _Mark(priority, self._clock() + STORED_WITHIN_S)
+            by_namespace, mark = self._first, _Mark(priority, self._clock() + STORED_WITHIN_S)
             most = MAX_MARKS
+        marks = by_namespace.setdefault(namespace, {})
         marks.update(dict.fromkeys(names, mark))
-        for name in list(islice(marks, max(0, len(marks) - min(most, MAX_MARKS)))):
-            del marks[name]
+        _forget_oldest(marks, len(marks) - min(most, MAX_MARKS))
+        if (excess := sum(map(len, by_namespace.values())) - MAX_MARKS_IN_ALL) > 0:
+            _forget_oldest(max(by_namespace.values(), key=len), excess)
 
     def used(self, blocks: Iterable[Block]) -> None:
         """A request asked for these blocks: they may not go at once."""
@@ -113,3 +128,8 @@ class Hints:
             if not marks:
                 del self._first[namespace]
         return [block for _, block in sorted(found, key=itemgetter(0))]
+
+
+def _forget_oldest(marks: dict[Name, _Mark], count: int) -> None:
+    for name in list(islice(marks, max(0, count))):
+        del marks[name]

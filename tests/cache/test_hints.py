@@ -70,13 +70,18 @@ def test_marks_are_bounded_per_namespace_and_go_with_it(rig: CacheHarness) -> No
     mark(rig, namespace, keys_of(*range(1000)), 10)
     assert [len(found) for found in marks._late.values()] == [2]
     mark(rig, other, keys_of(5), 10)
-    mark(rig, namespace, keys_of(*range(2 * hints.MAX_MARKS)), -1)
+    steps = marks.set_in_steps(namespace, 0, keys_of(*range(2 * hints.MAX_MARKS)), -1, 0.0)
+    assert sum(steps) == 2 * hints.MAX_MARKS
+    assert next(iter(marks._first[namespace]))[2] == keys_of(hints.MAX_MARKS - 1), "the ends of prompts go first"
     assert [len(found) for found in marks._first.values()] == [hints.MAX_MARKS]
     assert list(marks._late) == [other], "the last word counts"
     mark(rig, other, keys_of(5), 0)
     assert not marks._late
     rig.cache.forget_namespace(namespace)
     assert not marks
+    for number in range(2 * hints.MAX_MARKS_IN_ALL // hints.MAX_MARKS):
+        mark(rig, rig.open(f"n{number}"), keys_of(*range(hints.MAX_MARKS)), -1)
+    assert sum(map(len, marks._first.values())) == hints.MAX_MARKS_IN_ALL
 
 
 def test_marks_of_blocks_that_never_came_are_forgotten(rig: CacheHarness) -> None:

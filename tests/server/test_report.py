@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, stats
+from support.wire import NAMESPACE, WireClient, keys, stats
 
 from kvoffd.server.context import filled
 from kvoffd_proto import messages as m
@@ -34,6 +34,11 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
         scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0), m.Done)
         scheduler.ask(tell(b"x" * 32, 1.0, 1.0, 1, 1), m.Error)
         scheduler.ask(tell(NAMESPACE, 1.0, 1.0, 2**62, 1), m.Error)
+        hint = m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(*range(2500)))], -10)
+        assert scheduler.ask(hint, m.Done).count == 2500
+        for groups in ([m.GroupKeys(1, keys(1))], [m.GroupKeys(0, b"short")]):
+            scheduler.ask(m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, groups, 1, 1000), m.Error)
         (found,) = stats(daemon.directory).namespaces
+        assert found.hinted_keys == 2500
         assert (found.prefill_tokens_per_second, found.load_tokens_per_second) == (21_000.0, 0.0)
         assert (found.skipped_loads, found.paused_stores) == (5, 1)
