@@ -107,10 +107,12 @@ class Hints:
             if block in given:
                 continue
             if len(passed) < MAX_PASSED and (found := self._late.get(block.namespace)):
-                mark = found.get((block.namespace, block.group, block.key))
-                if mark is not None and mark.until > now:
-                    passed.append((mark.priority, block))
-                    continue
+                name = block.namespace, block.group, block.key
+                if (mark := found.get(name)) is not None:
+                    if mark.until > now:
+                        passed.append((mark.priority, block))
+                        continue
+                    del found[name]
             yield block
         if worth == inf:
             yield from (block for _, block in sorted(passed, key=itemgetter(0)))
