@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, POLICY_NAMES
+from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, POLICY_NAMES, REMEMBERS_NOTHING
 from kvoffd.settings import (
     DiskSize,
     Kind,
@@ -68,7 +68,7 @@ class Config:
     log_level: str = choice_setting("info", LOG_LEVELS, "Lowest severity that is logged.")
     log_format: str = choice_setting("text", LOG_FORMATS, "One line of text, or one JSON object, per log record.")
     eviction_policy: str = choice_setting(
-        DEFAULT_POLICY, POLICY_NAMES, "Which blocks are evicted first when the pool is full."
+        DEFAULT_POLICY, POLICY_NAMES, "Which blocks are stored, and which are evicted first, when the pool is full."
     )
     pool_file: str = file_setting(
         "File on tmpfs or hugetlbfs that keeps the pool for the next daemon; nothing for plain memory."
@@ -259,7 +259,7 @@ class Config:
     def memory_bytes(self) -> int:
         """What the daemon needs: the pool, slot table and page tables, what is known of blocks, clients, itself."""
         books = self.max_slots * INDEX_BYTES_PER_SLOT + sum(index_bytes(one.size_bytes) for one in self.disk)
-        if self.eviction_policy != DEFAULT_POLICY:
+        if self.eviction_policy != REMEMBERS_NOTHING:
             books += self.pool_bytes // GHOST_PART
         books += SHARED_BYTES * len(self.shared)
         if self.event_address or self.event_connect:

@@ -70,11 +70,20 @@ class Admitter:
         begins = sorted({bisect_left(fresh, start) for start in starts})
         at = 0
         for count, worth in self.policy.offers(self.namespace, self.group, [keys[number] for number in fresh], begins):
-            self._take(fresh[at : at + count], worth, found, self.namespace.block_bytes(self.group))
+            self._take(fresh[at : at + count], self._limit(worth), found, self.namespace.block_bytes(self.group))
             at += count
         assert at == len(fresh)
         if found.declined:
             self.policy.declined(self.namespace, self.group, [keys[number] for number in found.declined])
+
+    def _limit(self, worth: float) -> float:
+        """What blocks may be worth that give way to keys of some worth.
+
+        A bench measures what it has stored. What the pool keeps for a moment only is on its way to the tiers below.
+        """
+        if self.namespace.of_bench or (self.blocks.tiering is not None and worth != DECLINED):
+            return inf
+        return worth
 
     def _take(self, numbers: Sequence[int], worth: float, found: Admission, block_bytes: int) -> None:
         if worth == DECLINED:

@@ -64,6 +64,7 @@ def namespace(fingerprint: bytes, label: str, asked: int = 0, ready: int = 0, pr
         invalidated_blocks=0,
         half_stored_blocks=0,
         dropped_keys=12,
+        declined_keys=7,
         recent=[recent(10, 10, 1), recent(100, asked // 10, ready // 10), recent(1000, asked // 2, ready // 2)],
     )
 

@@ -44,6 +44,6 @@ def test_it_shows_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_policy_that_does_not_learn_has_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
-    with DaemonProcess("16MiB") as daemon:
+    with DaemonProcess("16MiB", eviction_policy="lru") as daemon:
         assert main(["policy", "--directory", str(daemon.directory)]) == 0
     assert capsys.readouterr().out.startswith("Policy lru. It has learned nothing so far, or does not learn.")

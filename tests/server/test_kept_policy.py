@@ -116,7 +116,7 @@ def test_it_is_written_now_and_then_for_a_daemon_that_is_killed(
 ) -> None:
     policy, now = Remembering(1 << 24), [1000.0]
     monkeypatch.setattr(kept_policy.time, "monotonic", lambda: now[0])
-    kept = kept_policy.KeptPolicy(policy, Config(pool_file=str(pool_file)))
+    kept = kept_policy.KeptPolicy(policy, Config(pool_file=str(pool_file), eviction_policy="lru"))
     file = Path(f"{pool_file}.policy")
     kept.tick()
     assert not file.exists()

@@ -71,7 +71,7 @@ def test_it_prints_json_as_documented(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [(one["policy"], one["blocks"]) for one in told["results"]] == [
         (policy, blocks) for blocks in (2, 3) for policy in POLICY_NAMES
     ]
-    assert told["results"][0] == {
+    assert told["results"][POLICY_NAMES.index("lru")] == {
         "policy": "lru",
         "blocks": 2,
         "hit_percent": 50.0,

@@ -310,7 +310,7 @@ def _alarming(count: int) -> Text:
 
 def _lookups(now: StatsReply) -> Table:
     """How long the daemon takes for an answer, and what else it did since the start."""
-    table = _section("Lookups", ("total", "p50", "p99", "max", "requests", "KV events", "dropped"))
+    table = _section("Lookups", ("total", "p50", "p99", "max", "requests", "KV events", "no room", "declined"))
     latency = now.lookup_latency
     durations = (latency.p50, latency.p99, latency.maximum)
     table.add_row(
@@ -320,6 +320,7 @@ def _lookups(now: StatsReply) -> Table:
         format_count(now.requests),
         format_count(now.events_published),
         _alarming(sum(namespace.dropped_keys for namespace in now.namespaces)),
+        format_count(sum(namespace.declined_keys for namespace in now.namespaces)),
     )
     return table
 

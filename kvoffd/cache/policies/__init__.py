@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # the names are also needed where the cache is not, by the co
     from kvoffd.cache.namespace import Block, Namespace
     from kvoffd_proto.messages import KeyWorth, PolicyClass
 
-DEFAULT_POLICY = "lru"
+DEFAULT_POLICY = "learned"
+REMEMBERS_NOTHING = "lru"
+"""The policy that knows nothing of keys without blocks."""
 ENTRY_POINTS = "kvoffd.policies"
 DECLINED = -1.0
 """Worth of a block that is not stored, whatever room there is."""

@@ -10,7 +10,7 @@ from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import POLICY_NAMES, Chain, EvictionPolicy, make_policy
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
-from kvoffd_proto.messages import ABSENT, READY
+from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY
 
 
 def blocks_of(count: int, first: int = 0) -> list[Block]:
@@ -112,7 +112,7 @@ def test_touching_nothing_changes_nothing(policy: EvictionPolicy) -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="lru, arc"):
+    with pytest.raises(ValueError, match="learned, arc, gate, lru"):
         make_policy("fifo", 1 << 20)
 
 
@@ -211,6 +211,13 @@ def test_the_gate_remembers_a_bounded_number_of_keys() -> None:
     for first in range(0, 20_000, 10):
         ask(rig, namespace, keys_of(*range(first, first + 10)))
     assert 0 < rig.cache.policy.ghosts <= 2 * REMEMBERED_POOLS * 400
+
+
+def test_what_a_bench_stores_is_not_declined() -> None:
+    rig = CacheHarness(policy="gate")
+    namespace = rig.open(f"{BENCH_LABEL}lookup")
+    assert rig.put(namespace, keys_of(1, 2)) == 0
+    assert ask(rig, namespace, keys_of(1, 2)) == bytes([READY, READY])
 
 
 def test_an_operator_stores_what_a_policy_would_decline() -> None:
