@@ -17,7 +17,7 @@ SLOTS, BATCH = 682, 128
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, str]:
-    return {"index_size": str(SLOTS * INDEX_BYTES_PER_SLOT)}
+    return {"index_size": str(SLOTS * INDEX_BYTES_PER_SLOT), "eviction_policy": "lru"}
 
 
 def test_small_blocks_fill_the_index_and_no_more(target: Target) -> None:

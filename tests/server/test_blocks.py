@@ -114,7 +114,7 @@ class Room:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess("8MiB", block_access="write") as running:
+    with DaemonProcess("8MiB", block_access="write", eviction_policy="lru") as running:
         yield running
 
 

@@ -24,7 +24,8 @@ POOL = 4 << 20
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess("4MiB", max_leased_keys="1000", max_pieces_in_flight="400", max_pieces_per_job="200") as running:
+    bounds = {"max_leased_keys": "1000", "max_pieces_in_flight": "400", "max_pieces_per_job": "200"}
+    with DaemonProcess("4MiB", eviction_policy="lru", **bounds) as running:
         yield running
 
 
