@@ -61,7 +61,9 @@ def nodes() -> Iterator[list[Node]]:
         keys: dict[tuple[int, ...], int] = {}
         found = []
         for name in ("a", "b"):
-            daemon, port, replay_port = stack.enter_context(router_daemon(f"node-{name}", pool_size="1MiB"))
+            daemon, port, replay_port = stack.enter_context(
+                router_daemon(f"node-{name}", pool_size="1MiB", eviction_policy="lru")
+            )
             found.append(Node(daemon, port, replay_port, stack.enter_context(PromptEngine(daemon, keys=keys))))
         yield found
 
