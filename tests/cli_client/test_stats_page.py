@@ -77,6 +77,24 @@ def test_misses_have_their_reasons_the_most_frequent_first(busy: StatsReply, ren
     assert narrow.startswith("Misses over 100 s: evicted 90.0 %, disk late 8.0 %; in all: never")
 
 
+@pytest.mark.parametrize("width", [120, 170, 200])
+def test_limits_and_rates_have_columns_where_there_are_any_and_room(
+    busy: StatsReply, render: Render, width: int
+) -> None:
+    first, *others = busy.namespaces
+    limited = msgspec.structs.replace(
+        first,
+        kept_bytes=10 << 30,
+        prefill_tokens_per_second=20_480.0,
+        load_tokens_per_second=300_000.0,
+        skipped_loads=7,
+    )
+    text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[limited, *others])), width)
+    for word in ("keeps", "10.0 GiB", "computes", "20,480/s", "300,000/s", "left out"):
+        assert (word in text) == (width >= 170)
+    assert "keeps" not in render(StatsPage(busy), width)
+
+
 def test_a_namespace_nobody_asked_has_no_ratio(busy: StatsReply, render: Render) -> None:
     assert line_with(render(StatsPage(busy)), "tiny").split()[-3:] == ["-", "-", "-"]
 

@@ -31,7 +31,7 @@ def pool_file() -> Iterator[Path]:
 
 
 def test_limits_hold_are_shown_and_outlive_the_daemon(pool_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with DaemonProcess("16MiB", pool_file=str(pool_file)) as daemon:
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
 
         def cli(*words: str, status: int = 0) -> str:
             assert main([*words, "--directory", str(daemon.directory)]) == status

@@ -40,7 +40,9 @@ TITLE_CELLS = 11
 PAIR_CELLS, PAIRS_OF_LINE = 17, 4
 """Width of one name with its value, and how many of them fit on 80 columns beside the title."""
 WIDE_CELLS = 116
-"""From here on there is room for every column."""
+"""From here on there is room for every column but those of limits and rates, which are shown where there are any"""
+WIDEST_CELLS = 170
+"""and there is room for them."""
 AIRY_LINES = 36
 """On a screen with fewer lines the sections stand close together, so that a small terminal shows them all."""
 CLOSE = ("ended", "health", "notes", "misses", "curve")
@@ -95,7 +97,7 @@ class StatsPage:
         most, airy = MAX_NAMESPACES, not console.is_terminal or console.height >= AIRY_LINES
         if self.lines is not None:
             most, airy = self._fit(sections, self.lines, height)
-        sections["namespaces"] = tuple(_namespaces(now.namespaces, most, wide))
+        sections["namespaces"] = tuple(_namespaces(now.namespaces, most, options.max_width))
         for index, (name, parts) in enumerate((name, parts) for name, parts in sections.items() if parts):
             if index and airy and name not in CLOSE:
                 yield Text()
@@ -349,7 +351,7 @@ def _per_second(value: float) -> str:
     return f"{format_count(round(value))}/s" if value >= 9.95 else f"{max(value, 0.1):.1f}/s"
 
 
-def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iterator[Table | Text]:
+def _namespaces(namespaces: list[NamespaceStats], most: int, width: int) -> Iterator[Table | Text]:
     """One line each. Hits are keys that pool or disk had; prefix, those in the pool in the run at a request's start."""
     if not namespaces:
         yield Text.assemble(("Namespaces ", "bold"), "none open; an engine opens its own when it connects")
@@ -359,10 +361,11 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, wide: bool) -> Iter
     windows = [f"{window.window_seconds:,.0f} s" for window in namespaces[0].recent]
     if windows:
         windows[0] = f"hits {windows[0]}"
+    wide, widest = width >= WIDE_CELLS, width >= WIDEST_CELLS
     more = ("prefix", "stored", "loaded", "evicted") if wide else ()
-    if wide and any(one.kept_bytes for one in namespaces):
+    if widest and any(one.kept_bytes for one in namespaces):
         more = (*more, "keeps")
-    if wide and any(one.load_tokens_per_second for one in namespaces):
+    if widest and any(one.load_tokens_per_second for one in namespaces):
         more = (*more, "computes", "loads", "left out")
     add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)
