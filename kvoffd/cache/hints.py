@@ -23,8 +23,8 @@ MARKED_AT_ONCE = 1_000
 """Keys that are marked in one step."""
 MAX_PASSED = 4096
 """Blocks that are passed over when room is wanted; behind them marks do not count."""
-LOOKED_AT = 256
-"""Marks of blocks that may go that are looked at when room is wanted."""
+LOOKED_AT, LOOKED_AT_IN_ALL = 256, 1_024
+"""Marks of blocks that may go that are looked at when room is wanted, of a namespace and of all."""
 STORED_WITHIN_S = 60.0
 """A mark that says that a block may go waits so long for the block."""
 
@@ -119,8 +119,11 @@ class Hints:
 
     def _that_may_go(self, spaces: Spaces, now: float) -> list[Block]:
         found: list[tuple[int, Block]] = []
+        left = LOOKED_AT_IN_ALL
         for namespace, marks in list(self._first.items()):
-            for name, mark in list(islice(marks.items(), LOOKED_AT)):
+            looked_at = list(islice(marks.items(), min(LOOKED_AT, left)))
+            left -= len(looked_at)
+            for name, mark in looked_at:
                 _, group, key = name
                 block = spaces[namespace][group].get(key)
                 if block is not None and block.state is BlockState.READY:
