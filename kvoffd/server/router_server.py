@@ -102,6 +102,8 @@ class _Peer(asyncio.Protocol):
                     self._rests = 0
                     break
                 self._obey(taken)
+                if self._resting or transport.is_closing():  # a short replay is over already
+                    break
             else:
                 self._rests += 1
                 if self._rests > MAX_RESTS:

@@ -177,7 +177,8 @@ def test_a_peer_that_floods_and_never_reads_takes_neither_the_loop_nor_memory(se
     engine.store(PROMPT)
     with Subscriber(ports[0]) as router, socket.socket() as hostile:
         router.take_until({1, 2, 3, 4})
-        dropped = router_stats(daemon).dropped_subscribers
+        dropped, replays = router_stats(daemon).dropped_subscribers, router_stats(daemon).replays
+        began = time.monotonic()
         hostile.connect(("127.0.0.1", ports[of == "replay"]))
         hostile.sendall(zmtp.opening(b"SUB" if of == "event" else b"DEALER"))
         hostile.setblocking(False)
@@ -197,6 +198,8 @@ def test_a_peer_that_floods_and_never_reads_takes_neither_the_loop_nor_memory(se
         assert Footprint.of(daemon.process.pid).anonymous_bytes - before < 16 << 20
         engine.invalidate(4)
         router.take_until({1, 2, 3})
+        if flood == "replays":
+            assert router_stats(daemon).replays - replays <= 5 + 15 * (time.monotonic() - began), "ten a second"
         if flood == "pings":
             wait_until(lambda: router_stats(daemon).dropped_subscribers > dropped, 30.0)
 
