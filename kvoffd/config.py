@@ -185,7 +185,9 @@ class Config:
         "router:5557",
     )
     event_replay_address: str = address_setting("", "TCP address of their replay, for routers; nothing for none.")
-    event_node: str = path_setting("Name of this machine in topics of KV events; nothing for its host name.", "a host")
+    event_node: str = path_setting(
+        "Name of this machine in topics of KV events; nothing for its host name.", "a host", "NAME"
+    )
     event_heartbeat_s: float = duration_setting(5.0, 0.1, "Time without KV events until routers get an empty one.")
     event_index_bytes: int = size_setting(
         128 * 1024**2, 1024**2, "Memory for tokens and parents of blocks, where there are routers; others are not told."

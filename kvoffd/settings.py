@@ -242,13 +242,13 @@ def urls_setting(
     return _setting((), description, Kind(metavar, parse, _show_list, repeated=True))
 
 
-def path_setting(description: str, example: str) -> str:
+def path_setting(description: str, example: str, metavar: str = "PATH") -> str:
     def parse(value: object) -> str:
         if not isinstance(value, str) or "\0" in value:
-            raise ValueError(f"{quoted(value)} is not a path; name {example}")
+            raise ValueError(f"{quoted(value)} is not a {metavar.lower()}; name {example}")
         return value.strip()
 
-    return _setting("", description, Kind("PATH", parse, str))
+    return _setting("", description, Kind(metavar, parse, str))
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:

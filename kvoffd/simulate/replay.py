@@ -44,11 +44,12 @@ class CountedSlots:
 
     def __init__(self, count: int) -> None:
         self.pool_bytes = count * BLOCK_BYTES
-        self._free = list(range(count - 1, -1, -1))
+        self._unused = range(count)
+        self._free: list[int] = []
 
     @property
     def free_bytes(self) -> int:
-        return len(self._free) * BLOCK_BYTES
+        return (len(self._free) + len(self._unused)) * BLOCK_BYTES
 
     def slot_bytes(self, nbytes: int) -> int:
         return BLOCK_BYTES
@@ -57,6 +58,9 @@ class CountedSlots:
         keep = max(0, len(self._free) - count)
         taken = self._free[keep:]
         del self._free[keep:]
+        lacking = count - len(taken)
+        taken += self._unused[:lacking]
+        self._unused = self._unused[lacking:]
         return taken
 
     def neighbours(self, offset: int) -> list[int]:

@@ -14,6 +14,7 @@ KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 class BadTrace(ValueError):
@@ -63,7 +64,10 @@ def read_trace(path: Path) -> Trace:
 def _lines(path: Path) -> Iterator[bytes]:
     """The file's lines, decompressed. Raises BadTrace, OSError, EOFError at the end of one that was cut off."""
     with path.open("rb") as file:
-        packed = file.read(len(ZSTD_MAGIC)) == ZSTD_MAGIC
+        begin = file.read(len(ZSTD_MAGIC))
+        if begin.startswith(GZIP_MAGIC):
+            raise BadTrace(f"{path} is compressed with gzip; unpack it with gunzip.")
+        packed = begin == ZSTD_MAGIC
         file.seek(0)
         if not packed:
             yield from file
@@ -86,7 +90,8 @@ def _requests(lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]
             ids = found["hash_ids"]
             kinds[int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))] += len(ids)
             yield b"".join([block.to_bytes(KEY_BYTES, "big") for block in ids])
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise BadTrace(
-                f"{path}:{number} is not a line of Mooncake's format, a JSON object with the list hash_ids ({error!r})."
+                f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
+                "numbers from 0 up."
             ) from None

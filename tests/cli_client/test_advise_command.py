@@ -82,12 +82,12 @@ def test_what_engines_left_out(served: StatsReply) -> None:
 
 def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     text = told(served, info(1))["size"]
-    assert "find 28.0 % of their tokens in the pool of 20.0 GiB; with lru it were 26.0 %" in text
+    assert "find 28.0 % of their tokens in the pool of 20.0 GiB; with lru it would be 26.0 %" in text
     assert "Twice the memory would find 33.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in text
     assert "Beyond 100 GiB there is little more. Half the memory would find 17.0 %." in text
     flat = structs.replace(served, curve=curve(*[25.5] * 4, *[26] * 9))
     text = told(flat, info(1))["size"]
-    assert "More memory brings nothing: with ten times as much it were 26.0 %." in text
+    assert "More memory brings nothing: with ten times as much it would be 26.0 %." in text
     assert "2.00 GiB would find nearly as much as the pool does." in text
     assert "fit into it: more memory brings nothing yet" in told(structs.replace(served, curve_seen_bytes=GIB))["size"]
 
@@ -145,5 +145,5 @@ def test_too_little_traffic_is_said_and_what_is_misconfigured_too(capsys: pytest
         assert [one["topic"] for one in found["advice"]] == ["too_little_traffic", "apart"]
         assert main(["advise", "--directory", str(daemon.directory)]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[0] == "Only 0 requests so far: too few to tell; ask again after 100 of them."
+        assert lines[0] == "No request so far: too few to tell; ask again after 100 of them."
         assert max(map(len, lines)) <= 80

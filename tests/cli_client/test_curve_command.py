@@ -55,4 +55,4 @@ def test_a_plot_that_cannot_be_made_is_refused_first(
     assert "ends in .png" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["curve", "--png", str(tmp_path / "curve.png"), "--directory", str(tmp_path)]) == 2
-    assert "kvoffd[plot]" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err

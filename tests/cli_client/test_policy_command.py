@@ -7,8 +7,9 @@ import json
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.cli import main
+from kvoffd_client.cli import main, policy_command
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import PolicyClass, PolicyDescribed
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 
@@ -46,4 +47,32 @@ def test_it_shows_what_was_learned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_policy_that_does_not_learn_has_nothing_to_tell(capsys: pytest.CaptureFixture[str]) -> None:
     with DaemonProcess("16MiB", eviction_policy="lru") as daemon:
         assert main(["policy", "--directory", str(daemon.directory)]) == 0
-    assert capsys.readouterr().out.startswith("Policy lru. It has learned nothing so far, or does not learn.")
+    assert capsys.readouterr().out.startswith("Policy lru. It does not learn.")
+
+
+def test_all_numbers_are_shown_on_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffd_client.cli.console.PIPE_LIST_CELLS", 80)
+    names = ["of a conversation, a later turn after a pause of a pool lifetime, up to 1,536 new tokens", "rare"]
+    classes = [
+        PolicyClass(name, share, 0.483, 1.5, 4 << 20, 0.345) for name, share in zip(names, (0.995, 0.005), strict=True)
+    ]
+    described = PolicyDescribed(
+        request_id=1,
+        epoch=1,
+        policy="learned",
+        requests=9,
+        known_keys=9,
+        ghost_keys=0,
+        policy_bytes=9,
+        hit_bytes=9,
+        lru_hit_bytes=9,
+        as_lru=False,
+        classes=classes,
+    )
+    policy_command._print_classes(described)
+    head, first, *_, last = capsys.readouterr().out.splitlines()
+    assert " ".join(head.split()) == "asked for come back half by kept worth keys"
+    assert " ".join(first.split()).startswith("99.5 % 48.3 % 1.5 4.00 MiB 0.345 of a")
+    assert last == "And 1 rare kind: 0.5 % of what is asked for, 4.00 MiB kept."

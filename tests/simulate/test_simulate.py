@@ -109,6 +109,22 @@ def test_what_is_wrong_is_said_in_a_sentence(
     assert sentence in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"\x1f\x8b\x08gzip", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}'])
+def test_what_is_no_trace_is_refused_in_a_sentence(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    assert main(["simulate", "--blocks=10", str(file)]) == 2
+    said = capsys.readouterr().err.replace(str(tmp_path), "")
+    assert len(said) < 160
+    assert ("gunzip" in said) == content.startswith(b"\x1f")
+
+
+def test_a_pool_of_any_size_can_be_tried() -> None:
+    assert replay(trace_of([[1], [2], [1]]), "lru", 10**12).hits == 1
+
+
 @pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"hash_ids": [1.5]}', '{"hash_ids": [-1]}'])
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"

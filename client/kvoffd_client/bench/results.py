@@ -226,7 +226,7 @@ def check_plot(path: Path) -> None:
     except ImportError as error:
         # Only plots need matplotlib.
         raise BenchFailed(
-            "A plot needs matplotlib, which is not installed; install it with: pip install 'kvoffd[plot]'."
+            "A plot needs matplotlib, which is not installed; install it with: pip install matplotlib."
         ) from error
     if path.suffix.lower() != ".png":
         raise BenchFailed(f"The plot is a PNG file; give it a name that ends in .png instead of {path.name}.")

@@ -13,6 +13,7 @@ from kvoffd_client.cli.console import (
     make_console,
     namespace_name,
     percent,
+    plural,
     print_page,
     printable,
     short_fingerprint,
@@ -85,9 +86,8 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
         found += _slow_loads(stats.namespaces)
         found += _short_prompts(stats.namespaces, known)
     else:
-        text = (
-            f"Only {format_count(lookups)} requests so far: too few to tell; ask again after {FEWEST_LOOKUPS} of them."
-        )
+        few = f"Only {format_count(lookups)} request{plural(lookups)}" if lookups else "No request"
+        text = f"{few} so far: too few to tell; ask again after {FEWEST_LOOKUPS} of them."
         found.append(Advice("too_little_traffic", text, None, {"requests": lookups}))
     found += _small_shards(namespaces)
     found += _apart(namespaces)
@@ -143,12 +143,12 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     own = 100 * curve.found_tokens / curve.asked_tokens
     figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
     text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
-    text += "." if stats.policy == "lru" else f"; with lru it were {now:.1f} %, and the same is estimated below."
+    text += "." if stats.policy == "lru" else f"; with lru it would be {now:.1f} %, and so is what follows."
     if seen < pool:
         text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
         text += " nothing yet."
     elif most - now < POINTS:
-        text += f" More memory brings nothing: with ten times as much it were {most:.1f} %."
+        text += f" More memory brings nothing: with ten times as much it would be {most:.1f} %."
     else:
         text += f" Twice the memory would find {ratios[2.0]:.1f} %, ten times as much, such as a disk of "
         text += f"{format_size(9 * pool)}, {most:.1f} %."
@@ -184,7 +184,11 @@ def _writes(stats: StatsReply) -> Iterator[Advice]:
     if written:
         text = f"The disks wrote {written / max(1, read):.1f} bytes for each byte that was read from them"
         dear = written >= DEAR * max(1, read)
-        text += ': their wear hardly pays; disk_write = "evicted" or a disk_write_per_day bounds it.' if dear else "."
+        if dear:
+            text += ": their wear hardly pays; disk_write_per_day bounds it"
+            if stats.below is not None and stats.below.write_mode in ("always", "evict"):
+                text += ', and disk_write = "reuse" writes what was used twice'
+        text += "."
         yield Advice("disk_writes", text, None, {"written_bytes": written, "read_bytes": read})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Annotated, get_args, get_origin
@@ -68,7 +69,7 @@ def describe(struct: type[Struct], prefix: str = "") -> Iterator[tuple[str, str]
     for field, hint, description in fields_of(struct):
         if field.name in _INTERNAL:
             continue
-        yield f"{prefix}{field.name}", description
+        yield f"{prefix}{field.name}", re.sub(r"\bnil\b", "null", description)
         if (inner := struct_in(hint)) is not None:
             value_type = get_args(hint)[0] if get_origin(hint) is Annotated else hint
             brackets = "[]" if get_origin(value_type) is list else ""

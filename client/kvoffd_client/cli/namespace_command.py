@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvoffd_client.cli.console import namespace_name, print_line
 from kvoffd_client.cli.json_output import print_json
-from kvoffd_client.cli.target import CliError, Directory, Json, open_admin, resolve_namespace
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin, resolve_namespace
 from kvoffd_proto.messages import NamespaceInfo, NamespaceLimits
 from kvoffd_proto.units import format_size, parse_size
 
@@ -28,7 +28,7 @@ def namespace() -> None:
 @namespace_app.command(name="set")
 def set_(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A label, or the first digits of a fingerprint.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)],
     least: Annotated[
         str | None, typer.Option("--min", metavar="SIZE", help="Below that it loses nothing to others.")
     ] = None,

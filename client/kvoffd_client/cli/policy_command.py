@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import typer
+from rich.text import Text
 
-from kvoffd_client.cli.console import percent, plain_table, print_line, print_list
+from kvoffd_client.cli.console import percent, plain_table, plural, print_line, print_list, print_page
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_proto.messages import KeyWorth, PolicyClass, PolicyDescribed
 from kvoffd_proto.units import format_count, format_size
+
+RARE = 0.01
+"""Of what is asked for; kinds of less have no line of their own."""
 
 
 def policy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
@@ -18,7 +22,8 @@ def policy(context: typer.Context, directory: Directory = None, json: Json = Fal
 
     Lists the classes of keys that the policy tells apart: their share of what is asked for, the chance that such a key
     is asked for again, when, and how much of them is kept. Ages are in pool lifetimes, the time in which as much is
-    asked for as the pool holds.
+    asked for as the pool holds; "half by" is the age by which half of those that come back have done so, "worth" the
+    most hits to be expected for a block in a pool lifetime. --json has the rare classes too.
     """
     with open_admin(context, directory) as admin:
         found = admin.describe_policy()
@@ -26,43 +31,52 @@ def policy(context: typer.Context, directory: Directory = None, json: Json = Fal
         print_json(found)
         return
     for line in _sentences(found):
-        print_line(line)
+        print_page(Text(line))
     if found.classes:
         print_line("")
         _print_classes(found)
 
 
 def _sentences(found: PolicyDescribed) -> Iterator[str]:
+    if not found.policy_bytes:
+        yield f"Policy {found.policy}. It does not learn."
+        return
     if not found.requests:
-        yield f"Policy {found.policy}. It has learned nothing so far, or does not learn."
+        yield f"Policy {found.policy}. It has learned nothing so far: nothing was asked for."
         return
     yield (
         f"Policy {found.policy}: {format_count(found.requests)} requests, {format_count(found.known_keys)} keys known, "
         f"{format_count(found.ghost_keys)} of them without a block, in {format_size(found.policy_bytes)} of memory."
     )
-    yield f"Found by requests: {format_size(found.hit_bytes)}; with lru it had been {format_size(found.lru_hit_bytes)}."
+    lru = format_size(found.lru_hit_bytes)
+    yield f"Found by requests: {format_size(found.hit_bytes)}; with lru it would have been {lru}."
     if found.as_lru:
         yield "Blocks go as with lru for now, since that would have had more hits."
 
 
 def _print_classes(found: PolicyDescribed) -> None:
     table = plain_table()
-    table.add_column("keys", no_wrap=True)
     for title in ("asked for", "come back", "half by", "kept", "worth"):
         table.add_column(title, justify="right", no_wrap=True)
-    for one in found.classes:
+    table.add_column("keys")
+    shown = [one for one in found.classes if one.accessed_share >= RARE]
+    for one in shown:
         table.add_row(*_row(one))
     print_list(table)
+    if rare := found.classes[len(shown) :]:
+        share = percent(sum(one.accessed_share for one in rare), 1.0, "0 %")
+        kept = format_size(sum(one.kept_bytes for one in rare))
+        print_page(Text(f"And {len(rare)} rare kind{plural(len(rare))}: {share} of what is asked for, {kept} kept."))
 
 
 def _row(one: PolicyClass) -> tuple[str, ...]:
     return (
-        one.name,
         percent(one.accessed_share, 1.0),
         percent(one.return_chance, 1.0),
         f"{one.return_age:g}",
         format_size(one.kept_bytes),
         f"{one.worth:.3f}",
+        one.name,
     )
 
 

@@ -84,7 +84,7 @@ class StatsPage:
             "misses": tuple(_misses(now.recent, wide)),
             "curve": tuple(_curve(now, wide)),
             "copies": (_copies(now),),
-            "lookups": (_lookups(now),),
+            "lookups": (_lookups(now, wide),),
             "disks": (_disks(now),) if now.disks else (),
             "namespaces": (),
             "errors": (_errors(_failures(now)),),
@@ -260,7 +260,7 @@ def _recent(recent: Sequence[RecentStats], wide: bool) -> Table:
     return table
 
 
-def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Text]:
+def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Table]:
     """Why keys were not there, over 100 s and in all: the most frequent reasons."""
     parts = []
     for window in recent[1::2]:
@@ -270,8 +270,11 @@ def _misses(recent: Sequence[RecentStats], wide: bool) -> Iterator[Text]:
             reasons = ", ".join(f"{name.replace('_', ' ')} {percent(count, total)}" for name, count in most)
             parts.append(f"{title}: {reasons}")
     if parts:
-        line = Text(no_wrap=True, overflow="ellipsis")
-        yield line.append("Misses".ljust(TITLE_CELLS), style="bold").append(printable("; ".join(parts)))
+        grid = Table.grid()
+        grid.add_column(width=TITLE_CELLS, style="bold", no_wrap=True)
+        grid.add_column()
+        grid.add_row("Misses", Text(printable("; ".join(parts))))
+        yield grid
 
 
 def _curve(now: StatsReply, wide: bool) -> Iterator[Text]:
@@ -310,19 +313,21 @@ def _alarming(count: int) -> Text:
     return Text(format_count(count), style="red" if count else "")
 
 
-def _lookups(now: StatsReply) -> Table:
+def _lookups(now: StatsReply, wide: bool) -> Table:
     """How long the daemon takes for an answer, and what else it did since the start."""
-    table = _section("Lookups", ("total", "p50", "p99", "max", "requests", "KV events", "no room", "declined"))
+    table = _section("Lookups", ("total", "p50", "p99", "max", "no room", "declined", "requests"))
+    if wide:
+        add_numbers(table, ("KV events",))
     latency = now.lookup_latency
     durations = (latency.p50, latency.p99, latency.maximum)
     table.add_row(
         fitting("all"),
         format_count(latency.count),
         *(format_duration(value) if latency.count else "-" for value in durations),
-        format_count(now.requests),
-        format_count(now.events_published),
         _alarming(sum(namespace.dropped_keys for namespace in now.namespaces)),
         format_count(sum(namespace.declined_keys for namespace in now.namespaces)),
+        format_count(now.requests),
+        *((format_count(now.events_published),) if wide else ()),
     )
     return table
 

@@ -30,11 +30,8 @@ Directory = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON: bytes and seconds as numbers, fingerprints in hex.")]
-NAMESPACE_OPTION = typer.Option(
-    "--namespace",
-    metavar="NAME",
-    help=f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint.",
-)
+NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
+NAMESPACE_OPTION = typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)
 
 
 class CliError(Exception):

@@ -183,7 +183,10 @@ def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
         try:
             from kvoffd.tiers.shared.s3 import open_s3
         except ImportError as error:
-            raise KvoffdError(f"s3:// needs obstore: install kvoffd[s3] ({error}).", ErrorCode.BAD_ARGUMENT) from error
+            raise KvoffdError(
+                f"s3:// needs obstore, which is not installed ({error}); install it with: pip install obstore.",
+                ErrorCode.BAD_ARGUMENT,
+            ) from error
         return open_s3(url, credentials)
     return _open_other(_OTHERS[scheme], url, credentials)
 
