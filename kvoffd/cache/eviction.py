@@ -57,9 +57,17 @@ def choose_victims(
             patience_bytes = len(slots.neighbours(shard.offset)) * shard.slot_bytes
         if passed_bytes >= patience_bytes:
             if region := _coldest_region(passed, slots, block_at, protected, claim):
-                return list(chosen | dict.fromkeys(region))
+                return _with_region(chosen, region, claim)
             patience_bytes = 2 * passed_bytes
-    return list(chosen | dict.fromkeys(_coldest_region(passed, slots, block_at, protected, claim)))
+    return _with_region(chosen, _coldest_region(passed, slots, block_at, protected, claim), claim)
+
+
+def _with_region(chosen: dict[Block, None], region: Iterable[Block], claim: Claim | None) -> list[Block]:
+    others = [block for block in region if block not in chosen]
+    if claim is not None:
+        for block in others:
+            claim.evict(block)
+    return [*chosen, *others]
 
 
 def _coldest_region(

@@ -122,6 +122,16 @@ def test_what_is_kept_for_a_namespace_is_taken_from_those_that_have_more_of_othe
     check_invariants(rig.cache)
 
 
+def test_whole_regions_that_one_store_takes_do_not_pass_a_minimum_together() -> None:
+    rig = CacheHarness(regions=4, region_bytes=4 * UNIT)
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(2 * UNIT,))
+    set_limits(rig, small, least=8)
+    rig.put(small, keys_of(*range(16)))
+    assert rig.put(large, keys_of(*range(100, 108))) == 4
+    assert (held(small), held(large)) == (8 * UNIT, 8 * UNIT)
+    check_invariants(rig.cache)
+
+
 def test_an_idle_namespace_has_no_share_but_its_minimum() -> None:
     rig = CacheHarness(regions=4, region_bytes=4 * UNIT)
     idle, busy = rig.open("idle"), rig.open("busy")

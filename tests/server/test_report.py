@@ -34,6 +34,8 @@ def test_what_an_engine_learned_is_told_and_what_it_left_out_adds_up() -> None:
         scheduler.ask(tell(NAMESPACE, 21_000.0, 0.0, 2, 0), m.Done)
         scheduler.ask(tell(b"x" * 32, 1.0, 1.0, 1, 1), m.Error)
         scheduler.ask(tell(NAMESPACE, 1.0, 1.0, 2**62, 1), m.Error)
+        scheduler.ask(tell(NAMESPACE, float("inf"), 1.0, 1, 1), m.Error)
+        scheduler.ask(tell(NAMESPACE, 1.0, float("nan"), 1, 1), m.Error)
         hint = m.Hint(scheduler.next_id(), scheduler.token, NAMESPACE, [m.GroupKeys(0, keys(*range(2500)))], -10)
         assert scheduler.ask(hint, m.Done).count == 2500
         for groups in ([m.GroupKeys(1, keys(1))], [m.GroupKeys(0, b"short")]):

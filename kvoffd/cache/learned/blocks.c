@@ -98,6 +98,7 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
         i += length;
     }
     l->known.blocks -= count;
+    forget_some(l, count);
     return 0;
 }
 

@@ -143,6 +143,7 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
 void settle_span(struct learned *l, uint32_t number);
 void link_young(struct learned *l, uint32_t number);
 void forget_oldest(struct learned *l, uint64_t most);
+void forget_some(struct learned *l, uint64_t added);
 void go_back(struct learned *l);
 
 /* cells.c */

@@ -6,7 +6,7 @@
 
 /* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
-enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, FORGOTTEN_AT_ONCE = 2048 };
+enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50 };
 static const uint64_t LONGEST_TIME = (uint64_t)1 << 59; /* bytes */
 
 static const uint32_t NEW_UNITS[] = { 2, 4, 8, 16, 32 }, SIGHTINGS[] = { 1, 2, 3, 4, 8 };
@@ -328,7 +328,7 @@ uint64_t kvoffd_learned_pass(struct learned *l, uint64_t keys, uint64_t nbytes)
     enter_epoch(l);
     if (l->known.now > LONGEST_TIME && l->epoch >= 2 * EPOCHS_KEPT)
         go_back(l);
-    forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * keys);
+    forget_some(l, keys);
     if (!l->known.as_lru)
         move_cells(l);
     judge(l);
@@ -378,6 +378,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
 
+    forget_some(l, count); /* what is stored without a request is bounded, too */
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
         uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;

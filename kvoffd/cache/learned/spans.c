@@ -8,7 +8,7 @@
 #include <sys/mman.h>
 
 enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 1024, WASTED = 32 };
-enum { AGED_AT_ONCE = 64 };
+enum { AGED_AT_ONCE = 64, FORGOTTEN_AT_ONCE = 2048 };
 
 /* Nothing can be answered without it. */
 static void *or_end(void *room)
@@ -357,6 +357,12 @@ void forget_oldest(struct learned *l, uint64_t most)
     }
     l->known.nbytes = sizeof *l + l->place_room * sizeof(struct place) + (l->part_mask + 1) * sizeof *l->parts +
                       l->span_top * sizeof *l->spans + l->array_bytes;
+}
+
+/* The same in steps: to be called where so many keys are added or lose their blocks. */
+void forget_some(struct learned *l, uint64_t added)
+{
+    forget_oldest(l, FORGOTTEN_AT_ONCE + 2 * added);
 }
 
 /* Time has become too long to be counted on: it begins anew, and nothing is younger for it but what is too old to matter. */

@@ -27,7 +27,7 @@ from math import inf
 from operator import attrgetter
 
 from kvoffd.cache.namespace import Block, Namespace
-from kvoffd.cache.policies import Chain, Offer, PolicyState
+from kvoffd.cache.policies import DECLINED, Chain, Offer, PolicyState
 from kvoffd.system.native import native
 from kvoffd_proto.messages import KeyWorth, PolicyClass
 
@@ -181,7 +181,11 @@ class Policy:
             self._at, *_keys(namespace, group, b"".join(keys)), weight, _address(begins), len(begins), _address(found)
         )
         told = memoryview(found).cast("B")[: made * _OFFER.size]
-        return [Offer(count, worth) for worth, count in _OFFER.iter_unpack(told)]
+        # What was learned is of other namespaces' keys, until this one has asked for as much as the pool holds.
+        is_new = namespace.counters.keys_asked * weight < self._pool_bytes
+        return [
+            Offer(count, inf if is_new and worth != DECLINED else worth) for worth, count in _OFFER.iter_unpack(told)
+        ]
 
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         self._native.learned_declined(self._at, *_keys(namespace, group, b"".join(keys)))

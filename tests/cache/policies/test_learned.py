@@ -131,6 +131,28 @@ def test_where_nothing_can_be_learned_it_does_as_an_lru_does(blocks: int) -> Non
     assert learned.hit_percent > lru.hit_percent - 0.3
 
 
+def test_a_model_that_begins_in_a_full_pool_is_not_declined_for_what_another_one_asks_for() -> None:
+    rig = CacheHarness(regions=10, region_bytes=4096 * 4, policy="learned")  # 40 blocks
+    old, new = rig.open("old", shard_bytes=(4096,)), rig.open("new", shard_bytes=(4096,))
+
+    def request(namespace: Namespace, chain: list[int]) -> int:
+        found = ask(rig, namespace, chain).count(READY)
+        rig.put(namespace, keys_of(*chain))
+        return found
+
+    kept = [[100 * number + key for key in range(5)] for number in range(8)]
+    for number in range(600):
+        request(old, kept[number % 8])
+        request(old, [100_000 + 5 * number + key for key in range(5)])  # never asked for again
+    assert old.counters.declined_keys > 2000
+    assert sum(request(new, [100 * number + key for key in range(5)]) for number in range(7)) == 0
+    assert new.counters.declined_keys == 0
+    request(new, [900, 901, 902, 903, 904])
+    request(new, [1000, 1001, 1002, 1003, 1004])
+    assert new.counters.declined_keys > 0, "it has asked for as much as the pool holds"
+    check(rig)
+
+
 def test_the_hits_of_an_lru_are_counted_beside() -> None:
     rig = CacheHarness(regions=10, region_bytes=2**22, policy="learned")  # 40 blocks
     lru = CacheHarness(regions=10, region_bytes=2**22)

@@ -63,6 +63,21 @@ def test_what_is_too_much_is_forgotten_a_little_with_each_request() -> None:
     check_learned(policy)
 
 
+@pytest.mark.parametrize("asked_first", [False, True])
+def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bool) -> None:
+    rig = CacheHarness(regions=10, region_bytes=16 * MIB, policy="learned")  # 160 blocks
+    namespace = rig.open(shard_bytes=(MIB,))
+    if asked_first:  # the policy may decline then
+        ask(rig, namespace, list(range(1_000_000, 1_000_160)))
+    for first in range(0, 50_000, 500):
+        rig.put(namespace, keys_of(*range(first, first + 500)))
+    policy = policy_of(rig)
+    assert (namespace.counters.declined_keys > 0) is asked_first
+    assert policy.known.known_keys <= 17 * 160 + 2 * 500
+    assert policy.nbytes < MIB
+    check_learned(policy)
+
+
 def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
     """Each of its keys was seen another number of times than the next one."""
     rig = CacheHarness(regions=8, region_bytes=1024 * MIB, policy="learned")
