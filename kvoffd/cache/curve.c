@@ -1,7 +1,9 @@
 /* How many hits an LRU of other sizes would have had: sampled keys in the order of their last use, cut at these sizes.
  *
- * Called by curve.py. Chains are cut into pieces of 512 tokens, which are one key where blocks are large. A piece is known
- * by its first key, and has as many keys as it had when it was last used. Whether it is sampled follows from the key's
+ * Called by curve.py. Chains are cut into pieces of 512 tokens at most, which are one key where blocks are large. Where
+ * they are small the first pieces are of one key, and others have at most a part of the keys before them: prompts end and
+ * part from others within pieces, and what that hides must be little of the prompt. A piece is known by its first key, and
+ * has as many keys as it had when it was last used. Whether it is sampled follows from the key's
  * hash, so that it is at each of its uses or at none; `scale` pieces stand behind each. The first pieces of chains are
  * sampled apart from the others, and more of them: one that all prompts begin with may be a large part of all uses. A
  * piece's place in the list is in a segment, between two of the sizes, so that a use costs a step for each of them and no
@@ -16,6 +18,9 @@
 
 enum { FIRST, NEXT, REST, KINDS };
 enum { SIZES = 13, PIECES = 131072, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
+/* A piece of more than one key has at most two PARTS-ths of the keys before it. Of a chain at most MOST_SMALL pieces are
+ * shorter than its longest. */
+enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
 
 /* Pieces of each kind that are kept at most: then half of them go. */
 static const uint32_t most[KINDS] = {PIECES / 4, PIECES / 4, PIECES / 2 - 1};
@@ -231,8 +236,10 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, const uint8_t *keys, uint64_t count,
                         uint64_t key_bytes, uint64_t bytes, double tokens, uint64_t per)
 {
-    uint64_t used = 0, pieces = (count + per - 1) / per;
+    uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per;
 
+    if (pieces > count)
+        pieces = count;
     if (pieces > c->room) {
         struct use *more = realloc(c->uses, pieces * sizeof *more);
         if (!more)
@@ -241,14 +248,16 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t whose, 
         c->uses = more;
         c->room = pieces;
     }
-    for (uint64_t number = 0; number < pieces; number++) {
-        const uint8_t *key = keys + number * per * key_bytes;
-        uint64_t n = number * per + per <= count ? per : count - number * per;
-        struct use one = {.hash = hash_of(c, whose, key, key_bytes), .keys = n};
+    for (uint64_t first = 0, longest = 1; first < count; first += n) {
+        const uint8_t *key = keys + first * key_bytes;
+        struct use one = {.hash = hash_of(c, whose, key, key_bytes)};
         uint32_t at;
         double there;
 
-        one.kind = !number ? FIRST : number < NEXT_PIECES ? NEXT : REST;
+        while (2 * longest <= per && PARTS * longest <= first)
+            longest *= 2;
+        one.keys = n = longest < count - first ? longest : count - first;
+        one.kind = first < per ? FIRST : first < NEXT_PIECES * per ? NEXT : REST;
         counts->total[one.kind] += tokens * n;
         if (one.hash >= c->below[one.kind])
             continue;

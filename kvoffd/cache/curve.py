@@ -27,6 +27,7 @@ HALVED_EVERY_S = 86400.0
 UNKNOWN_TOKENS = 1
 """Tokens of a block whose group does not say."""
 PIECE_TOKENS = 512
+"""Of a piece, at most; curve.c says why the first ones have fewer."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES)
 _Counts = NDArray[np.float64]

@@ -78,11 +78,11 @@ def test_small_blocks_are_watched_in_pieces() -> None:
     assert state.asked_tokens == 16 * sum(asked)
     assert state.lru_ratios["0.5"] == pytest.approx(3 * 50 * 32 / sum(asked))
     assert state.lru_ratios["1"] == pytest.approx(sum(asked[:3]) / sum(asked), abs=1e-6)
-    # Half of a piece in whose middle another conversation goes on: that is where it does so on average.
+    # At the beginning of a prompt pieces are of one key: it is known where another conversation goes on.
     before = state.lru_ratios["10"] * state.asked_tokens
     watched.requested([Chain(namespace, 0, chain_of(*range(20), *range(10**6, 10**6 + 12)), ())])
     state = watched.in_all()
-    assert state.lru_ratios["10"] * state.asked_tokens - before == pytest.approx(512 / 2, abs=1)
+    assert state.lru_ratios["10"] * state.asked_tokens - before == pytest.approx(20 * 16, abs=1)
 
 
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
@@ -121,3 +121,28 @@ def test_what_is_old_weighs_half() -> None:
     now = curve.HALVED_EVERY_S
     watched.tick()
     assert watched.in_all().asked_tokens == 256
+
+
+@pytest.mark.parametrize("shared", [8, 50, 130])
+def test_prompts_of_small_blocks_part_and_end_anywhere(shared: int) -> None:
+    """No prompt is whole pieces long, nor does what prompts begin with end with one."""
+    random, made = Random(shared), 10**6
+    chats: list[list[int]] = []
+    asked = []
+    for _ in range(600):
+        at = len(chats) - 1 - int(random.expovariate(1 / 40))
+        if at < 0 or len(chats[at]) > shared + 60 or random.random() < 0.3:
+            at = len(chats)
+            chats.append(list(range(1000 * (at % 3), 1000 * (at % 3) + shared)))
+        new = random.randrange(2, 25)
+        chats[at] = [*chats[at], *range(made, made + new)]
+        made += new
+        asked.append(chain_of(*chats[at]))
+    trace, pool = Trace("small", 16, asked), 40 * (shared + 30)
+    watched, namespace = HitRatioCurve(pool * MIB // 32, lambda: 0.0), namespace_of(MIB // 32, tokens=16)
+    for keys in trace.requests:
+        watched.requested([Chain(namespace, 0, keys, ())])
+    found = watched.in_all().lru_ratios
+    for size in (0.1, 0.5, 1.0, 2.0):
+        true = replay(trace, "lru", round(pool * size)).hit_percent
+        assert 100 * found[f"{size:g}"] == pytest.approx(true, abs=1.5)
