@@ -24,8 +24,10 @@ demo: $(VENV)/.engine ## watch a real vLLM get its prompts back from kvoffd
 
 test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, but for shapes and delivery; PYTEST_ARGS adds arguments
 	@# An engine has all cores busy; the other tests run side by side. 5: none of those asked for is of this kind.
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m 'not engine and $(HERE)' $(PYTEST_ARGS) || [ $$? = 5 ]
-	$(BIN)/pytest -m 'engine and $(HERE)' $(PYTEST_ARGS) || [ $$? = 5 ]
+	@passed() { "$(BIN)/pytest" "$$@" $(PYTEST_ARGS) || [ $$? = 5 ]; }; failed=0; \
+		passed -n logical --maxprocesses 4 --dist loadfile -m 'not engine and $(HERE)' || failed=1; \
+		passed -m 'engine and $(HERE)' || failed=1; \
+		exit $$failed
 
 servers: ## install what the shared tier is tested with: Debian's redis-server (as root, unless there is one), moto
 	@test -x .venv-servers/bin/moto_server || ($(PYTHON) -m venv .venv-servers && \

@@ -189,6 +189,8 @@ def other_requests(token: bytes) -> list[m.AnyRequest]:
         m.DrainDisk(20, token, "/var/cache/kvoffd"),
         m.DetachDisk(21, token, "/var/cache/kvoffd"),
         m.Record(22, token),
+        m.ReportEngine(23, token, NAMESPACE, 1000.0, 2000.0),
+        m.Hint(24, token, NAMESPACE, [m.GroupKeys(0, keys(1))], 1),
     ]
 
 
