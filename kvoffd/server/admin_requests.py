@@ -106,10 +106,8 @@ def describe_policy(context: Context, session: Session, message: m.DescribePolic
 
 @answers(m.Record)
 def record(context: Context, session: Session, message: m.Record) -> m.Recorded:
-    found = m.Recorded(message.request_id, context.epoch, *context.recorder.fetch(session, message.recording))
-    if message.end:
-        context.recorder.end()
-    return found
+    found = context.recorder.fetch(session, message.recording, message.end)
+    return m.Recorded(message.request_id, context.epoch, *found)
 
 
 @answers(m.Scrub)

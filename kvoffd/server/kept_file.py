@@ -1,4 +1,4 @@
-"""A small file beside the pool's, from one daemon to the next.
+"""A small file, from one daemon to the next.
 
 A file that is damaged, or another user's, is no obstacle: whoever reads it begins anew and says so.
 """

@@ -7,12 +7,13 @@ that an engine reset is not shared again. Without the file no generation was fol
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+
+from kvoffd.server.kept_file import KeptFile
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,27 +34,24 @@ class _Record(msgspec.Struct):
 class KeptShared:
     """What was known, and what is known now."""
 
-    def __init__(self, path: Path, record: _Record) -> None:
-        self._path = path
+    def __init__(self, file: KeptFile, record: _Record) -> None:
+        self._file = file
         self._record = record
 
     @classmethod
     def of(cls, directory: Path) -> KeptShared:
         """What an earlier daemon of this directory left, which this user alone may write."""
-        path, record = directory / FILE, _Record()
+        file, record = KeptFile(str(directory / FILE), MOST_BYTES), _Record()
         try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                if os.fstat(file.fileno()).st_uid not in (0, os.geteuid()):
-                    raise ValueError("it is another user's")
-                record = msgspec.json.decode(file.read(MOST_BYTES), type=_Record)
-                for name in (*record.left, *(one for known in record.generations.values() for one in known)):
-                    bytes.fromhex(name)
+            record = msgspec.json.decode(file.read(), type=_Record)
+            for name in (*record.left, *(one for known in record.generations.values() for one in known)):
+                bytes.fromhex(name)
         except FileNotFoundError:
             pass
         except (OSError, ValueError) as error:
             record = _Record()
-            logger.warning("What was known of shared stores, in %s, is of no use: %s.", path, error)
-        return cls(path, record)
+            logger.warning("What was known of shared stores, in %s, is of no use: %s.", file.path, error)
+        return cls(file, record)
 
     @property
     def left(self) -> list[bytes]:
@@ -74,18 +72,9 @@ class KeptShared:
             for url, generation in followed.items():
                 _put(self._record.generations.setdefault(url, {}), name, generation)
         if (data := msgspec.json.encode(self._record)) != before:
-            self._write(data)
-
-    def _write(self, data: bytes) -> None:
-        beside = self._path.with_suffix(".new")
-        try:
-            beside.unlink(missing_ok=True)
-            made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(made, "wb") as file:
-                file.write(data)
-            os.replace(beside, self._path)
-        except OSError as error:
-            logger.warning("What is known of shared stores cannot be kept in %s: %s.", self._path, error)
+            self._file.write(data)
+            if (error := self._file.error) is not None:
+                logger.warning("What is known of shared stores cannot be kept in %s: %s.", self._file.path, error)
 
 
 def _put(known: dict[str, T], name: str, value: T) -> None:

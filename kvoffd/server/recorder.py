@@ -38,9 +38,10 @@ class Recorder:
         self._kept_bytes = self._dropped = 0
         self._namespaces: dict[bytes, int] = {}
 
-    def fetch(self, session: Session, number: int) -> tuple[int, list[m.RecordedChain], int]:
+    def fetch(self, session: Session, number: int, end: bool = False) -> tuple[int, list[m.RecordedChain], int]:
         """The recording's number, what it has, and how many chains were dropped behind that. Begins one for 0.
 
+        ``end``: it is over then, and what is left counts as dropped.
         Raises KvoffdError: BAD_ARGUMENT, another session records, or the recording is over.
         """
         self._end_if_left()
@@ -59,10 +60,13 @@ class Recorder:
             nbytes += CHAIN_BYTES + len(chain.keys)
             chains.append(chain)
         self._kept_bytes -= nbytes
-        dropped = 0
-        if not self._kept:
+        number, dropped = self._number, 0
+        if end:
+            dropped = len(self._kept) + self._dropped
+            self.end()
+        elif not self._kept:
             dropped, self._dropped = self._dropped, 0
-        return self._number, chains, dropped
+        return number, chains, dropped
 
     def end(self) -> None:
         """Record no more, and forget what was not fetched. Repeatable."""

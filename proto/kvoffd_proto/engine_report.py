@@ -20,6 +20,8 @@ MOST_TOLD = 1_000_000
 """In one message: sums of what anybody may claim must stay numbers."""
 MOST_PER_SECOND = 1e12
 """Infinity is no speed."""
+MAX_PRIORITY = 10
+MAX_RETAIN_S = 86_400
 Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
 
 
@@ -43,6 +45,13 @@ class Hint(Request[Done], frozen=True):
     namespace: Fingerprint
     groups: Annotated[list[GroupKeys], doc("Keys of the request, root of the prefix first.", max_length=MAX_GROUPS)]
     priority: Annotated[
-        int, doc("Below 0, the blocks go before others; above 0, after them; 0 takes marks away.", ge=-10, le=10)
+        int,
+        doc(
+            "Below 0, the blocks go before others; above 0, after them; 0 takes marks away.",
+            ge=-MAX_PRIORITY,
+            le=MAX_PRIORITY,
+        ),
     ]
-    retain_ms: Annotated[int, doc("How long a priority above 0 counts, in milliseconds.", ge=0, le=86_400_000)] = 0
+    retain_ms: Annotated[
+        int, doc("How long a priority above 0 counts, in milliseconds.", ge=0, le=1000 * MAX_RETAIN_S)
+    ] = 0

@@ -36,4 +36,4 @@ class Record(Request[Recorded], frozen=True):
     """
 
     recording: Annotated[Count, doc("Number of the recording; 0 to begin one.")] = 0
-    end: Annotated[bool, doc("End the recording with this answer; what it leaves behind is forgotten.")] = False
+    end: Annotated[bool, doc("End the recording with this answer; what it has no room for counts as dropped.")] = False

@@ -179,6 +179,21 @@ def test_what_nobody_fetches_is_bounded_counted_and_forgotten(monkeypatch: pytes
     assert rig.recorder.fetch(one, 0)[0] != begun
 
 
+def test_what_the_last_answer_has_no_room_for_counts_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
+    rig = Rig()
+    number, *_ = rig.recorder.fetch(rig.session(1), 0, end=True)
+    assert number
+    assert rig.cache.watchers == []
+    one = rig.session(2)
+    number, *_ = rig.recorder.fetch(one, 0)
+    for key in KEYS[:5]:
+        rig.ask(key)
+    found, chains, dropped = rig.recorder.fetch(one, number, end=True)
+    assert (found, len(chains), dropped) == (number, 2, 3)
+    assert rig.cache.watchers == []
+
+
 def test_a_recording_ends_with_its_session() -> None:
     with DaemonProcess("16MiB") as daemon, AdminClient(daemon.directory) as second:
         with AdminClient(daemon.directory) as first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 
 import typer
 
@@ -266,11 +266,9 @@ def _small_shards(namespaces: Iterable[NamespaceInfo]) -> Iterator[Advice]:
 
 def _apart(namespaces: Sequence[NamespaceInfo]) -> Iterator[Advice]:
     """Open namespaces of one model that do not share."""
-    told = 0
-    for one, other in combinations([info for info in namespaces if info.sessions], 2):
-        if _model(one) != _model(other) or told >= MOST_PAIRS:
-            continue
-        told += 1
+    pairs = combinations([(info, _model(info)) for info in namespaces if info.sessions], 2)
+    alike = ((one, other) for (one, model), (other, others) in pairs if model == others)
+    for one, other in islice(alike, MOST_PAIRS):
         fields = [name for name, *_ in differences(one.description, other.description)]
         text = (
             f"Engines of {printable(one.label)} do not share blocks: {one.namespace.hex()[:8]} and "

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvoffd_client.vllm.log import logger
+from kvoffd_proto.engine_report import MAX_PRIORITY, MAX_RETAIN_S
 
 PARAM = "kvoffd"
 PRIORITY, RETAIN_S, OVER = "priority", "retain_s", "conversation_over"
-MAX_PRIORITY = 10
-MAX_RETAIN_S = 86_400
 DEFAULT_RETAIN_S = 600
 LOGGED_EVERY_S = 60.0
 
