@@ -209,7 +209,7 @@ class Config:
         0,
         0,
         "Memory for what is known of the blocks in the pool, 1.5 KiB for each of their slots; 0 takes a 64th of the "
-        "pool, at least 128MiB. Beyond it the oldest blocks are evicted.",
+        "pool, at least 128MiB. Beyond it blocks are evicted.",
     )
     max_jobs_per_message: int = number_setting(1024, 1, MAX_JOBS, "Most stores and loads in one message.")
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")

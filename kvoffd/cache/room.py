@@ -120,7 +120,7 @@ class Room(ABC):
         return self.hints.order(candidates, self.index, worth) if self.hints else candidates
 
     def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
-        """How many of ``count`` more slots the index may have, evicting the oldest blocks where it is full.
+        """How many of ``count`` more slots the index may have, evicting blocks where it is full.
 
         Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
         """
