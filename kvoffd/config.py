@@ -225,6 +225,7 @@ class Config:
         0.875,
         "Share of the pool that leases may hold; once half of it is taken, the sessions that hold leases get equal "
         "parts, and lookups beyond them are told of fewer keys.",
+        least=0.01,
     )
     max_leased_keys: int = number_setting(1_048_576, 1, 100_000_000, "Most keys under all leases of a session.")
     max_registrations: int = number_setting(8, 1, 1024, "Most registrations of a session.")

@@ -103,14 +103,16 @@ def number_setting(default: int, minimum: int, maximum: int, description: str) -
     return _setting(default, description, Kind("N", parse, str))
 
 
-def share_setting(default: float, description: str) -> float:
+def share_setting(default: float, description: str, least: float = 0.0) -> float:
     def parse(value: object) -> float:
         try:
             share = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else -1.0
         except ValueError:
             share = -1.0
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"{quoted(value)} is not a share; 0 to 1 are allowed, such as 0.015625 for one in 64")
+        if not least <= share <= 1.0:
+            raise ValueError(
+                f"{quoted(value)} is not a share; {least:g} to 1 are allowed, such as 0.015625 for one in 64"
+            )
         return share
 
     return _setting(default, description, Kind("SHARE", parse, "{:.12g}".format))

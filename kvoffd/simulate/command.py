@@ -39,7 +39,7 @@ def simulate(given: argparse.Namespace) -> int:
     policies = _policies(given.policy)
     trace = read_trace(given.file)
     if not trace.accesses:
-        raise BadTrace(f"{given.file} has no request; give a trace in Mooncake's format.")
+        raise BadTrace(f"{given.file} has no request; there is nothing to replay.")
     if trace.cut_off:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
     results = _run(trace, policies, _sizes(given, trace))

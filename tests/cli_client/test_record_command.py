@@ -131,7 +131,7 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
             assert os.strerror(errno.ENOSPC) in refused(str(full), "--duration", "0.1s")
         # What failed holds up nobody.
         assert main(["record", str(tmp_path / "new"), "--duration", "0.1s", "--directory", str(daemon.directory)]) == 0
-        assert capsys.readouterr().out.startswith("0 chains of 0 keys in ")
+        assert capsys.readouterr().out.startswith("0 requests for 0 blocks in ")
 
 
 class Rig:

@@ -143,7 +143,7 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     own = 100 * curve.found_tokens / curve.asked_tokens
     figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
     text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
-    text += "." if stats.policy == "lru" else f"; with lru it would be {now:.1f} %, and so is what follows."
+    text += "." if stats.policy == "lru" else f"; with lru it would be {now:.1f} %, and what follows is for lru."
     if seen < pool:
         text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
         text += " nothing yet."

@@ -29,6 +29,8 @@ from kvoffd_proto.units import format_count, format_size
 
 POINT_CELLS = 35
 """A line without its bar."""
+MARKED = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Sizes at the axis of a PNG, in parts of the pool's."""
 
 
 def curve(
@@ -114,14 +116,18 @@ def _draw(found: HitCurves, path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for one in found.curves:
-        sizes = [point.pool_bytes / 2**30 for point in one.points]
+        sizes = [point.pool_bytes for point in one.points]
         name = "all, lru" if one.namespace is None else f"{one.label}, lru"
         (line,) = axes.plot(sizes, [point.lru_hit_percent for point in one.points], marker=".", label=name)
         label = f"{found.policy}, measured" if one is found.curves[0] else None
-        now = found.pool_bytes / 2**30
-        axes.plot([now], [one.hit_percent], marker="*", markersize=12, color=line.get_color(), ls="", label=label)
-    axes.set(xscale="log", xlabel="pool, GiB", ylabel="tokens found, %", ylim=(0, None))
-    axes.grid(visible=True, which="both", alpha=0.3)
+        axes.plot(
+            [found.pool_bytes], [one.hit_percent], marker="*", markersize=12, color=line.get_color(), ls="", label=label
+        )
+    axes.set(xscale="log", xlabel="pool", ylabel="tokens found, %", ylim=(0, None))
+    marked = [point.pool_bytes for point in found.curves[0].points if point.pool in MARKED]
+    axes.set_xticks(marked, [format_size(size) for size in marked])
+    axes.set_xticks([], minor=True)
+    axes.grid(visible=True, alpha=0.3)
     axes.legend()
     try:
         figure.savefig(path, dpi=150)

@@ -271,7 +271,7 @@ class RecordDone(Struct, frozen=True):
 
     file: File
     seconds: Annotated[Seconds, doc("How long was recorded.")]
-    chains: Annotated[Count, doc("Lines of the file: keys of a request and a group.")]
+    chains: Annotated[Count, doc("Lines of the file: a request's keys of one KV cache group each.")]
     keys: Annotated[Count, doc("Keys in these.")]
     dropped: Annotated[Count, doc("Chains that are missing, since they came faster than they were fetched.")]
     bytes: Annotated[ByteCount, doc("Size of the file.")]

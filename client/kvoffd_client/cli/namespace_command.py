@@ -42,7 +42,7 @@ def set_(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Set how much of the pool a namespace may have, from now on and after restarts.
+    """Set how much of the pool a namespace may have, from now on and, with pool_file, after restarts.
 
     What is not named stays as it is; `none` takes a limit away. Minima may take three quarters of the pool together.
     As soon as one namespace has a weight all those in use have a share of what the minima leave, with weight 1 where
@@ -82,7 +82,8 @@ def limits_of(one: NamespaceInfo) -> str:
         parts.append(f"at most {format_size(limits.maximum_bytes)}")
     if limits.weight is not None:
         parts.append(f"weight {limits.weight:g}")
-    return f"{', '.join(parts)}; {format_size(one.kept_bytes)} are kept for it now"
+    kept = f"; {format_size(one.kept_bytes)} are kept for it now" if limits.minimum_bytes or limits.weight else ""
+    return f"{', '.join(parts)}{kept}"
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], ValueT]) -> ValueT | None:

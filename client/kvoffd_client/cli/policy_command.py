@@ -48,8 +48,8 @@ def _sentences(found: PolicyDescribed) -> Iterator[str]:
         f"Policy {found.policy}: {format_count(found.requests)} requests, {format_count(found.known_keys)} keys known, "
         f"{format_count(found.ghost_keys)} of them without a block, in {format_size(found.policy_bytes)} of memory."
     )
-    lru = format_size(found.lru_hit_bytes)
-    yield f"Found by requests: {format_size(found.hit_bytes)}; with lru it would have been {lru}."
+    hits, lru = format_size(found.hit_bytes), format_size(found.lru_hit_bytes)
+    yield f"Found by requests since the daemon's start: {hits}; with lru it would have been {lru}."
     if found.as_lru:
         yield "Blocks go as with lru for now, since that would have had more hits."
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.console import print_line
+from kvoffd_client.cli.console import count_blocks, plural, print_line
 from kvoffd_client.cli.json_objects import RecordDone
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
@@ -87,10 +87,11 @@ def record(
     if json:
         print_json(done)
     else:
-        lost = f", and {format_count(done.dropped)} that came too fast are missing" if done.dropped else ""
+        lost = f" {format_count(done.dropped)} more came too fast and are missing." if done.dropped else ""
+        full = f" It ended since {file} may not be larger (--max-size)." if done.ended == "size" else ""
         print_line(
-            f"{format_count(done.chains)} chains of {format_count(done.keys)} keys in "
-            f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}{lost}."
+            f"{format_count(done.chains)} request{plural(done.chains)} for {count_blocks(done.keys)} in "
+            f"{format_duration(done.seconds)}, in {format_size(done.bytes)} of {file}.{lost}{full}"
         )
     return CUT_SHORT if done.ended == "daemon" else 0
 
