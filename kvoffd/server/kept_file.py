@@ -43,20 +43,20 @@ class KeptFile:
                 raise OfNoUse(f"it has {found.st_size} bytes, more than {self._most_bytes}")
             return file.read(self._most_bytes)
 
-    def write_soon(self, content: bytes) -> None:
+    def write_soon(self, *content: bytes) -> None:
         """Write it in a thread; only while none is being written."""
         assert not self.is_being_written
-        self._writer = threading.Thread(target=self.write, args=(content,), name="kvoffd-kept-file", daemon=True)
+        self._writer = threading.Thread(target=self.write, args=content, name="kvoffd-kept-file", daemon=True)
         self._writer.start()
 
-    def write(self, content: bytes) -> None:
+    def write(self, *content: bytes) -> None:
         """Write it now; ``error`` says how that went."""
         beside = f"{self.path}.new"
         try:
             Path(beside).unlink(missing_ok=True)
             made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(made, "wb") as file:
-                file.write(content)
+                file.writelines(content)
             os.replace(beside, self.path)
             self.error = None
         except OSError as error:

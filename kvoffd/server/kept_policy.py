@@ -52,12 +52,12 @@ class KeptPolicy:
         self._due = time.monotonic() + KEPT_EVERY_S
         self._complain()
         if record := self._policy.record():
-            self._file.write_soon(self._name + b"\n" + record)
+            self._file.write_soon(self._name, b"\n", record)
 
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it begins anew."""
         if self._file is not None and self._file.join() and (record := self._policy.record()):
-            self._file.write(self._name + b"\n" + record)
+            self._file.write(self._name, b"\n", record)
             self._complain()
 
     def _complain(self) -> None:

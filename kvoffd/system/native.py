@@ -88,7 +88,7 @@ class Native:
         self.learned_classes.argtypes, self.learned_classes.restype = (address, text), None
         self.learned_key.argtypes, self.learned_key.restype = (address, count, text, count, text), count
         self.learned_record_bytes.argtypes, self.learned_record_bytes.restype = (address,), count
-        self.learned_record.argtypes, self.learned_record.restype = (address, text), None
+        self.learned_record.argtypes, self.learned_record.restype = (address, address), None
         self.learned_go_on.argtypes, self.learned_go_on.restype = (address, text, count), count
 
 

@@ -223,9 +223,11 @@ class Policy:
         return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
 
     def record(self) -> bytes:
-        body = ctypes.create_string_buffer(self._native.learned_record_bytes(self._at))
-        self._native.learned_record(self._at, body)
-        return _HEADER.pack(FORMAT, zlib.crc32(body)) + body.raw
+        # Megabytes, while the loop waits: each copy of them counts.
+        content = ctypes.create_string_buffer(_HEADER.size + self._native.learned_record_bytes(self._at))
+        self._native.learned_record(self._at, ctypes.addressof(content) + _HEADER.size)
+        _HEADER.pack_into(content, 0, FORMAT, zlib.crc32(memoryview(content)[_HEADER.size :]))
+        return content.raw
 
     def go_on(self, record: bytes) -> None:
         assert not self.known.known_keys
