@@ -27,8 +27,9 @@ from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
 from kvoffd_proto.sockets import NO_TOKEN, SocketPaths
 from kvoffd_proto.wire import PROTOCOL_VERSION, Request, answer_type
 
-REMOTE_OPTIONS = ClientOptions(request_timeout_s=10.0)
-"""Other machines may be far away."""
+OPERATOR_WAIT_S = 10.0
+"""Other machines may be far away, this one may be busy, and an operator would rather wait than ask again."""
+OPERATOR_OPTIONS = ClientOptions(request_timeout_s=OPERATOR_WAIT_S, handshake_timeout_s=OPERATOR_WAIT_S)
 EVENTS_POLL_MS = 200
 """How soon events() notices close()."""
 
@@ -296,7 +297,9 @@ class RemoteAdminClient(AdminRequests):
         ValueError: a key is not 40 characters of Z85.
     """
 
-    def __init__(self, address: str, server_key: str, secret_key: str, options: ClientOptions = REMOTE_OPTIONS) -> None:
+    def __init__(
+        self, address: str, server_key: str, secret_key: str, options: ClientOptions = OPERATOR_OPTIONS
+    ) -> None:
         try:
             self._public_key = zmq.curve_public(secret_key.encode())
             zmq.curve_public(server_key.encode())  # it is as long as a secret key, and written alike

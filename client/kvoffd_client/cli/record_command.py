@@ -21,7 +21,7 @@ from typing import Annotated, Any, BinaryIO
 
 import typer
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import OPERATOR_OPTIONS, AdminClient
 from kvoffd_client.cli.console import count_blocks, plural, print_line
 from kvoffd_client.cli.json_objects import RecordDone
 from kvoffd_client.cli.json_output import print_json
@@ -67,7 +67,7 @@ def record(
         raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
     if (zstd := zstd_module()) is None:
         raise CliError(MISSING)
-    with AdminClient(local_directory(context, directory)) as admin:
+    with AdminClient(local_directory(context, directory), OPERATOR_OPTIONS) as admin:
         number = admin.record().recording
         try:
             opened = file.open("xb")

@@ -12,6 +12,7 @@ import typer
 
 from kvoffd_client.admin_client import (
     MIN_PREFIX_DIGITS,
+    OPERATOR_OPTIONS,
     AdminClient,
     AdminRequests,
     RemoteAdminClient,
@@ -86,7 +87,7 @@ def open_admin(context: typer.Context, directory: Path | None) -> AdminRequests:
     """Return a client of the daemon that the command line names, on this machine or elsewhere. Raises CliError."""
     remote: RemoteDaemon | Path | None = context.obj
     if not isinstance(remote, RemoteDaemon) or directory is not None:
-        return AdminClient(local_directory(context, directory))
+        return AdminClient(local_directory(context, directory), OPERATOR_OPTIONS)
     try:
         return RemoteAdminClient(remote.address, remote.server_key, remote.secret_key)
     except ValueError as error:
