@@ -89,6 +89,8 @@ class FaultyStore:
         elif name == b"INCRBY":
             self.values[arguments[0]] = b"%d" % (int(self.values.get(arguments[0], b"0")) + int(arguments[1]))
             connection.sendall(b":%s\r\n" % self.values[arguments[0]])
+        elif name == b"SET" and arguments[-1] == b"NX" and arguments[0] in self.values:
+            connection.sendall(b"$-1\r\n")
         elif name == b"SET":
             self.values[arguments[0]] = arguments[1]
             connection.sendall(b"+OK\r\n")

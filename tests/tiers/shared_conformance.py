@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 from tiers.shared_rig import ONE, OTHER, SharedRig, key_of
 
+from kvoffd.tiers.shared.object_format import generation_key
+from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, TierResult
 
 DONE = TierResult.DONE
@@ -137,6 +140,17 @@ class SharedConformance:
         ours.block(1)
         ours.store(block)
         assert theirs.ask_anew(block) == [Answer.YES]
+
+    def test_nodes_that_all_find_a_number_forgotten_write_one(self, url: str) -> None:
+        stores = [open_store(url, Credentials())() for _ in range(3)]
+        until, own_key = time.monotonic() + 30.0, generation_key(ONE)
+        for one in stores:
+            one.connect()
+            assert one.ask(own_key, [], until, prefix=True) == (0, [])
+        assert [one.raise_generation(own_key, 0, 7, until) for one in stores] == [7, 7, 7]
+        assert stores[0].ask(own_key, [], until, prefix=True) == (7, [])
+        for one in stores:
+            one.close()
 
     def test_a_late_read_ends_by_its_deadline(self, node: Nodes) -> None:
         rig = node()

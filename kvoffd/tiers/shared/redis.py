@@ -204,6 +204,15 @@ class Redis(Store):
         return self._take(length + 2, deadline)[:-2].decode(errors="replace")
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+        if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it
+            words = [b"SET", generation_key, b"%d" % generation, b"NX"]
+            self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+            if (line := self._line(deadline)) != b"$-1":
+                self._check(line, b"+")
+                return generation
+            seen, _ = self.ask(generation_key, [], deadline, prefix=True)
+            if seen >= generation:
+                return seen
         words = [b"INCRBY", generation_key, b"%d" % (generation - seen)]
         self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
         number = decode_generation(self._check(self._line(deadline), b":"))
