@@ -45,6 +45,7 @@ def curve(
     It is estimated, while the daemon serves, from a sample of the keys that requests ask for, for the policy lru; what
     the daemon's own policy found in the pool that there is, is measured. Counted are the tokens up to the first block
     that is not there, for each namespace in a pool of all namespaces. What is a day old weighs half.
+    A block whose engine does not say how many tokens it has counts as one token.
     """
     if png is not None:
         from kvoffd_client.bench.results import check_plot
