@@ -67,7 +67,7 @@ def test_a_png_is_written(tmp_path: Path) -> None:
 
 def test_without_matplotlib_a_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BenchFailed, match=r"pip install 'kvoffd\[plot\]'"):
+    with pytest.raises(BenchFailed, match="pip install matplotlib"):
         check_plot(tmp_path / "speeds.png")
 
 
