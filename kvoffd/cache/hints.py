@@ -7,13 +7,14 @@ request ended has its mark too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
 from kvoffd.cache.namespace import Block, BlockState, Namespace
+from kvoffd.cache.shares import Spaces
 
 RETAINED_PART = 8
 """Of each namespace, blocks of one part in so many of the pool are passed over; the latest marks count."""
@@ -29,7 +30,6 @@ STORED_WITHIN_S = 60.0
 """A mark that says that a block may go waits so long for the block."""
 
 Name = tuple[Namespace, int, bytes]
-Spaces = Mapping[Namespace, tuple[dict[bytes, Block], ...]]
 
 
 class _Mark(NamedTuple):

@@ -93,12 +93,11 @@ class Room(ABC):
         each = max(slot_bytes, block_bytes)
         victims: list[Block] = []
         if claim.room < count * each:
-            for block in claim.candidates(self._ordered(worth), Whose.OWN):
-                if not block.pins and block not in protected:
-                    victims.append(block)
-                    claim.evict(block)
-                    if claim.room >= count * each:
-                        break
+            for block in _loose(claim.candidates(self._ordered(worth), Whose.OWN), protected):
+                victims.append(block)
+                claim.evict(block)
+                if claim.room >= count * each:
+                    break
             self.evict(victims)
         return max(0, min(count, int(claim.room // each))) if block_bytes else count
 
@@ -108,8 +107,7 @@ class Room(ABC):
 
     def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
         """Whether any block could be evicted, whatever it is worth."""
-        found = self._candidates(inf, claim)
-        return any(not block.pins and block not in protected for block in found)
+        return any(True for _ in _loose(self._candidates(inf, claim), protected))
 
     def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:
         ordered = self._ordered(worth)
@@ -127,13 +125,17 @@ class Room(ABC):
         excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
         victims: list[Block] = []
         if excess > 0:
-            for block in self._candidates(worth, claim):
-                if not block.pins and block not in protected:
-                    victims.append(block)
-                    if claim is not None:
-                        claim.evict(block)
-                    excess -= len(block.shards)
-                    if excess <= 0:
-                        break
+            for block in _loose(self._candidates(worth, claim), protected):
+                victims.append(block)
+                if claim is not None:
+                    claim.evict(block)
+                excess -= len(block.shards)
+                if excess <= 0:
+                    break
             self.evict(victims)
         return max(0, min(count, self._max_slots - len(self.block_at)))
+
+
+def _loose(blocks: Iterator[Block], protected: Set[Block]) -> Iterator[Block]:
+    """Those that are neither pinned nor protected."""
+    return (block for block in blocks if not block.pins and block not in protected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata, OffloadingMetricMetadata
@@ -77,14 +78,18 @@ class Counters:
     def count(self, name: str) -> None:
         self._counts[name] += 1
 
-    def take(self, connected: bool, prefill_rate: float, load_rate: float) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call; None when nothing was."""
+    def take(self, connected: bool, rates: Callable[[], tuple[float, float]]) -> OffloadingConnectorStats | None:
+        """Return what was counted since the last call; None when nothing was, as in most of the engine's steps.
+
+        ``rates``: tokens a second that are computed, and that loads bring; asked for only where there is something.
+        """
         if not self._counts and connected == self._connected:
             return None
         stats = OffloadingConnectorStats()
         for name, count in self._counts.items():
             stats.increase_counter(name, count)
         stats.set_gauge(CONNECTED, int(connected))
+        prefill_rate, load_rate = rates()
         stats.set_gauge(PREFILL_RATE, prefill_rate)
         stats.set_gauge(LOAD_RATE, load_rate)
         self._counts, self._connected = Counter(), connected

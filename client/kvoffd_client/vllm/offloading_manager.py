@@ -415,8 +415,7 @@ class KvoffdManager(OffloadingManager):
         self._store_window.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        rates = self._harm.rates if self._harm is not None else (0.0, 0.0)
-        return self._counters.take(self.client.ready, *rates)
+        return self._counters.take(self.client.ready, self._rates)
 
     def config_info(self) -> Sequence[Mapping[str, str | float]]:
         """Labels of vLLM's metric kv_offload_config_info (0.33; never asked for before)."""
@@ -424,6 +423,9 @@ class KvoffdManager(OffloadingManager):
 
     def shutdown(self) -> None:
         self.client.close()
+
+    def _rates(self) -> tuple[float, float]:
+        return self._harm.rates if self._harm is not None else (0.0, 0.0)
 
     @property
     def _may_use_daemon(self) -> bool:
