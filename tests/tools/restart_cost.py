@@ -15,35 +15,21 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord
 from kvoffd.server.daemon import GC_THRESHOLDS
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.system.limits import MemoryLimit
-from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
-from tests.support.slot_table import SlotOwner, mark_ready, mark_writing
+from tests.support.filled_table import left_behind
 
-NAME = b"n" * 32
 NO_LIMIT = MemoryLimit(2**62, "nothing")
 MAPPED_BYTES = 2 << 30
 
 
-def left_behind(pool_bytes: int, block_bytes: int) -> tuple[int, int]:
-    """Descriptors of a full pool and its table."""
-    pool = Pool(pool_bytes, limit=NO_LIMIT)
-    pool.note_namespace(NamespaceRecord(NAME, "bench", 1, 32, (GroupSpec("full", 16),), "{}", ((block_bytes,),)))
-    for number, offset in enumerate(pool.take(block_bytes, pool_bytes // block_bytes)):
-        mark_writing(pool, offset, *SlotOwner(NAME, 0, number.to_bytes(32, "big"), 0, 1))
-        mark_ready(pool, offset, 0, block_bytes, checksum=1)
-    kept = os.dup(pool.memory_fds[0]), os.dup(pool.memory_fds[1])
-    pool.close()
-    return kept
-
-
 def measure(gib: float, block_bytes: int) -> str:
-    backing = MemfdBacking(left_behind(int(gib * 2**30), block_bytes))
+    pool_bytes = int(gib * 2**30)
+    backing = MemfdBacking(left_behind(pool_bytes, pool_bytes // block_bytes, shard_bytes=block_bytes))
     started = time.perf_counter()
-    pool = Pool(int(gib * 2**30), backing=backing, limit=NO_LIMIT)
+    pool = Pool(pool_bytes, backing=backing, limit=NO_LIMIT)
     backing.close()
     scanned = time.perf_counter()
     publisher = EventPublisher(10_000)
