@@ -207,7 +207,7 @@ class Config:
     )
     index_bytes: int = size_setting(
         0,
-        0,
+        64 * 1024,
         "Memory for what is known of the blocks in the pool, 1.5 KiB for each of their slots; 0 takes a 64th of the "
         "pool, at least 128MiB. Beyond it blocks are evicted.",
     )

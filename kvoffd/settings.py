@@ -71,8 +71,9 @@ def size_setting(default: int, minimum: int, description: str) -> int:
     def parse(value: object) -> int:
         # parse_size refuses what is neither text nor a whole number.
         size = parse_size(value)  # type: ignore[arg-type]
-        if size < minimum:
-            raise ValueError(f"{quoted(value)} is too small; at least {exact_size(minimum)} is needed")
+        if size < minimum and size != default:
+            least = f"at least {exact_size(minimum)}" + ("" if default else ", or 0,")
+            raise ValueError(f"{quoted(value)} is too small; {least} is needed")
         return size
 
     return _setting(default, description, Kind("SIZE", parse, exact_size))

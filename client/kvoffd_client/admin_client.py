@@ -64,6 +64,8 @@ class AdminRequests(Closing, ABC):
 
     _place: str
     """Where the daemon is, as sentences have it: ``in /run/kvoffd``."""
+    timeout_s: float
+    """Bounds every call; may be changed between two calls."""
 
     def ask(
         self,
@@ -193,6 +195,7 @@ class AdminClient(AdminRequests):
         self._directory = os.fspath(directory)
         self._place = f"in {self._directory}"
         self._options = options
+        self.timeout_s = options.request_timeout_s
         self._connection: Connection[AdminSession] | None = None
         self._closed = False
         self._one_call = threading.Lock()
@@ -257,7 +260,7 @@ class AdminClient(AdminRequests):
         with self._one_call:
             if self._closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = time.monotonic() + self._options.request_timeout_s
+            deadline = time.monotonic() + self.timeout_s
             connection = self._connected(deadline)
             outcome = connection.outcome_of(start, max(0.001, deadline - time.monotonic()))
         if not outcome or isinstance(outcome[0], RequestTimeout):
@@ -310,6 +313,7 @@ class RemoteAdminClient(AdminRequests):
         self._server_key = server_key.encode()
         self._secret_key = secret_key.encode()
         self._options = options
+        self.timeout_s = options.request_timeout_s
         self._context = zmq.Context(io_threads=1)
         self._socket: zmq.Socket[bytes] | None = None
         self._last_id = 0
@@ -325,7 +329,7 @@ class RemoteAdminClient(AdminRequests):
         with self._one_call:
             if self._context.closed:
                 raise DaemonUnavailable("The client is closed; make a new one.")
-            deadline = time.monotonic() + self._options.request_timeout_s
+            deadline = time.monotonic() + self.timeout_s
             return self._exchange(self._connected(deadline), make, deadline)
 
     def _connected(self, deadline: float) -> zmq.Socket[bytes]:

@@ -55,6 +55,8 @@ class HitRatioCurve:
         self._halved_at = clock()
         self._counts: WeakKeyDictionary[Namespace, tuple[_Counts, int, list[int]]] = WeakKeyDictionary()
         """Those of ``struct counts``, their address, and the tokens that requests found."""
+        self._gone, self._gone_found = np.zeros(_ROW), [0]
+        """What those of namespaces that were forgotten had come to."""
 
     @property
     def nbytes(self) -> int:
@@ -88,9 +90,15 @@ class HitRatioCurve:
         """Have what is old weigh less."""
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
-            for counts, _, found in self._counts.values():
+            for counts, found in self._rows():
                 counts *= 0.5
                 found[0] //= 2
+
+    def namespace_forgotten(self, namespace: Namespace) -> None:
+        """Go on to count what was asked for in it: it is a part of all."""
+        if (row := self._counts.pop(namespace, None)) is not None:
+            self._gone += row[0]
+            self._gone_found[0] += row[2][0]
 
     def of_namespace(self, namespace: Namespace) -> CurveState:
         """What requests of one namespace had found, in pools of all namespaces."""
@@ -98,9 +106,12 @@ class HitRatioCurve:
         return _state(np.zeros(_ROW), 0) if found is None else _state(found[0], found[2][0])
 
     def in_all(self) -> CurveState:
-        """All namespaces together."""
-        rows = list(self._counts.values())
-        return _state(sum((counts for counts, _, _ in rows), np.zeros(_ROW)), sum(found[0] for _, _, found in rows))
+        """All namespaces together, those that were forgotten among them."""
+        rows = self._rows()
+        return _state(sum((counts for counts, _ in rows), np.zeros(_ROW)), sum(found[0] for _, found in rows))
+
+    def _rows(self) -> list[tuple[_Counts, list[int]]]:
+        return [(self._gone, self._gone_found), *((counts, found) for counts, _, found in self._counts.values())]
 
 
 def _state(counts: _Counts, found_tokens: int) -> CurveState:

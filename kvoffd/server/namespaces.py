@@ -140,5 +140,6 @@ def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
 def _forget(context: Context, namespace: Namespace) -> None:
     context.cache.forget_namespace(namespace)
     context.recent.namespace_forgotten(namespace)
+    context.curve.namespace_forgotten(namespace)
     if context.tiering is not None:
         context.tiering.namespace_forgotten(namespace)

@@ -42,6 +42,8 @@ def simulate(given: argparse.Namespace) -> int:
         raise BadTrace(f"{given.file} has no request; there is nothing to replay.")
     if trace.cut_off:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
+    if trace.others:
+        print(_unequal(trace), file=sys.stderr)
     results = _run(trace, policies, _sizes(given, trace))
     if given.json:
         print(json.dumps(_as_json(trace, results)))
@@ -50,6 +52,16 @@ def simulate(given: argparse.Namespace) -> int:
     if given.plot:
         print(_as_plot(results), end="", file=sys.stderr if given.json else sys.stdout)
     return 0
+
+
+def _unequal(trace: Trace) -> str:
+    kinds = ", ".join(
+        f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
+    )
+    return (
+        f"Blocks of the trace are of several kinds: {kinds}. All are replayed as if each took their mean, "
+        f"{format_size(trace.block_bytes)}; small ones take more of the simulated pool than of a real one."
+    )
 
 
 def _policies(text: str) -> list[str]:

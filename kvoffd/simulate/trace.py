@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +32,8 @@ class Trace(NamedTuple):
     """Pool bytes of a block, the mean where they differ; 0 where the trace does not say."""
     cut_off: bool = False
     """Whether the file ends in the middle."""
+    others: Sequence[tuple[int, int, float]] = ()
+    """Tokens, pool bytes and part of all accesses of each kind of blocks, where there are several."""
 
     @property
     def accesses(self) -> int:
@@ -57,8 +59,10 @@ def read_trace(path: Path) -> Trace:
         cut_off = True
     tokens, _ = max(kinds, key=kinds.__getitem__, default=(MOONCAKE_TOKENS, 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
-    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, sum(sized.values()))
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off)
+    every = sum(sized.values())
+    block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
+    others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

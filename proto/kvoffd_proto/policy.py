@@ -31,6 +31,7 @@ class PolicyClass(Wire, frozen=True):
     return_age: Annotated[float, doc("Age by which half of those that come back have done so.")]
     kept_bytes: Annotated[ByteCount, doc("Pool bytes of its blocks.")]
     worth: Annotated[float, doc("Most hits to be expected for a block of it in a pool lifetime.")]
+    short_name: Annotated[str, doc("The name in a few words, for tables; empty from daemons that have none.")] = ""
 
 
 class KeyWorth(Wire, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
-MISSING = "This Python has no zstd; install it with: pip install backports.zstd."
+MISSING = f"This Python has no zstd; install it with: {sys.executable} -m pip install backports.zstd."
 
 
 def zstd_module() -> ModuleType | None:

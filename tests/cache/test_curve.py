@@ -60,6 +60,24 @@ def test_while_all_keys_are_watched_the_curve_is_that_of_an_lru() -> None:
     assert found["0.1"] < found["1"] < found["10"]
 
 
+def test_what_is_forgotten_stays_a_part_of_all() -> None:
+    now = [0.0]
+    watched, kept, gone = HitRatioCurve(100 * MIB, lambda: now[0]), namespace_of(), namespace_of(name=1)
+    for namespace, times in ((kept, 1), (gone, 4)):
+        for _ in range(times):
+            watched.requested([Chain(namespace, 0, chain_of(1, 2), ())])
+    before = watched.in_all()
+    watched.namespace_forgotten(gone)
+    watched.namespace_forgotten(namespace_of(name=2))
+    assert watched.in_all() == before
+    assert before.asked_tokens == 5 * 2 * 512
+    assert before.lru_ratios["1"] == pytest.approx(3 / 5)
+    assert watched.of_namespace(gone).asked_tokens == 0
+    now[0] = curve.HALVED_EVERY_S
+    watched.tick()
+    assert watched.in_all().asked_tokens == before.asked_tokens // 2
+
+
 def test_a_sample_tells_nearly_the_same() -> None:
     # More different blocks than are kept, so that one stands for several: all are asked for twice, in one order.
     trace = Trace("cycle", 512, [chain_of(*range(at, at + 16)) for at in range(0, 200_000, 16)] * 2)

@@ -111,6 +111,28 @@ def test_which_namespace_starves(served: StatsReply) -> None:
     assert "starving" not in told(content)
 
 
+def test_which_namespace_never_found_anything(served: StatsReply) -> None:
+    assert "no_hits" not in told(served)
+    never = counted(2, "qwen", keys_ready=0, misses={"never_stored": 49_000, "evicted": 1_000}, curve=curve(*[0] * 13))
+    text = told(structs.replace(served, namespaces=[counted(1), never]))["no_hits"]
+    assert text.startswith("qwen (02020202) never found anything, in 1,000 requests; of 98.0 % of its keys the reason")
+    assert text.endswith("is never_stored. What it asks for does not come back, with ten times the memory either.")
+    silent = structs.replace(never, stored_bytes=0, curve=curve())
+    text = told(structs.replace(served, namespaces=[silent]))["no_hits"]
+    assert text.endswith("Ten times the memory would find 36.0 % of its tokens. Its engines stored nothing.")
+
+
+def test_what_was_loaded_in_forgotten_namespaces_is_told(served: StatsReply, busy: StatsReply) -> None:
+    assert "forgotten" not in told(served, info(1))["saved"]
+    since_start = structs.replace(busy.recent[-1], window_seconds=0, loaded_bytes=23 * GIB, lookups=1000)
+    after = structs.replace(served, recent=[since_start])
+    assert "3.00 GiB more they loaded in namespaces that were empty" in told(after, info(1))["saved"]
+    bench = counted(3, "bench copy 1234", loaded_bytes=GIB)
+    assert "3.00 GiB more" in told(structs.replace(after, namespaces=[counted(1), bench]), info(1))["saved"]
+    only_before = structs.replace(after, namespaces=[])
+    assert "too_little_traffic" not in told(only_before)
+
+
 def test_blocks_that_are_too_large_or_too_small(served: StatsReply) -> None:
     assert not {"block_size", "small_shards"} & told(served, info(1)).keys()
     short = structs.replace(served, namespaces=[counted(1, keys_asked=1500)])

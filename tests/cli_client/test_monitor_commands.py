@@ -90,8 +90,10 @@ class Source:
         self._clock = clock
         self._answers = iter(answers)
         self._cost_s = cost_s
+        self.waits: list[float] = []
 
-    def stats(self) -> StatsReply:
+    def stats(self, timeout_s: float) -> StatsReply:
+        self.waits.append(timeout_s)
         self._clock.now += self._cost_s
         answer = next(self._answers)
         if answer is None:
@@ -122,13 +124,14 @@ def test_slow_answers_are_not_made_up_for(fresh: StatsReply) -> None:
 
 def test_a_daemon_that_goes_is_told_and_waited_for(fresh: StatsReply, busy: StatsReply) -> None:
     clock = Clock()
-    source = Source(clock, [fresh, None, None, busy])
-    _, gone, still_gone, back = islice(stats_pages(source.stats, 1.0, clock, clock.sleep), 4)
+    source = Source(clock, [fresh, None, None, None, busy, busy])
+    _, gone, still_gone, _, back, _ = islice(stats_pages(source.stats, 1.0, clock, clock.sleep), 6)
     for page in (gone, still_gone):
         assert page.now is fresh
         assert page.notice.startswith("No daemon. Trying again; these numbers are of ")
         assert page.notice.count("Trying") == 1
     assert (back.now, back.notice) == (busy, "")
+    assert source.waits == [10, 2, 4, 8, 10, 2], "a daemon that hangs shows soon, and is given time"
 
 
 def test_without_a_daemon_at_the_start_there_is_nothing_to_watch(fresh: StatsReply) -> None:

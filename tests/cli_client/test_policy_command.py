@@ -7,6 +7,7 @@ import json
 import pytest
 from support.daemon import DaemonProcess
 
+from kvoffd.cache.policies.learned import SHORT_NAMES
 from kvoffd_client.cli import main, policy_command
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import PolicyClass, PolicyDescribed
@@ -56,7 +57,8 @@ def test_all_numbers_are_shown_on_80_columns(
     monkeypatch.setattr("kvoffd_client.cli.console.PIPE_LIST_CELLS", 80)
     names = ["of a conversation, a later turn after a pause of a pool lifetime, up to 1,536 new tokens", "rare"]
     classes = [
-        PolicyClass(name, share, 0.483, 1.5, 4 << 20, 0.345) for name, share in zip(names, (0.995, 0.005), strict=True)
+        PolicyClass(name, share, 0.483, 1.5, 400 << 30, 0.345, max(SHORT_NAMES, key=len))
+        for name, share in zip(names, (0.995, 0.005), strict=True)
     ]
     described = PolicyDescribed(
         request_id=1,
@@ -72,7 +74,8 @@ def test_all_numbers_are_shown_on_80_columns(
         classes=classes,
     )
     policy_command._print_classes(described)
-    head, first, *_, last = capsys.readouterr().out.splitlines()
+    head, first, *legend, last = capsys.readouterr().out.splitlines()
     assert " ".join(head.split()) == "asked for come back half by kept worth keys"
-    assert " ".join(first.split()).startswith("99.5 % 48.3 % 1.5 4.00 MiB 0.345 of a")
-    assert last == "And 1 rare kind: 0.5 % of what is asked for, 4.00 MiB kept."
+    assert " ".join(first.split()) == "99.5 % 48.3 % 1.5 400 GiB 0.345 old turn 2-3 pause 0.5-2 +1,536"
+    assert "pause: since its last turn, in pool lifetimes" in " ".join(legend)
+    assert last == "And 1 rare kind: 0.5 % of what is asked for, 400 GiB kept."

@@ -22,7 +22,16 @@ from kvoffd_client.cli.stats_page import StatsPage
 from kvoffd_proto.blocks import BlockInfo
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
-from kvoffd_proto.messages import GroupSpec, HealthLevel, KeyState, NamespaceInfo, Role, SessionInfo, StatsReply
+from kvoffd_proto.messages import (
+    GroupSpec,
+    HealthLevel,
+    KeyState,
+    NamespaceInfo,
+    NamespaceLimits,
+    Role,
+    SessionInfo,
+    StatsReply,
+)
 
 Render = Callable[..., str]
 SCREENS = [(80, 24), (120, 40), (200, 50)]
@@ -211,6 +220,17 @@ def test_namespaces_are_a_line_each(pages: dict[str, RenderableType], render: Re
     for title in ("ranks", "groups", "tokens/block", "block size", "writing"):
         assert title in " ".join(text.split()), "shown, or named below"
     assert ("Not shown" in text) == (width < 120)
+
+
+@pytest.mark.parametrize(("width", "height"), SCREENS)
+def test_limits_of_namespaces_are_shown_where_there_are_any(render: Render, width: int, height: int) -> None:
+    limits = NamespaceLimits(100 << 30, 200 << 30, 2.5)
+    infos = [msgspec.structs.replace(one, limits=limits, kept_bytes=123 << 30) for one in namespace_infos()]
+    text = render(_namespaces_page(infos), width)
+    head, first, *_ = lines_of(text, width)
+    assert " ".join(head.split()).endswith("keeps at most weight")
+    assert " ".join(first.split()).endswith("123 GiB 200 GiB 2.5")
+    assert "keeps: what it does not lose to others" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("width", "height"), SCREENS)

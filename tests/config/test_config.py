@@ -242,6 +242,11 @@ def test_heartbeats_must_be_more_frequent_than_leases_end() -> None:
         assert part in sentence
 
 
+def test_an_index_without_room_is_refused() -> None:
+    assert "at least 64KiB, or 0, is needed" in refusal(flags={"index_size": "1"})
+    assert load_config({"index_size": "0"}, {}).config.index_bytes == 0
+
+
 def test_credits_cannot_exceed_the_pool() -> None:
     sentence = refusal(flags={"credit_size": "2GiB", "pool_size": "1GiB"})
     for part in ("credit_size", "2GiB", "pool_size", "1GiB"):

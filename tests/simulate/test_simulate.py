@@ -152,7 +152,10 @@ def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
     lines = [{"hash_ids": [1, 2, 3], "block_tokens": 16, "block_bytes": nbytes} for nbytes in (0, 4096, 8192)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["simulate", str(file), "--policy", "lru", "--size", "18KiB"]) == 0
-    told = capsys.readouterr().out.splitlines()
+    found = capsys.readouterr()
+    told = found.out.splitlines()
+    assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
+    assert "as if each took their mean, 6.00 KiB" in found.err
     assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens"
     assert told[2].split()[:3] == ["3", "lru", "66.67"]
 

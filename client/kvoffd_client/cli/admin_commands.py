@@ -160,7 +160,7 @@ namespaces_app = typer.Typer(help="List what is cached, by namespace.", rich_mar
 
 @namespaces_app.callback(invoke_without_command=True)
 def namespaces(context: typer.Context, directory: Directory = None, json: Json = False) -> int:
-    """List what is cached, by namespace."""
+    """List what is cached, by namespace, and what each may have of the pool where that was set."""
     if context.invoked_subcommand is not None:
         return 0
     with open_admin(context, directory) as admin:
@@ -227,20 +227,22 @@ def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
         return "-" if one.limits.weight is None else f"{one.limits.weight:g}"
 
     limited = any(one.limits != NamespaceLimits() for one in found)
+    limits = [column("keeps", keeps), column("at most", most), column("weight", weight, 1)] if limited else []
     return Listing(
         [
             column("label", lambda one: printable(one.label) or "(no label)", 0, 16, right=False),
             column("fingerprint", lambda one: short_fingerprint(one.namespace), right=False),
-            column("ranks", lambda one: format_count(one.world_size), 2),
-            column("groups", lambda one: format_count(len(one.groups)), 3),
-            column("tokens/block", tokens, 4),
-            column("block size", block_size, 1),
+            column("ranks", lambda one: format_count(one.world_size), 4),
+            column("groups", lambda one: format_count(len(one.groups)), 5),
+            column("tokens/block", tokens, 6),
+            column("block size", block_size, 3),
             column("blocks", lambda one: format_count(one.ready_blocks)),
-            column("writing", lambda one: format_count(one.writing_blocks), 5),
+            column("writing", lambda one: format_count(one.writing_blocks), 7),
             column("size", lambda one: format_size(one.ready_bytes)),
-            column("sessions", lambda one: format_count(one.sessions)),
-            *([column("keeps", keeps, 6), column("most", most, 7), column("weight", weight, 8)] if limited else ()),
-        ]
+            column("sessions", lambda one: format_count(one.sessions), 2 * limited),
+            *limits,
+        ],
+        "keeps: what it does not lose to others now, by minimum and weight; at most: its maximum." if limited else "",
     )
 
 

@@ -22,7 +22,7 @@ from kvoffd_client.cli.json_objects import Advice, AdviceGiven
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace_spec import differences, differing_fields
-from kvoffd_proto.messages import HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 FEWEST_LOOKUPS = 100
@@ -73,7 +73,7 @@ def advise(context: typer.Context, directory: Directory = None, json: Json = Fal
 def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceGiven:
     """What can be told."""
     known = {info.namespace: info for info in namespaces}
-    lookups = sum(one.lookups for one in stats.namespaces)
+    lookups = sum(one.lookups for one in stats.namespaces) + _of_forgotten(stats, "lookups")
     enough = lookups >= FEWEST_LOOKUPS and stats.curve is not None and stats.curve.asked_tokens > 0
     found: list[Advice] = []
     if enough:
@@ -82,6 +82,7 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
         found += _sizes(stats, stats.curve)
         found += _writes(stats)
         found += _starving(stats, stats.curve)
+        found += _without_hits(stats.namespaces)
         found += _late(stats)
         found += _slow_loads(stats.namespaces)
         found += _short_prompts(stats.namespaces, known)
@@ -92,6 +93,15 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
     found += _small_shards(namespaces)
     found += _apart(namespaces)
     return AdviceGiven(enough, found)
+
+
+def _of_forgotten(stats: StatsReply, counter: str) -> int:
+    """What was counted of namespaces that are forgotten by now; benches are not."""
+    since_start = next((one for one in stats.recent if not one.window_seconds), None)
+    if since_start is None:
+        return 0
+    known = [one for one in stats.namespaces if not one.label.startswith(BENCH_LABEL)]
+    return max(0, int(getattr(since_start, counter)) - sum(int(getattr(one, counter)) for one in known))
 
 
 def _token_bytes(info: NamespaceInfo) -> float:
@@ -133,6 +143,9 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."
     elif tokens:
         text += " How fast they compute prompts no engine has told, so that the time is not known."
+    if gone := _of_forgotten(stats, "loaded_bytes"):
+        text += f" {format_size(gone)} more they loaded in namespaces that were empty and are forgotten by now."
+        figures["forgotten_bytes"] = gone
     yield Advice("saved", text, None, figures)
 
 
@@ -210,6 +223,26 @@ def _starving(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
             yield Advice(
                 "starving", text, one.namespace, {"hit_percent": own, "could_percent": could, "share_of_pool": has}
             )
+
+
+def _without_hits(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
+    for one in counted:
+        if one.lookups < FEWEST_LOOKUPS or one.keys_ready or one.keys_pending or one.label.startswith(BENCH_LABEL):
+            continue
+        text = (
+            f"{namespace_name(one.label, one.namespace)} never found anything, in {format_count(one.lookups)} requests"
+        )
+        if one.misses:
+            reason, keys = max(one.misses.items(), key=lambda item: item[1])
+            text += f"; of {percent(keys, one.keys_asked)} of its keys the reason is {printable(reason)}"
+        could = 100 * max(one.curve.lru_ratios.values(), default=0.0) if one.curve is not None else 0.0
+        if could >= POINTS:
+            text += f". Ten times the memory would find {could:.1f} % of its tokens."
+        else:
+            text += ". What it asks for does not come back, with ten times the memory either."
+        if not one.stored_bytes:
+            text += " Its engines stored nothing."
+        yield Advice("no_hits", text, one.namespace, {"requests": one.lookups, "could_percent": could})
 
 
 def _late(stats: StatsReply) -> Iterator[Advice]:

@@ -150,6 +150,8 @@ class Listing:
     """A table whose columns are shown whole or cut at names, or else left out and named below it."""
 
     columns: Sequence[Column]
+    note: str = ""
+    """What titles mean."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         shown = list(self.columns)
@@ -171,6 +173,8 @@ class Listing:
         yield table
         if missing := [one.title for one in self.columns if one not in shown]:
             yield Text(f"Not shown on {options.max_width} columns: {', '.join(missing)}.", style="dim")
+        if self.note:
+            yield Text(self.note, style="dim")
 
 
 @contextmanager

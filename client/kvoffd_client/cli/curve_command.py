@@ -71,6 +71,8 @@ def curve(
             print_page(line, console)
     if not namespace and len(found.curves) > 2:
         print_line(f"Of all {len(found.curves) - 1} namespaces together; --namespace NAME shows one.")
+    if not namespace and (gone := _forgotten_tokens(found)):
+        print_line(f"{format_count(gone)} of the tokens were asked for in namespaces that are forgotten by now.")
 
 
 def curves_of(stats: StatsReply) -> HitCurves:
@@ -90,6 +92,13 @@ def _curve_of(fingerprint: bytes | None, label: str | None, curve: HitCurve, poo
     ]
     hits = 100 * curve.found_tokens / max(1, curve.asked_tokens)
     return CurveOf(fingerprint, label, curve.asked_tokens, hits, points)
+
+
+def _forgotten_tokens(found: HitCurves) -> int:
+    """Those of all that no namespace has; what is halved every day is not exact to a token for each."""
+    every, single = found.curves[:1], found.curves[1:]
+    gone = sum(one.asked_tokens for one in every) - sum(one.asked_tokens for one in single)
+    return gone if gone > len(single) else 0
 
 
 def _page(found: HitCurves, one: CurveOf, console: Console) -> Iterator[Text]:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import OPERATOR_WAIT_S, AdminClient
 from kvoffd_client.cli.console import (
     PIPE_LIST_CELLS,
     make_console,
@@ -31,6 +31,8 @@ from kvoffd_proto.events import KV_TOPIC_PREFIX, AllBlocksCleared, BlockRemoved,
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.units import UnitError, format_duration, parse_duration
 
+WATCH_WAIT_S = 2.0
+"""What follows the first page says so when it is late by so much; the next question waits longer."""
 MIN_INTERVAL_S = 0.1
 """With a shorter interval the counters would show mostly the requests for them."""
 HASH_DIGITS = 12
@@ -59,7 +61,12 @@ def stats(
     interval_s = _interval_s(interval)
     with open_admin(context, directory) as admin:
         if watch:
-            _watch(admin.stats, interval_s, as_json=json)
+
+            def read_stats(timeout_s: float) -> StatsReply:
+                admin.timeout_s = timeout_s
+                return admin.stats()
+
+            _watch(read_stats, interval_s, as_json=json)
         elif json:
             print_json(admin.stats())
         else:
@@ -77,7 +84,7 @@ def _interval_s(text: str) -> float:
     return seconds
 
 
-def _watch(read_stats: Callable[[], StatsReply], interval_s: float, *, as_json: bool) -> None:
+def _watch(read_stats: Callable[[float], StatsReply], interval_s: float, *, as_json: bool) -> None:
     """Print statistics until Ctrl-C: on a terminal one page that redraws itself, in a pipe one page after the other."""
     console = make_console()
     pages = stats_pages(read_stats, interval_s)
@@ -100,17 +107,20 @@ def _watch(read_stats: Callable[[], StatsReply], interval_s: float, *, as_json: 
 
 
 def stats_pages(
-    read_stats: Callable[[], StatsReply],
+    read_stats: Callable[[float], StatsReply],
     interval_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[StatsPage]:
     """Yield a page now and at every interval. While the daemon is away the last page is repeated with a notice.
 
+    ``read_stats`` is told how many seconds it may wait: fewer while the daemon answers, so that a hung one shows soon.
+
     Raises:
         DaemonUnavailable, RequestTimeout: there was no daemon in the first place.
     """
-    page = StatsPage(read_stats())
+    page = StatsPage(read_stats(OPERATOR_WAIT_S))
+    wait_s = WATCH_WAIT_S
     answered_at = time.strftime("%H:%M:%S")
     due_at = clock()
     while True:
@@ -118,9 +128,11 @@ def stats_pages(
         due_at = max(due_at + interval_s, clock())
         sleep(max(0.0, due_at - clock()))
         try:
-            page = StatsPage(read_stats())
+            page = StatsPage(read_stats(wait_s))
+            wait_s = WATCH_WAIT_S
             answered_at = time.strftime("%H:%M:%S")
         except (DaemonUnavailable, RequestTimeout) as error:
+            wait_s = min(2 * wait_s, OPERATOR_WAIT_S)
             page = replace(page, notice=f"{error} Trying again; these numbers are of {answered_at}.")
 
 

@@ -16,6 +16,19 @@ from kvoffd_proto.units import format_count, format_size
 RARE = 0.01
 """Of what is asked for; kinds of less have no line of their own."""
 
+LEGEND = {
+    "adopted": "adopted: left by an earlier daemon",
+    "unasked": "stored unasked: without a lookup",
+    "shared": "shared: seen by so many requests before, more than the conversation has turns",
+    "old": "old: of a conversation, known before",
+    "new": "new: its new keys",
+    "pause": "pause: since its last turn, in pool lifetimes",
+    "branch": "branch: new behind a known part that others continued otherwise",
+    "first": "first: new, of a new conversation",
+    "+": "+, >: up to, or more than so many new tokens in the request",
+}
+"""What the words of short names mean."""
+
 
 def policy(context: typer.Context, directory: Directory = None, json: Json = False) -> None:
     """Show what the eviction policy has learned of which blocks come back.
@@ -23,7 +36,7 @@ def policy(context: typer.Context, directory: Directory = None, json: Json = Fal
     Lists the classes of keys that the policy tells apart: their share of what is asked for, the chance that such a key
     is asked for again, when, and how much of them is kept. Ages are in pool lifetimes, the time in which as much is
     asked for as the pool holds; "half by" is the age by which half of those that come back have done so, "worth" the
-    most hits to be expected for a block in a pool lifetime. --json has the rare classes too.
+    most hits to be expected for a block in a pool lifetime. --json has the rare classes too, and longer names.
     """
     with open_admin(context, directory) as admin:
         found = admin.describe_policy()
@@ -63,6 +76,9 @@ def _print_classes(found: PolicyDescribed) -> None:
     for one in shown:
         table.add_row(*_row(one))
     print_list(table)
+    words = " ".join(_short(one) for one in shown)
+    if legend := [text for word, text in LEGEND.items() if word in words]:
+        print_page(Text(f"{'; '.join(legend)}.", style="dim"))
     if rare := found.classes[len(shown) :]:
         share = percent(sum(one.accessed_share for one in rare), 1.0, "0 %")
         kept = format_size(sum(one.kept_bytes for one in rare))
@@ -76,8 +92,12 @@ def _row(one: PolicyClass) -> tuple[str, ...]:
         f"{one.return_age:g}",
         format_size(one.kept_bytes),
         f"{one.worth:.3f}",
-        one.name,
+        _short(one),
     )
+
+
+def _short(one: PolicyClass) -> str:
+    return one.short_name or one.name
 
 
 def key_sentence(key: KeyWorth) -> str:

@@ -79,6 +79,31 @@ CLASSES = (
     *(f"new, {text} tokens" for text in _TEXT),
 )
 """What tells the keys of each class from others, by the class's number in learned.h."""
+_PAUSES, _TURNS = ("<0.5", "0.5-2", "2-8", ">8"), ("2-3", "4+")
+SHORT_NAMES = (
+    "adopted",
+    "stored unasked",
+    "prompt's end",
+    *(f"shared, seen {seen}" for seen in ("0", "1", "2", "3", "4-7", "8+")),
+    *(
+        f"old turn {turn} pause {pause} {new}"
+        for pause in _PAUSES
+        for turn in _TURNS
+        for new in ("+512", "+1,536", ">1,536")
+    ),
+    *(
+        f"new turn {turn} pause {pause} {new}"
+        for pause in _PAUSES
+        for turn in _TURNS
+        for new in ("+512", "+1,536", "+7,680", ">7,680")
+    ),
+    *(
+        f"{kind} {new}"
+        for kind in ("branch", "first")
+        for new in ("+512", "+1,536", "+3,584", "+7,680", "+15,872", ">15,872")
+    ),
+)
+"""The same for tables, whose footnote says what the words mean: kvoffd_client.cli.policy_command."""
 
 
 class Known(ctypes.Structure):
@@ -203,11 +228,11 @@ class Policy:
     def describe(self) -> PolicyState:
         known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
         self._native.learned_classes(self._at, facts)
-        every = list(zip(CLASSES, _CLASS.iter_unpack(facts.raw), strict=True))
-        asked = max(1.0, sum(accessed for _, (accessed, *_) in every))
+        every = list(zip(CLASSES, SHORT_NAMES, _CLASS.iter_unpack(facts.raw), strict=True))
+        asked = max(1.0, sum(accessed for _, _, (accessed, *_) in every))
         classes = [
-            PolicyClass(name, accessed / asked, chance, age, kept, worth)
-            for name, (accessed, chance, age, worth, kept) in every
+            PolicyClass(name, accessed / asked, chance, age, kept, worth, short)
+            for name, short, (accessed, chance, age, worth, kept) in every
             if accessed or kept
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
