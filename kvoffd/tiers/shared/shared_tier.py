@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 MOST_ASKED = 65_536
 """Keys that may be being asked for at a time."""
-MOST_READS, MOST_WRITES, MOST_REMOVALS = 4096, 64, 16_384
+MOST_READS, MOST_WRITES = 4096, 64
 FULL_PAUSE_S = 5.0
 """How long nothing is written after the store had no room."""
 HANGS_S = 0.5
@@ -129,16 +129,14 @@ class SharedTier(AskedTier):
         deadline = self._clock() + self.ask_deadline_s
         self._asked += len(wanted)
         self.counters.asked_keys += len(wanted)
-        for at in range(0, len(wanted), MOST_KEYS):
-            self._workers.asks.append(Ask(fingerprint, group, wanted[at : at + MOST_KEYS], deadline, prefix))
-        self._workers.wake()
+        parts = [wanted[at : at + MOST_KEYS] for at in range(0, len(wanted), MOST_KEYS)]
+        self._workers.ask([Ask(fingerprint, group, part, deadline, prefix) for part in parts])
 
     def poll(self, fingerprint: bytes) -> None:
         now = self._clock()
         if now >= self._polled_at.get(fingerprint, now) + (self._poll_s if fingerprint in self._polled_at else 0.0):
             self._polled_at[fingerprint] = now
-            self._workers.asks.append(Ask(fingerprint, 0, (), now + RAISE_S, True))
-            self._workers.wake()
+            self._workers.ask([Ask(fingerprint, 0, (), now + RAISE_S, True)])
 
     def take_voided(self) -> list[bytes]:
         found, self._voided = list(self._voided), set()
@@ -154,8 +152,7 @@ class SharedTier(AskedTier):
         if self.breaker.open:
             one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
             return one
-        self._workers.raises.append(one)
-        self._workers.wake()
+        self._workers.raise_generation(one)
         return one
 
     def answers(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> list[Answer]:
@@ -176,8 +173,7 @@ class SharedTier(AskedTier):
             return False
         read = Read(block_id, self._generation(block_id), self._views(block, offsets), deadline)
         self._reads[read] = on_done
-        self._workers.reads.append(read)
-        self._workers.wake()
+        self._workers.read(read)
         return True
 
     def contents(self, block: TierBlock) -> TierBlock:
@@ -197,24 +193,23 @@ class SharedTier(AskedTier):
         write = Write(block, self._generation(block.id), self._views(block, offsets))
         self._writes[write] = on_done
         self._writing[block.id] = write
-        self._workers.writes.append(write)
-        self._workers.wake()
+        self._workers.write(write)
         return True
 
     def touch(self, block_ids: Iterable[TierKey]) -> None:
         """Nothing: what is offered again after ``BELIEVED_S`` is touched by that (``Store.touch``)."""
 
     def remove(self, block_ids: Iterable[TierKey]) -> int:
-        count = 0
+        count, names = 0, []
         for block_id in block_ids:
             fingerprint, group, key = block_id
             count += key in self.index(fingerprint, group)
             self._answers.refuse(fingerprint, group, key)
             if (write := self._writing.get(block_id)) is not None:
                 self._unwanted.add(write)
-            elif len(self._workers.removals) < MOST_REMOVALS:
-                self._workers.removals.append(object_key(block_id, self._generation(block_id)))
-        self._workers.wake()
+            else:
+                names.append(object_key(block_id, self._generation(block_id)))
+        self._workers.remove(names)
         return count
 
     def remove_namespace(self, fingerprint: bytes) -> int:

@@ -35,6 +35,8 @@ WRITE_S = 10.0
 IDLE_S = 1.0
 """How long a thread waits at most before it looks again whether it is to end."""
 REMOVED_AT_ONCE = 1000
+MOST_REMOVALS = 16_384
+"""Objects that may wait to be removed."""
 LOGGED_S = 60.0
 
 
@@ -117,12 +119,14 @@ class Workers:
         self._breaker = breaker
         self._ends = ends
         self._ask_deadline_s = ask_deadline_s
-        self._changed = threading.Condition()
+        # A condition for each kind of thread: to wake those that have nothing to do costs time of the interpreter.
+        self._lock = threading.Lock()
+        self._to_ask, self._to_read, self._to_write = (threading.Condition(self._lock) for _ in range(3))
         self.asks: deque[Ask] = deque()
-        self.reads: deque[Read] = deque()
-        self.writes: deque[Write] = deque()
-        self.removals: deque[bytes] = deque()
-        self.raises: deque[Raise] = deque()
+        self._reads: deque[Read] = deque()
+        self._writes: deque[Write] = deque()
+        self._removals: deque[bytes] = deque()
+        self._raises: deque[Raise] = deque()
         self._closed = False
         self._unexpected_at = -LOGGED_S
         self._stores = stores
@@ -135,22 +139,45 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def wake(self) -> None:
-        """Something was put into a queue."""
-        with self._changed:
-            self._changed.notify_all()
+    def ask(self, asks: Sequence[Ask]) -> None:
+        with self._lock:
+            self.asks += asks
+            self._to_ask.notify()
+
+    def read(self, read: Read) -> None:
+        with self._lock:
+            self._reads.append(read)
+            self._to_read.notify()
+
+    def write(self, write: Write) -> None:
+        with self._lock:
+            self._writes.append(write)
+            self._to_write.notify()
+
+    def raise_generation(self, one: Raise) -> None:
+        with self._lock:
+            self._raises.append(one)
+            self._to_write.notify()
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Have objects removed, as many as there is room for in the queue."""
+        with self._lock:
+            self._removals += keys[: MOST_REMOVALS - len(self._removals)]
+            self._to_write.notify()
 
     def take_overdue_asks(self, before: float) -> list[Ask]:
         """All asks that wait, where the first should have ended by then: the thread that asks hangs."""
-        with self._changed:
+        with self._lock:
             overdue = bool(self.asks) and self.asks[0].deadline < before
             return [self.asks.popleft() for _ in range(len(self.asks))] if overdue else []
 
     def close(self, deadline_s: float) -> bool:
         """Interrupt what runs and begin nothing more. False where a thread still hangs."""
         until = time.monotonic() + deadline_s
-        self._closed = True
-        self.wake()
+        with self._lock:
+            self._closed = True
+            for condition in (self._to_ask, self._to_read, self._to_write):
+                condition.notify_all()
         for store in self._stores:
             store.interrupt()
         for thread in self._threads:
@@ -165,7 +192,7 @@ class Workers:
                 for ask in self._next_asks(len(self.asks)):
                     self._ends.unanswered(ask)
                 self._probe_when_due(store)
-            elif self._wait(lambda: bool(self.asks)):
+            elif self._wait(self._to_ask, lambda: bool(self.asks)):
                 for ask in self._next_asks(1):
                     self._ask(store, ask)
         store.close()
@@ -173,8 +200,8 @@ class Workers:
     def _probe_when_due(self, store: Store) -> None:
         pause_s = self._breaker.probe_in_s
         if pause_s:
-            with self._changed:
-                self._changed.wait(min(pause_s, IDLE_S))
+            with self._lock:
+                self._to_ask.wait(min(pause_s, IDLE_S))
             return
         try:
             store.connect()
@@ -220,8 +247,8 @@ class Workers:
     # --- reading ---------------------------------------------------------------------------------
 
     def _work_reads(self, store: Store) -> None:
-        while self._wait(lambda: bool(self.reads)) or not self._closed:
-            batch = self._next_blocks(store, self.reads)
+        while self._wait(self._to_read, lambda: bool(self._reads)) or not self._closed:
+            batch = self._next_blocks(store, self._reads)
             now = time.monotonic()
             late = [read for read in batch if read.deadline <= now]
             for read in late:
@@ -261,8 +288,8 @@ class Workers:
                 read = batch.popleft()
                 late = time.monotonic() >= read.deadline
                 self._ends.read_ended(read, TierResult.DEADLINE if late else TierResult.FAILED, None)
-        with self._changed:
-            self.reads.extendleft(reversed(batch))
+        with self._lock:
+            self._reads.extendleft(reversed(batch))
 
     def _verified(self, read: Read, header: bytes) -> TierBlock | None:
         """The block as it was read; None where header or bytes are not those of a whole object of this block."""
@@ -275,12 +302,12 @@ class Workers:
     # --- writing ---------------------------------------------------------------------------------
 
     def _work_writes(self, store: Store) -> None:
-        while self._wait(lambda: bool(self.writes or self.removals or self.raises)) or not self._closed:
-            while self.raises and not self._closed:
-                self._raise(store, self.raises.popleft())
+        while self._wait(self._to_write, self._has_to_write) or not self._closed:
+            while self._raises and not self._closed:
+                self._raise(store, self._raises.popleft())
             if keys := self._next_removals():
                 self._remove(store, keys)
-            if batch := self._next_blocks(store, self.writes):
+            if batch := self._next_blocks(store, self._writes):
                 self._write(store, deque(batch))
         store.close()
 
@@ -351,22 +378,25 @@ class Workers:
             self._ends.failed(error.kind, error.sentence)
         return error
 
-    def _wait(self, there: Callable[[], bool]) -> bool:
+    def _has_to_write(self) -> bool:
+        return bool(self._writes or self._removals or self._raises)
+
+    def _wait(self, condition: threading.Condition, there: Callable[[], bool]) -> bool:
         """Wait a while until something is there. False where nothing is, or all is to end."""
-        with self._changed:
+        with self._lock:
             if not self._closed:
-                self._changed.wait_for(lambda: self._closed or there(), IDLE_S)
+                condition.wait_for(lambda: self._closed or there(), IDLE_S)
             return not self._closed and there()
 
     def _next_asks(self, count: int) -> list[Ask]:
-        with self._changed:
+        with self._lock:
             return [self.asks.popleft() for _ in range(min(count, len(self.asks)))] if not self._closed else []
 
     def _next_blocks(self, store: Store, queue: deque[_Block]) -> list[_Block]:
         """Take what may be under way at once on a connection."""
         batch: list[_Block] = []
         room = store.bytes_at_once
-        with self._changed:
+        with self._lock:
             while queue and not self._closed and len(batch) < store.blocks_at_once:
                 room -= sum(map(len, queue[0].views))
                 if batch and room < 0:
@@ -375,8 +405,8 @@ class Workers:
         return batch
 
     def _next_removals(self) -> list[bytes]:
-        with self._changed:
-            return [self.removals.popleft() for _ in range(min(REMOVED_AT_ONCE, len(self.removals)))]
+        with self._lock:
+            return [self._removals.popleft() for _ in range(min(REMOVED_AT_ONCE, len(self._removals)))]
 
 
 def _names(ask: Ask, generation: int) -> list[bytes]:
