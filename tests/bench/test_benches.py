@@ -89,7 +89,7 @@ def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind()
 
 @needs_redis
 def test_a_store_that_nodes_share_is_measured_through_the_daemon() -> None:
-    with RedisServer() as server, DaemonProcess("64MiB", shared=server.url) as daemon:
+    with RedisServer() as server, DaemonProcess("512MiB", shared=server.url) as daemon:
         with AdminClient(daemon.directory) as admin:
             wait_until(lambda: admin.stats().shared[0].reachable, 20.0)
         report = bench_shared(daemon.directory, quiet, rounds=2)

@@ -50,7 +50,7 @@ FLOOD_LOOKUP_KEYS = 4096
 """Keys of each of these lookups: the daemon has more to do with one than its sender."""
 
 SHARED_BLOCK_BYTES = MIB
-SHARED_BLOCKS = 32
+SHARED_BLOCKS = 128
 """Of a round of ``bench shared``."""
 SHARED_KEYS = 1000
 """That it asks for."""
@@ -67,7 +67,7 @@ POOL_BYTES = {
     "copy": POOL_JOBS * HOST_JOB_BYTES,
     "copy --memory cuda": POOL_JOBS * GPU_JOB_BYTES,
     "fairness": 2 * FLOOD_KEYS * COPIED_BLOCK_BYTES,
-    "shared": SHARED_BLOCKS * SHARED_BLOCK_BYTES,
+    "shared": 2 * SHARED_BLOCKS * SHARED_BLOCK_BYTES,
     "jobs": 2 * IN_FLIGHT_JOBS * PAGE_BYTES + _LOAD_BYTES,
 }
 """Most bytes of the pool that a bench has at a time."""
