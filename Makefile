@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python;
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && echo $$python && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers gpu gpu-files routers soak fuzz chaos exposure clean next-vllm
+.PHONY: help venv demo test servers abi shapes dist deb image delivery lint bench bench-overhead bench-peers bench-scale gpu gpu-files routers soak fuzz chaos exposure clean next-vllm
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -76,6 +76,9 @@ bench-overhead: $(VENV)/.engine ## measure what an engine feels of kvoffd: sched
 
 bench-peers: $(VENV)/.tools $(PEERS)/.built ## measure kvoffd beside LMCache, which gets its own .venv-lmcache (1.6 GB)
 	@$(BIN)/python -m tests.bench.peers --lmcache-python $(PEERS)/bin/python $(PEERS_ARGS)
+
+bench-scale: $(VENV)/.tools ## measure memory, lookups, stores and restarts by the number of blocks (10 minutes, 10 GB, quiet machine)
+	@$(BIN)/python -m tests.bench.scale --plot scale.png $(SCALE_ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); GPU_ARGS="--part copy", or --double
 	@$(PYTHON) tests/bench/gpu/carry.py run $(GPU_ARGS)

@@ -12,8 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
+from .daemon import DaemonProcess
+from .waiting import wait_until
 
 # Run in the new process: descriptors go where sd_listen_fds(3) has them, then the program takes over.
 LAUNCHER = """

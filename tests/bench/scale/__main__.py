@@ -1,0 +1,90 @@
+"""What blocks cost by their number: memory, lookups, stores, the first hit after a restart.
+
+``make bench-scale``, or ``python -m tests.bench.scale`` with --help. Each size is measured in processes of its own,
+over a pool whose pages are never touched: slots of 8 KiB, the smallest there are. It needs 10 GB of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
+from kvoffd_client.bench.results import check_plot, machine
+from tests.bench.report_file import ROOT, add_report_options, publish_report, run_facts
+from tests.bench.scale.page import draw, page
+
+CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
+ALLOCATIONS = "100000x1,50000x8"
+PARTS = ("fill", "restart", "allocations")
+TITLE = "What blocks cost by their number"
+
+
+def child(part: str, *arguments: str) -> list[dict[str, Any]]:
+    """What one of the programs beside this one prints."""
+    print(f"measuring: {part} {' '.join(arguments)}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", f"tests.bench.scale.{part}", *arguments]
+    found: list[dict[str, Any]] = json.loads(
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
+    )
+    return found
+
+
+def measure(cases: Sequence[str], parts: Sequence[str], allocations: Sequence[str], policy: str) -> dict[str, Any]:
+    """All parts of all cases, each ``BLOCKSxSHARDS``."""
+    results: dict[str, Any] = {"fill": [], "restart": [], "allocations": {}}
+    chosen = ["--policy", policy]
+    for case in cases:
+        for part in ("fill", "restart"):
+            if part in parts:
+                results[part] += child(part, case, *chosen)
+    for case in allocations if "allocations" in parts else ():
+        (results["allocations"][case],) = child("fill", case, *chosen, "--allocations")
+    return results
+
+
+def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The results of two runs; of one case those of the later one."""
+    results: dict[str, Any] = {"allocations": before["allocations"] | after["allocations"]}
+    for part in ("fill", "restart"):
+        by_case = {(one["shards"], one["blocks"]): one for one in [*before[part], *after[part]]}
+        results[part] = [by_case[case] for case in sorted(by_case)]
+    return results
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.scale", description=__doc__)
+    parser.add_argument("--cases", default=CASES, help=f"BLOCKSxSHARDS, with commas (default {CASES})")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)} (default all)")
+    parser.add_argument("--allocations", default=ALLOCATIONS, help=f"cases of that part (default {ALLOCATIONS})")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, choices=POLICY_NAMES)
+    parser.add_argument("--plot", type=Path, help="write a PNG file too; needs matplotlib")
+    parser.add_argument("--add-to", type=Path, help="results of other cases, of an earlier run's --save FILE.json")
+    add_report_options(parser)
+    given = parser.parse_args(arguments)
+    if given.plot:
+        check_plot(given.plot)
+    found = measure(
+        *([word for word in text.split(",") if word] for text in (given.cases, given.parts, given.allocations)),
+        given.policy,
+    )
+    if given.add_to:
+        found = merged(json.loads(given.add_to.read_text()), found)
+    facts = run_facts(
+        f"python -m tests.bench.scale {' '.join(arguments)}".strip(),
+        machine() | {"load average": round(os.getloadavg()[0], 1)},
+    )
+    publish_report(given, TITLE, facts, found, page(found))
+    if given.plot:
+        draw(found, given.plot, f"{TITLE}: kvoffd {facts['commit']}, {machine()['cpu']}, policy {given.policy}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

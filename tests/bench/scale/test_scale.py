@@ -1,0 +1,70 @@
+"""What a block costs in memory is what is promised, and the program that measures it at all sizes works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffd.cache.policies import DEFAULT_POLICY
+from tests.bench.scale.__main__ import child
+from tests.bench.scale.fill import Books, allocations
+from tests.bench.scale.page import draw, growth, page
+
+FEW, MANY, SHARDED = 6000, 24000, 1500
+"""Four times as many: what doubles when it is full is as full at both."""
+SAMPLES = ("--samples", "20")
+
+
+@pytest.fixture(scope="module")
+def filled() -> list[dict[str, Any]]:
+    """Results of pools of few blocks, of more, and of few of eight shards."""
+    return child("fill", f"{FEW}x1", f"{MANY}x1", f"{SHARDED}x8", *SAMPLES)
+
+
+def test_a_block_costs_no_more_than_is_promised(filled: list[dict[str, Any]]) -> None:
+    _, many, sharded = filled
+    assert 128 < many["filled"]["without_ghosts"] <= 1150
+    assert sharded["filled"]["without_ghosts"] <= 1150 + 7 * 450
+
+
+def test_a_block_costs_the_same_among_more_blocks(filled: list[dict[str, Any]]) -> None:
+    few, many, _ = filled
+    assert many["evicted"] > MANY, "the second half was measured in a full pool"
+    memory = growth({"fill": [few, many], "restart": []})[0]
+    assert memory.factor <= memory.logarithm, memory
+
+
+def test_the_page_and_the_plot_have_each_case(filled: list[dict[str, Any]], tmp_path: Path) -> None:
+    results = {
+        "fill": filled,
+        "restart": child("restart", "1000x2", *SAMPLES),
+        "allocations": {"500x1": allocations(Books(500, 1, DEFAULT_POLICY))},
+    }
+    text = page(results)
+    for row in (
+        f"| {FEW:,}  | 1 ",
+        f"| {MANY:,} | 1 ",
+        f"| {SHARDED:,}  | 8 ",
+        "| 1,000  | 2 ",
+        "| cache/learned (C) ",
+    ):
+        assert row in text
+    draw(results, tmp_path / "plot.png", "a title")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_what_grows_with_the_number_is_said_to() -> None:
+    def result(blocks: int, nbytes: float) -> dict[str, Any]:
+        seconds = [1e-4]
+        times = {"answer_seconds": seconds, "lookup_seconds": seconds, "store_seconds": seconds}
+        return {"blocks": blocks, "shards": 1, "filled": {"without_ghosts": nbytes}, **times}
+
+    def holds(nbytes: float) -> bool:
+        found = growth({"fill": [result(10_000, 500), result(1_000_000, nbytes)], "restart": []})
+        assert all(one.holds for one in found[1:])
+        return found[0].holds
+
+    assert holds(745)
+    assert not holds(755)
