@@ -13,8 +13,8 @@ static const struct place *place_of(const struct learned *l, uint64_t hash)
 {
     const struct places *part = &l->parts[hash >> 32 & l->part_mask];
 
-    for (uint64_t at = hash;; at++) {
-        const struct place *there = &part->places[at & part->mask];
+    for (uint64_t at = (hash & UINT32_MAX) * part->room >> 32;; at++) {
+        const struct place *there = &part->places[at % part->room];
         if (!there->hash || there->hash == hash)
             return there;
     }
@@ -23,7 +23,8 @@ static const struct place *place_of(const struct learned *l, uint64_t hash)
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
-    const uint32_t *handles = (const uint32_t *)(s->hashes + s->room);
+    const uint64_t *hashes = s->room == 1 ? &s->hash : s->hashes;
+    const uint32_t *handles = s->room == 1 ? &s->handle : (const uint32_t *)(s->hashes + s->room);
     uint32_t held = 0;
 
     HOLDS(s->base <= s->low && s->low < s->high && s->high - s->base <= s->room);
@@ -31,7 +32,7 @@ static int check_span(const struct learned *l, uint32_t number)
     HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
     HOLDS(s->top == s->low || handles[s->top - 1 - s->base]);
     for (uint32_t at = s->low; at < s->high; at++) {
-        const struct place *there = place_of(l, s->hashes[at - s->base]);
+        const struct place *there = place_of(l, hashes[at - s->base]);
         HOLDS(there->hash && there->span == number && there->place == at);
         HOLDS(at < s->top || !handles[at - s->base]);
         held += handles[at - s->base] != 0;
@@ -48,11 +49,14 @@ static int check_cells(const struct learned *l, uint64_t held)
 
     for (uint32_t cell = 0; cell < CELLS; cell++) {
         uint32_t before = 0;
+        uint64_t nbytes = 0;
         for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next[BY_WORTH]) {
             const struct span *s = &l->spans[number];
             HOLDS(s->held && s->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
+            nbytes += s->held * s->weight;
         }
+        HOLDS(l->cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
         HOLDS((l->filled[l->rank[cell] >> 6] >> (l->rank[cell] & 63) & 1) == (before != 0));
         HOLDS(l->by_rank[l->rank[cell]] == cell);
@@ -100,17 +104,17 @@ int check_learned(const struct learned *l)
         keys += s->high - s->low;
         blocks += s->held;
         nbytes += (s->high - s->low) * s->weight;
-        arrays += s->room * 12;
+        arrays += s->room == 1 ? 0 : (s->room * 12 + 8 + 15) / 16 * 16;
         spans++;
         held += s->held != 0;
         young += !s->old;
     }
     for (uint64_t part = 0; part <= l->part_mask; part++) {
         uint64_t before = places;
-        for (uint64_t at = 0; at <= l->parts[part].mask; at++)
+        for (uint64_t at = 0; at < l->parts[part].room; at++)
             places += l->parts[part].places[at].hash != 0;
         HOLDS(places - before == l->parts[part].keys);
-        room += l->parts[part].mask + 1;
+        room += l->parts[part].room;
     }
     HOLDS(room == l->place_room);
     HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);

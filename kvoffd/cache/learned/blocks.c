@@ -65,6 +65,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
             s->age_bin = age_bin(l, s->since);
             fill_cell(l, number);
         }
+        add_blocks(l, s, length);
         i += length;
     }
     l->known.blocks += count;
@@ -92,6 +93,7 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
             blocks[at] = 0;
         }
         s->held -= length;
+        add_blocks(l, s, -(int64_t)length);
         if (!s->held)
             leave_cell(l, first.span);
         settle_span(l, first.span);
@@ -176,11 +178,11 @@ void kvoffd_learned_classes(const struct learned *l, struct class_facts facts[CL
             seen *= 1 - l->hazard[kind][bin];
             f->return_age = l->edges[bin + 1] / lifetime;
         }
-        for (int bin = 0; bin < BINS; bin++)
+        for (int bin = 0; bin < BINS; bin++) {
             f->worth = l->worth[kind][bin] * lifetime > f->worth ? l->worth[kind][bin] * lifetime : f->worth;
+            f->kept_bytes += l->cell_bytes[kind * BINS + bin];
+        }
     }
-    for (uint32_t number = 1; number < l->span_top; number++)
-        facts[l->spans[number].kind].kept_bytes += l->spans[number].held * l->spans[number].weight;
 }
 
 /* What is known of a key. */
@@ -189,13 +191,22 @@ struct key_facts {
     uint64_t kind, sightings, turn, bytes_before;
 };
 
-static uint64_t bytes_before(const struct learned *l, uint32_t first, int order, uint32_t until)
+/* Bytes of the blocks in a row before a span: of the first spans exactly, and of so many of the others as are older if
+ * there are as many of each age. `nbytes`: of all blocks of the row. */
+static uint64_t bytes_before(const struct learned *l, const struct row *row, int order, uint64_t nbytes, uint32_t until)
 {
-    uint64_t nbytes = 0;
+    uint32_t number = row->first;
+    uint64_t before = 0;
 
-    for (uint32_t number = first; number && number != until; number = l->spans[number].next[order])
-        nbytes += l->spans[number].held * l->spans[number].weight;
-    return nbytes;
+    for (int steps = 0; number && number != until; number = l->spans[number].next[order]) {
+        if (steps++ == MOST_STEPS) {
+            double first = l->spans[number].since, last = l->spans[row->last].since, at = l->spans[until].since;
+            double part = last > first ? (at - first) / (last - first) : 0;
+            return before + (nbytes - before) * (part < 0 ? 0 : part > 1 ? 1 : part);
+        }
+        before += l->spans[number].held * l->spans[number].weight;
+    }
+    return before;
 }
 
 /* Returns whether the key is known. */
@@ -215,14 +226,14 @@ uint64_t kvoffd_learned_key(struct learned *l, uint64_t name, const uint8_t *key
     facts->kind = s->kind;
     facts->sightings = s->sightings;
     facts->turn = s->turn;
-    facts->bytes_before = 0;
-    if (l->known.as_lru)
-        facts->bytes_before = bytes_before(l, l->pool.first, BY_AGE, there->span);
-    for (uint32_t rank = 0; !l->known.as_lru && rank < CELLS; rank++) {
-        uint32_t cell = l->by_rank[rank];
-        facts->bytes_before += bytes_before(l, l->cells[cell].first, BY_WORTH, there->span);
-        if (cell == (uint32_t)s->kind * BINS + s->age_bin)
-            break;
+    uint32_t own = s->kind * BINS + s->age_bin;
+    uint64_t worse = 0, all = 0;
+    for (uint32_t cell = 0; cell < CELLS; cell++) {
+        worse += l->rank[cell] < l->rank[own] ? l->cell_bytes[cell] : 0;
+        all += l->cell_bytes[cell];
     }
+    facts->bytes_before = l->known.as_lru
+                              ? bytes_before(l, &l->pool, BY_AGE, all, there->span)
+                              : worse + bytes_before(l, &l->cells[own], BY_WORTH, l->cell_bytes[own], there->span);
     return 1;
 }

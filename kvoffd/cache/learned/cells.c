@@ -72,6 +72,12 @@ void leave_cell(struct learned *l, uint32_t number)
     set_filled(l, cell_of(&l->spans[number]));
 }
 
+/* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
+void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
+{
+    l->cell_bytes[cell_of(s)] += blocks * s->weight;
+}
+
 /* A span that has blocks was cut off from another one. */
 void link_behind(struct learned *l, uint32_t number, uint32_t before)
 {
@@ -94,7 +100,9 @@ void move_cells(struct learned *l)
                 return;
             unlink_from(l, number, BY_WORTH);
             set_filled(l, kind * BINS + bin);
+            add_blocks(l, &l->spans[number], -(int64_t)l->spans[number].held);
             l->spans[number].age_bin++;
+            add_blocks(l, &l->spans[number], l->spans[number].held);
             link_by_age(l, number, BY_WORTH);
             set_filled(l, kind * BINS + bin + 1);
         }

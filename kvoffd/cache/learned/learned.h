@@ -41,7 +41,10 @@ enum {
  * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
  * number; 0 is none. */
 struct span {
-    uint64_t *hashes; /* by place from `base` on, `room` of them; handles of blocks behind them, 0 where there is none */
+    union {
+        uint64_t *hashes; /* by place from `base` on, `room` of them; handles of blocks behind them, 0 for none */
+        uint64_t hash; /* where `room` is 1: its key's */
+    };
     uint64_t since; /* the bytes accessed when its keys' lives began */
     uint64_t weight; /* bytes of a block */
     uint64_t seen; /* the last walk that came by */
@@ -54,6 +57,7 @@ struct span {
     uint32_t before, child; /* neighbours in the request */
     uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
     uint32_t previous[ORDERS], next[ORDERS]; /* neighbours in the cell, and in all that have blocks */
+    uint32_t handle; /* where `room` is 1: of its key's block, 0 for none */
     uint8_t kind; /* class */
     uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
@@ -71,7 +75,7 @@ struct place {
  * anew. */
 struct places {
     struct place *places;
-    uint32_t mask; /* of their number, a power of two */
+    uint32_t room; /* their number */
     uint32_t keys;
 };
 
@@ -113,6 +117,7 @@ struct learned {
     double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
     double worth[CLASSES][BINS], admission_worth[CLASSES]; /* hits for each byte accessed meanwhile */
     struct row cells[CELLS], pool; /* spans that have blocks: by class and age bin, and all */
+    uint64_t cell_bytes[CELLS]; /* of their blocks */
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
     uint64_t walks;
@@ -133,6 +138,7 @@ void remove_place(struct learned *l, uint64_t hash, uint32_t span);
 /* spans.c */
 void *clear_room(uint64_t count, uint64_t nbytes);
 void *scratch(struct learned *l, uint64_t nbytes);
+uint64_t *hashes_of(const struct span *s);
 uint32_t *handles_of(const struct span *s);
 void free_spans(struct learned *l);
 uint32_t new_span(struct learned *l);
@@ -149,6 +155,7 @@ void go_back(struct learned *l);
 /* cells.c */
 void fill_cell(struct learned *l, uint32_t number);
 void leave_cell(struct learned *l, uint32_t number);
+void add_blocks(struct learned *l, const struct span *s, int64_t blocks);
 void link_behind(struct learned *l, uint32_t number, uint32_t before);
 void order_cells(struct learned *l);
 void move_cells(struct learned *l);

@@ -3,7 +3,8 @@
 
 #include <stdlib.h>
 
-enum { FEWEST_PLACES = 16, MOST_PARTS = 4096 };
+/* A part that is full to three quarters grows by one: what a key takes is 21 to 27 bytes. */
+enum { FEWEST_PLACES = 16, MOST_PARTS = 4096, GROWTH_PART = 4 };
 static const uint64_t POOL_BYTES_OF_PART = 16 << 20; /* what is known of these fills a part to a few thousand keys */
 
 static struct places *part_of(const struct learned *l, uint64_t hash)
@@ -14,7 +15,7 @@ static struct places *part_of(const struct learned *l, uint64_t hash)
 static void make_room(struct learned *l, struct places *part, uint32_t count)
 {
     part->places = clear_room(count, sizeof *part->places);
-    part->mask = count - 1;
+    part->room = count;
     l->place_room += count;
 }
 
@@ -37,10 +38,21 @@ void free_places(struct learned *l)
     free(l->parts);
 }
 
+/* Where a key's entry is, unless others were there. */
+static uint32_t home_of(const struct places *part, uint64_t hash)
+{
+    return (hash & UINT32_MAX) * part->room >> 32;
+}
+
+static uint32_t behind(const struct places *part, uint32_t at)
+{
+    return at + 1 < part->room ? at + 1 : 0;
+}
+
 static struct place *find_in(const struct places *part, uint64_t hash)
 {
-    for (uint64_t at = hash;; at++) {
-        struct place *there = &part->places[at & part->mask];
+    for (uint32_t at = home_of(part, hash);; at = behind(part, at)) {
+        struct place *there = &part->places[at];
         if (!there->hash || there->hash == hash)
             return there;
     }
@@ -57,18 +69,18 @@ void fetch_place(const struct learned *l, uint64_t hash)
 {
     const struct places *part = part_of(l, hash);
 
-    __builtin_prefetch(&part->places[hash & part->mask]);
+    __builtin_prefetch(&part->places[home_of(part, hash)]);
 }
 
-static void double_room(struct learned *l, struct places *part)
+static void more_room(struct learned *l, struct places *part)
 {
     struct places before = *part;
 
-    make_room(l, part, 2 * (before.mask + 1));
-    for (uint64_t at = 0; at <= before.mask; at++)
+    make_room(l, part, before.room + before.room / GROWTH_PART);
+    for (uint32_t at = 0; at < before.room; at++)
         if (before.places[at].hash)
             *find_in(part, before.places[at].hash) = before.places[at];
-    l->place_room -= before.mask + 1;
+    l->place_room -= before.room;
     free(before.places);
 }
 
@@ -79,8 +91,8 @@ void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
     struct place *there = find_in(part, hash);
 
     if (!there->hash) {
-        if (4 * ((uint64_t)part->keys + 1) > 3 * ((uint64_t)part->mask + 1)) {
-            double_room(l, part);
+        if (4 * ((uint64_t)part->keys + 1) > 3 * (uint64_t)part->room) {
+            more_room(l, part);
             there = find_in(part, hash);
         }
         part->keys++;
@@ -89,26 +101,28 @@ void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
     *there = (struct place){ .hash = hash, .span = span, .place = place };
 }
 
+/* Steps from one entry to another. */
+static uint32_t steps(const struct places *part, uint32_t from, uint32_t to)
+{
+    return to >= from ? to - from : to + part->room - from;
+}
+
 /* Forgets a key if it is in a span. */
 void remove_place(struct learned *l, uint64_t hash, uint32_t span)
 {
     struct places *part = part_of(l, hash);
     struct place *hole = find_in(part, hash), *places = part->places;
-    uint32_t mask = part->mask, empty = hole - places;
+    uint32_t empty = hole - places;
 
     if (!hole->hash || hole->span != span)
         return;
-    for (uint32_t at = empty + 1;; at++) {
-        struct place *there = &places[at & mask];
-        if (!there->hash)
-            break;
+    for (uint32_t at = behind(part, empty); places[at].hash; at = behind(part, at))
         /* It may move up if its home is not behind the hole. */
-        if (((at - there->hash) & mask) >= ((at - empty) & mask)) {
-            places[empty & mask] = *there;
+        if (steps(part, home_of(part, places[at].hash), at) >= steps(part, empty, at)) {
+            places[empty] = places[at];
             empty = at;
         }
-    }
-    places[empty & mask].hash = 0;
+    places[empty].hash = 0;
     part->keys--;
     l->known.known_keys--;
 }

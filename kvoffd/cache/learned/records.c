@@ -35,7 +35,7 @@ static uint8_t *write_span(const struct span *s, uint32_t child, uint8_t *to)
     kept.kind = s->kind;
     kept.floor = s->floor;
     memcpy(to, &kept, sizeof kept);
-    memcpy(to + sizeof kept, s->hashes + (s->low - s->base), kept.keys * sizeof(uint64_t));
+    memcpy(to + sizeof kept, hashes_of(s) + (s->low - s->base), kept.keys * sizeof(uint64_t));
     return to + sizeof kept + kept.keys * sizeof(uint64_t);
 }
 

@@ -266,8 +266,10 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
                 s->held++;
                 s->top = at + 1;
             }
-        if (s->held)
+        if (s->held) {
             fill_cell(l, number);
+            add_blocks(l, s, s->held);
+        }
         before = number;
     }
     for (uint32_t number = before; number; number = l->spans[number].before)

@@ -36,14 +36,43 @@ void *scratch(struct learned *l, uint64_t nbytes)
     return l->scratch;
 }
 
-uint32_t *handles_of(const struct span *s)
+uint64_t *hashes_of(const struct span *s)
 {
-    return (uint32_t *)(s->hashes + s->room);
+    return s->room == 1 ? (uint64_t *)&s->hash : s->hashes;
 }
 
+uint32_t *handles_of(const struct span *s)
+{
+    return s->room == 1 ? (uint32_t *)&s->handle : (uint32_t *)(s->hashes + s->room);
+}
+
+/* Memory of a span's arrays, with what malloc takes; a single key is in the span. */
 static uint64_t array_bytes(uint32_t keys)
 {
-    return (uint64_t)keys * (sizeof(uint64_t) + sizeof(uint32_t));
+    uint64_t nbytes = (uint64_t)keys * (sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(size_t);
+
+    return keys == 1 ? 0 : (nbytes + 15) / 16 * 16;
+}
+
+/* Gives a span room for keys, and copies as many. */
+static void make_arrays(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t keys)
+{
+    s->room = keys;
+    if (keys > 1)
+        s->hashes = or_end(malloc(keys * (sizeof(uint64_t) + sizeof(uint32_t))));
+    l->array_bytes += array_bytes(keys);
+    memcpy(hashes_of(s), hashes, keys * sizeof *hashes);
+    if (handles)
+        memcpy(handles_of(s), handles, keys * sizeof *handles);
+    else
+        memset(handles_of(s), 0, keys * sizeof *handles);
+}
+
+static void free_arrays(struct learned *l, const struct span *s)
+{
+    l->array_bytes -= array_bytes(s->room);
+    if (s->room > 1)
+        free(s->hashes);
 }
 
 /* Doubles the room for spans, without copying them. */
@@ -63,7 +92,7 @@ static void more_spans(struct learned *l)
 void free_spans(struct learned *l)
 {
     for (uint32_t number = 1; number < l->span_top; number++)
-        free(l->spans[number].hashes);
+        free_arrays(l, &l->spans[number]);
     if (l->span_room)
         munmap(l->spans, l->span_room * sizeof *l->spans);
 }
@@ -90,11 +119,12 @@ uint32_t new_span(struct learned *l)
 static void enter_keys(struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
+    const uint64_t *hashes = hashes_of(s);
 
     for (uint32_t i = s->low; i < s->high; i++) {
         if (i + AHEAD < s->high)
-            fetch_place(l, s->hashes[i + AHEAD - s->base]);
-        set_place(l, s->hashes[i - s->base], number, i);
+            fetch_place(l, hashes[i + AHEAD - s->base]);
+        set_place(l, hashes[i - s->base], number, i);
     }
 }
 
@@ -103,11 +133,8 @@ void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32
 {
     struct span *s = &l->spans[number];
 
-    s->room = s->high = count;
-    s->hashes = or_end(malloc(array_bytes(count)));
-    memcpy(s->hashes, hashes, count * sizeof *hashes);
-    memset(handles_of(s), 0, count * sizeof(uint32_t));
-    l->array_bytes += array_bytes(count);
+    s->high = count;
+    make_arrays(l, s, hashes, NULL, count);
     enter_keys(l, number);
 }
 
@@ -199,8 +226,7 @@ static void bury(struct learned *l, uint32_t number)
         l->spans[s->before].child = s->child;
     if (s->child)
         l->spans[s->child].before = s->before;
-    l->array_bytes -= array_bytes(s->room);
-    free(s->hashes);
+    free_arrays(l, s);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
     l->unused_spans = number;
@@ -225,14 +251,15 @@ static void count_blocks(struct span *s)
 static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 {
     struct span *s = &l->spans[number];
+    const uint64_t *hashes = hashes_of(s);
     uint32_t keys = s->high - s->top < most ? s->high - s->top : most;
 
     if (!keys)
         return 0;
     for (uint32_t i = s->high - keys; i < s->high; i++) {
         if (i + AHEAD < s->high)
-            fetch_place(l, s->hashes[i + AHEAD - s->base]);
-        remove_place(l, s->hashes[i - s->base], number);
+            fetch_place(l, hashes[i + AHEAD - s->base]);
+        remove_place(l, hashes[i - s->base], number);
     }
     end_lives(l, s, keys, l->forgotten[s->kind]);
     lose_bytes(l, s, keys);
@@ -282,7 +309,7 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     if (r->child)
         l->spans[r->child].before = rest;
     s->child = rest;
-    set_keys(l, rest, s->hashes + (place - s->base), count);
+    set_keys(l, rest, hashes_of(s) + (place - s->base), count);
     memcpy(handles_of(r), handles_of(s) + (place - s->base), count * sizeof(uint32_t));
     s->high = place;
     s->behind += count;
@@ -308,13 +335,9 @@ static void compact(struct learned *l, struct span *s)
 
     if (wasted < WASTED || wasted < keys)
         return;
-    uint64_t *hashes = or_end(malloc(array_bytes(keys)));
-    memcpy(hashes, s->hashes + wasted, keys * sizeof *hashes);
-    memcpy(hashes + keys, handles_of(s) + wasted, keys * sizeof(uint32_t));
-    l->array_bytes -= array_bytes(s->room) - array_bytes(keys);
-    free(s->hashes);
-    s->hashes = hashes;
-    s->room = keys;
+    struct span before = *s;
+    make_arrays(l, s, hashes_of(&before) + wasted, handles_of(&before) + wasted, keys);
+    free_arrays(l, &before);
     s->base = s->low;
 }
 
@@ -327,6 +350,7 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     memcpy(handles, handles_of(s) + (s->low - s->base), count * sizeof *handles);
     for (uint32_t i = 0; i < count && s->held; i++)
         s->held -= handles[i] != 0;
+    add_blocks(l, s, (int64_t)s->held - had);
     lose_bytes(l, s, count);
     s->low += count;
     if (had && !s->held)

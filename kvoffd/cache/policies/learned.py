@@ -18,6 +18,7 @@ import ctypes
 import math
 import os
 import struct
+import sys
 import weakref
 import zlib
 from array import array
@@ -129,7 +130,7 @@ class Policy:
         self._native = native()
         self._pool_bytes = pool_bytes
         self._by_handle: list[Block | None] = [None]
-        self._unused: list[int] = []
+        self._unused = array("I")
         self._begin()
 
     def _begin(self) -> None:
@@ -160,9 +161,9 @@ class Policy:
         namespace, group = blocks[0].namespace, blocks[0].group
         chain = blocks[::-1]
         if (lacking := len(chain) - len(self._unused)) > 0:
-            self._unused += range(len(self._by_handle), len(self._by_handle) + lacking)
+            self._unused.extend(range(len(self._by_handle), len(self._by_handle) + lacking))
             self._by_handle += [None] * lacking
-        handles = array("I", self._unused[-len(chain) :])
+        handles = self._unused[-len(chain) :]
         del self._unused[-len(chain) :]
         for handle, block in zip(handles, chain, strict=True):
             self._by_handle[handle] = block
@@ -223,7 +224,7 @@ class Policy:
 
     @property
     def nbytes(self) -> int:
-        return int(self.known.nbytes)
+        return int(self.known.nbytes) + sys.getsizeof(self._by_handle) + sys.getsizeof(self._unused)
 
     def describe(self) -> PolicyState:
         known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)

@@ -230,6 +230,34 @@ def test_what_it_remembers_is_bounded() -> None:
     assert bytes_of(policy) / policy.known.known_keys <= GHOST_BYTES
 
 
+@pytest.mark.parametrize(("keys", "most"), [(1, 170), (16, 120)])
+def test_a_block_takes_little_memory(keys: int, most: int) -> None:
+    rig = CacheHarness(regions=16, region_bytes=512 * 4096, policy="learned")  # 8,192 blocks
+    namespace, empty = rig.open(), policy_of(rig).nbytes
+    for first in range(0, 8000, keys):
+        ask(rig, namespace, list(range(first, first + keys)))
+        rig.put(namespace, keys_of(*range(first, first + keys)))
+    policy = policy_of(rig)
+    assert (len(policy), policy.ghosts) == (8000, 0)
+    assert policy.nbytes - empty <= 8000 * most
+    check(rig)
+
+
+def test_what_would_go_before_a_block_is_told_without_counting_all_of_it() -> None:
+    rig = CacheHarness(regions=16, region_bytes=512 * 4096, policy="learned")
+    namespace = rig.open()
+    for key in range(4000):
+        ask(rig, namespace, [key])
+        rig.put(namespace, keys_of(key))
+    policy = policy_of(rig)
+    order = [block.key for block in policy.candidates()]
+    for at in range(0, 4000, 250):
+        worth = policy.worth_of(namespace, 0, order[at])
+        assert worth is not None
+        assert worth.bytes_before == pytest.approx(4096 * at, abs=4096 * 20)
+    assert sum(one.kept_bytes for one in policy.describe().classes) == 4096 * 4000
+
+
 def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
     rig = CacheHarness(regions=100, policy="learned")  # 400 blocks of 4 KiB
     namespace = rig.open()
