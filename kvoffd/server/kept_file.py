@@ -1,4 +1,4 @@
-"""A small file, from one daemon to the next.
+"""A file from one daemon to the next.
 
 A file that is damaged, or another user's, is no obstacle: whoever reads it begins anew and says so.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 WRITER_CLOSE_S = 2.0
@@ -43,14 +44,14 @@ class KeptFile:
                 raise OfNoUse(f"it has {found.st_size} bytes, more than {self._most_bytes}")
             return file.read(self._most_bytes)
 
-    def write_soon(self, *content: bytes) -> None:
-        """Write it in a thread; only while none is being written."""
+    def write_soon(self, content: Iterable[bytes]) -> None:
+        """Write it in a thread, piece by piece as it comes; only while none is being written."""
         assert not self.is_being_written
-        self._writer = threading.Thread(target=self.write, args=content, name="kvoffd-kept-file", daemon=True)
+        self._writer = threading.Thread(target=self.write, args=(content,), name="kvoffd-kept-file", daemon=True)
         self._writer.start()
 
-    def write(self, *content: bytes) -> None:
-        """Write it now; ``error`` says how that went."""
+    def write(self, content: Iterable[bytes]) -> None:
+        """Write it now; ``error`` says how that went, also where ``content`` raises OSError."""
         beside = f"{self.path}.new"
         try:
             Path(beside).unlink(missing_ok=True)

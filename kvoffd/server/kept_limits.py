@@ -84,12 +84,12 @@ class KeptLimits:
         """Write what there is now, in a thread; where one is writing, when the daemon ends."""
         if self._file is not None and not self._file.is_being_written:
             self._written = self._content()
-            self._file.write_soon(self._written)
+            self._file.write_soon([self._written])
 
     def close(self) -> None:
         """Write what is not written."""
         if self._file is not None and self._file.join() and (content := self._content()) != self._written:
-            self._file.write(content)
+            self._file.write([content])
 
     def _content(self) -> bytes:
         lines = (

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from itertools import chain
+from queue import Empty, Queue
 
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.config import Config
@@ -16,6 +19,13 @@ logger = logging.getLogger(__name__)
 
 POLICY_SUFFIX = ".policy"
 KEPT_EVERY_S = 300.0
+PIECES_S = 0.002
+"""For what is made of the record in one step, others being served in between."""
+PIECES_AHEAD = 16
+"""Made and not written yet."""
+PIECE_WAIT_S = 60.0
+_GIVEN_UP = b""
+"""In place of a piece: the rest does not come."""
 LARGEST_PART, LARGEST_BYTES = 25, 16 << 20
 """A larger file than a part in so many of the pool, and so much more, is not a policy's."""
 
@@ -29,6 +39,10 @@ class KeptPolicy:
         most_bytes = config.pool_bytes // LARGEST_PART + LARGEST_BYTES
         self._file = KeptFile(config.pool_file + POLICY_SUFFIX, most_bytes) if config.pool_file else None
         self._due = time.monotonic() + KEPT_EVERY_S
+        self._record: Iterator[bytes] | None = None
+        """What is still to be made of the record that is being written."""
+        self._pieces: Queue[bytes | None] = Queue(PIECES_AHEAD)
+        """For the thread that writes; None ends it."""
 
     def go_on(self) -> None:
         """Have the policy, which is new, go on with what an earlier daemon left, if it left anything."""
@@ -47,17 +61,38 @@ class KeptPolicy:
 
     def tick(self) -> None:
         """Write the file where that is due, in a thread: a daemon that is killed leaves what it knew then."""
-        if self._file is None or time.monotonic() < self._due or self._file.is_being_written:
+        if self._file is None:
             return
-        self._due = time.monotonic() + KEPT_EVERY_S
-        self._complain()
-        if record := self._policy.record():
-            self._file.write_soon(self._name, b"\n", record)
+        if not self._file.is_being_written:
+            self._record = None  # where it could not be written, too
+            if time.monotonic() < self._due:
+                return
+            self._due = time.monotonic() + KEPT_EVERY_S
+            self._complain()
+            record, self._pieces = self._policy.record(), Queue(PIECES_AHEAD)
+            if not (first := next(record, b"")):
+                return
+            self._record = record
+            self._file.write_soon(chain((self._name, b"\n", first), _taken(self._pieces)))
+        until = time.monotonic() + PIECES_S
+        while self._record is not None and not self._pieces.full():
+            piece = next(self._record, None)
+            self._pieces.put_nowait(piece)
+            if piece is None:
+                self._record = None
+            elif time.monotonic() >= until:
+                return
 
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it begins anew."""
-        if self._file is not None and self._file.join() and (record := self._policy.record()):
-            self._file.write(self._name, b"\n", record)
+        if self._file is None:
+            return
+        if self._record is not None:
+            while not self._pieces.empty():
+                _discard_one(self._pieces)
+            self._pieces.put_nowait(_GIVEN_UP)
+        if self._file.join() and (first := next(record := self._policy.record(), b"")):
+            self._file.write(chain((self._name, b"\n", first), record))
             self._complain()
 
     def _complain(self) -> None:
@@ -67,3 +102,21 @@ class KeptPolicy:
                 self._file.path,
                 error,
             )
+
+
+def _discard_one(pieces: Queue[bytes | None]) -> None:
+    try:
+        pieces.get_nowait()
+    except Empty:
+        pass  # the thread took it
+
+
+def _taken(pieces: Queue[bytes | None]) -> Iterator[bytes]:
+    """The pieces as they come, to the None. Raises OSError where that does not come."""
+    try:
+        while (piece := pieces.get(timeout=PIECE_WAIT_S)) is not None:
+            if piece == _GIVEN_UP:
+                raise OSError("the daemon ends")
+            yield piece
+    except Empty:
+        raise OSError("the daemon gave no more of it") from None

@@ -72,7 +72,7 @@ class KeptShared:
             for url, generation in followed.items():
                 _put(self._record.generations.setdefault(url, {}), name, generation)
         if (data := msgspec.json.encode(self._record)) != before:
-            self._file.write(data)
+            self._file.write([data])
             if (error := self._file.error) is not None:
                 logger.warning("What is known of shared stores cannot be kept in %s: %s.", self._file.path, error)
 

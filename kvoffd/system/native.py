@@ -51,8 +51,10 @@ class Native:
             self.learned_declined = with_gil.kvoffd_learned_declined
             self.learned_classes = with_gil.kvoffd_learned_classes
             self.learned_key = with_gil.kvoffd_learned_key
-            self.learned_record_bytes = with_gil.kvoffd_learned_record_bytes
+            self.learned_begin_record = with_gil.kvoffd_learned_begin_record
             self.learned_record = with_gil.kvoffd_learned_record
+            self.learned_counts_bytes = with_gil.kvoffd_learned_counts_bytes
+            self.learned_counts = with_gil.kvoffd_learned_counts
             self.learned_go_on = with_gil.kvoffd_learned_go_on
         except (OSError, AttributeError) as error:
             raise NotCompiled(
@@ -87,8 +89,10 @@ class Native:
         self.learned_declined.argtypes, self.learned_declined.restype = (address, *keys), None
         self.learned_classes.argtypes, self.learned_classes.restype = (address, text), None
         self.learned_key.argtypes, self.learned_key.restype = (address, count, text, count, text), count
-        self.learned_record_bytes.argtypes, self.learned_record_bytes.restype = (address,), count
-        self.learned_record.argtypes, self.learned_record.restype = (address, address), None
+        self.learned_begin_record.argtypes, self.learned_begin_record.restype = (address,), None
+        self.learned_record.argtypes, self.learned_record.restype = (address, text, count), count
+        self.learned_counts_bytes.argtypes, self.learned_counts_bytes.restype = (), count
+        self.learned_counts.argtypes, self.learned_counts.restype = (address, text), None
         self.learned_go_on.argtypes, self.learned_go_on.restype = (address, text, count), count
 
 

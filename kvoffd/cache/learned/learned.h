@@ -106,6 +106,8 @@ struct learned {
     uint64_t array_bytes; /* of all spans' hashes and handles */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
     uint32_t recent; /* the first of them that an LRU would have */
+    uint32_t to_record, recorded; /* the next span that goes into the record, and the last one that did; 0 for none */
+    uint64_t records; /* spans in it */
     uint64_t recent_bytes; /* of these */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
     uint32_t aged; /* cells of which the spans were moved since `age_at` */

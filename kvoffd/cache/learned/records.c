@@ -16,35 +16,61 @@ struct counts {
 struct kept_span {
     uint64_t since, weight;
     uint32_t keys, sightings, turn, behind;
-    uint32_t child; /* the next span of the same request: its number in the record, from 1 and below this one's; or 0 */
-    uint8_t kind, floor, unused[2];
+    uint8_t kind, floor, flags, unused[5];
 };
 
-uint64_t kvoffd_learned_record_bytes(const struct learned *l)
+enum { HAS_CHILD = 1 }; /* the span before it in the record is the next one of the same request */
+
+/* Begins a record anew, in the order in which spans are forgotten. What is old would be forgotten by whoever reads it. */
+void kvoffd_learned_begin_record(struct learned *l)
 {
-    return sizeof(struct counts) + l->known.spans * sizeof(struct kept_span) + l->known.known_keys * sizeof(uint64_t);
+    l->to_record = l->oldest.first;
+    l->recorded = 0;
+    l->records = 0;
 }
 
-static uint8_t *write_span(const struct span *s, uint32_t child, uint8_t *to)
+static uint64_t write_span(const struct learned *l, const struct span *s, uint8_t *to)
 {
     struct kept_span kept = { .since = s->since, .weight = s->weight, .keys = s->high - s->low, .turn = s->turn };
 
     kept.sightings = s->sightings;
     kept.behind = s->behind;
-    kept.child = child;
     kept.kind = s->kind;
     kept.floor = s->floor;
+    kept.flags = s->child && s->child == l->recorded ? HAS_CHILD : 0;
     memcpy(to, &kept, sizeof kept);
     memcpy(to + sizeof kept, hashes_of(s) + (s->low - s->base), kept.keys * sizeof(uint64_t));
-    return to + sizeof kept + kept.keys * sizeof(uint64_t);
+    return sizeof kept + kept.keys * sizeof(uint64_t);
 }
 
-/* Writes the record, the spans in the order in which they are forgotten. */
-void kvoffd_learned_record(struct learned *l, uint8_t *to)
+/* Writes some more spans, as many as have room; returns how many bytes they take, 0 when all are written. Where a span
+ * needs more room it is not written, and what it needs is returned. Meanwhile what is known may change: a span that
+ * got its keys from one that was written before is written too, and the one that comes later counts. */
+uint64_t kvoffd_learned_record(struct learned *l, uint8_t *to, uint64_t room)
 {
-    struct counts *counts = (struct counts *)to;
-    uint32_t *written = scratch(l, l->span_top * sizeof *written), made = 0;
+    uint64_t made = 0;
 
+    while (l->to_record) {
+        const struct span *s = &l->spans[l->to_record];
+        uint64_t nbytes = sizeof(struct kept_span) + (s->high - s->low) * sizeof(uint64_t);
+        if (nbytes > room - made)
+            return made ? made : nbytes;
+        made += write_span(l, s, to + made);
+        l->records++;
+        l->recorded = l->to_record;
+        l->to_record = s->younger;
+    }
+    return made;
+}
+
+uint64_t kvoffd_learned_counts_bytes(void)
+{
+    return sizeof(struct counts);
+}
+
+/* Writes the end of a record. */
+void kvoffd_learned_counts(const struct learned *l, struct counts *counts)
+{
     counts->classes = CLASSES;
     counts->bins = BINS;
     counts->epochs = EPOCHS_KEPT;
@@ -53,24 +79,13 @@ void kvoffd_learned_record(struct learned *l, uint8_t *to)
     counts->now = l->known.now;
     counts->keys = l->known.keys;
     counts->requests = l->known.requests;
-    counts->spans = l->known.spans;
+    counts->spans = l->records;
     counts->past = l->past;
     memcpy(counts->seed, l->seed, sizeof l->seed);
     memcpy(counts->returned, l->returned, sizeof l->returned);
     memcpy(counts->forgotten, l->forgotten, sizeof l->forgotten);
     memcpy(counts->open, l->open, sizeof l->open);
     memcpy(counts->accessed, l->accessed, sizeof l->accessed);
-    to += sizeof *counts;
-    memset(written, 0, l->span_top * sizeof *written);
-    for (uint32_t number = 1; number < l->span_top; number++)
-        if (l->spans[number].old) {
-            to = write_span(&l->spans[number], written[l->spans[number].child], to);
-            written[number] = ++made;
-        }
-    for (uint32_t number = l->oldest.first; number; number = l->spans[number].younger) {
-        to = write_span(&l->spans[number], written[l->spans[number].child], to);
-        written[number] = ++made;
-    }
 }
 
 static int all_counts(const double *values, uint64_t count, double least)
@@ -83,8 +98,27 @@ static int all_counts(const double *values, uint64_t count, double least)
 
 enum refusal { GOOD, CUT_OFF, OTHER_LAYOUT, OTHER_POOL, BAD_COUNTS, BAD_SPAN, BAD_KEYS };
 
-/* `number`: from 1, in the record and here. */
-static enum refusal read_span(struct learned *l, uint32_t number, const uint8_t **from, const uint8_t *end)
+/* Takes keys out of the spans that have them so far. */
+static void take_again(struct learned *l, const uint64_t *hashes, uint32_t count)
+{
+    uint32_t *handles = scratch(l, count * sizeof *handles);
+
+    for (uint32_t i = 0; i < count;) {
+        struct place first;
+        uint32_t keys = run_length(l, hashes + i, count - i, &first), number = first.span;
+        if (number) {
+            if (first.place > l->spans[number].low)
+                number = split_span(l, number, first.place);
+            for (uint32_t at = 0; at < keys; at++)
+                remove_place(l, hashes[i + at], number);
+            take_keys(l, number, keys, handles);
+        }
+        i += keys;
+    }
+}
+
+/* `last`: the span that was read before, 0 for none; this one from now on. */
+static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t **from, const uint8_t *end)
 {
     struct kept_span kept;
 
@@ -95,17 +129,18 @@ static enum refusal read_span(struct learned *l, uint32_t number, const uint8_t 
     if (kept.keys > (end - *from) / sizeof(uint64_t))
         return CUT_OFF;
     if (!kept.keys || kept.keys > MOST_COUNTED || kept.sightings > MOST_COUNTED || kept.turn > MOST_COUNTED ||
-        kept.behind > MOST_COUNTED || kept.kind >= CLASSES || kept.floor >= CLASSES || kept.child >= number ||
-        !kept.weight || kept.weight > l->known.lifetime || kept.since > l->known.now)
+        kept.behind > MOST_COUNTED || kept.kind >= CLASSES || kept.floor >= CLASSES || !kept.weight ||
+        kept.weight > l->known.lifetime || kept.since > l->known.now)
         return BAD_SPAN;
-    if (kept.child && l->spans[kept.child].before)
+    if (kept.flags & HAS_CHILD && !*last)
         return BAD_SPAN;
     const uint64_t *hashes = (const uint64_t *)*from; /* everything before it takes multiples of 8 */
     for (uint32_t i = 0; i < kept.keys; i++)
-        if (!hashes[i] || find_place(l, hashes[i])->hash)
+        if (!hashes[i])
             return BAD_KEYS;
+    take_again(l, hashes, kept.keys);
+    uint32_t child = kept.flags & HAS_CHILD && l->spans[*last].room ? *last : 0, number = new_span(l);
     uint64_t known = l->known.known_keys;
-    new_span(l); /* its number is the next one */
     struct span *s = &l->spans[number];
     s->since = kept.since;
     s->weight = kept.weight;
@@ -114,12 +149,13 @@ static enum refusal read_span(struct learned *l, uint32_t number, const uint8_t 
     s->behind = kept.behind;
     s->kind = kept.kind;
     s->floor = kept.floor;
-    s->child = kept.child;
-    if (s->child)
-        l->spans[s->child].before = number;
+    s->child = child;
+    if (child)
+        l->spans[child].before = number;
     set_keys(l, number, hashes, kept.keys);
     l->known.known_bytes += kept.keys * kept.weight;
     link_young(l, number);
+    *last = number;
     *from += kept.keys * sizeof(uint64_t);
     return l->known.known_keys == known + kept.keys ? GOOD : BAD_KEYS;
 }
@@ -127,11 +163,11 @@ static enum refusal read_span(struct learned *l, uint32_t number, const uint8_t 
 /* Goes on with a record, before anything else. Returns why not, or 0; what it was given is of no use any more if so. */
 uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t nbytes)
 {
-    const struct counts *counts = (const struct counts *)record;
-    const uint8_t *from = record + sizeof *counts, *end = record + nbytes;
-
-    if (nbytes < sizeof *counts)
+    if (nbytes < sizeof(struct counts) || nbytes % sizeof(uint64_t))
         return CUT_OFF;
+    const uint8_t *from = record, *end = record + nbytes - sizeof(struct counts);
+    const struct counts *counts = (const struct counts *)end;
+    uint32_t last = 0;
     if (counts->classes != CLASSES || counts->bins != BINS || counts->epochs != EPOCHS_KEPT ||
         counts->span_bytes != sizeof(struct kept_span))
         return OTHER_LAYOUT;
@@ -151,8 +187,8 @@ uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t
     memcpy(l->forgotten, counts->forgotten, sizeof l->forgotten);
     memcpy(l->open, counts->open, sizeof l->open);
     memcpy(l->accessed, counts->accessed, sizeof l->accessed);
-    for (uint32_t number = 1; number <= counts->spans; number++) {
-        enum refusal refused = read_span(l, number, &from, end);
+    for (uint64_t read = 0; read < counts->spans; read++) {
+        enum refusal refused = read_span(l, &last, &from, end);
         if (refused)
             return refused;
     }

@@ -90,8 +90,11 @@ class EvictionPolicy(Protocol):
         """Keys that were offered were not worth the blocks they would have cost: the other ranks should not store them
         either."""
 
-    def record(self) -> bytes:
-        """What the next daemon's policy of this name may go on with; nothing where there is nothing to know."""
+    def record(self) -> Iterator[bytes]:
+        """What the next daemon's policy of this name may go on with, in pieces; none where there is nothing to know.
+
+        Each piece takes a moment, and anything else may be done between two; a new record ends the one before.
+        """
 
     def go_on(self, record: bytes) -> None:
         """Go on with what another one recorded, before anything else. Raises ValueError where it is of no use."""
@@ -123,8 +126,8 @@ class AdmitsAll:
     def declined(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is declined")
 
-    def record(self) -> bytes:
-        return b""
+    def record(self) -> Iterator[bytes]:
+        return iter(())
 
     def go_on(self, record: bytes) -> None:
         """There is nothing to know."""

@@ -36,9 +36,11 @@ UNIT_TOKENS = 512
 """Tokens of a block whose group does not say."""
 MEMORY_REQUESTS = 8000
 """Time in which what was seen loses its weight."""
-FORMAT = 2
+FORMAT = 3
+PIECE_BYTES = 128 * 1024
+"""Of a record, made in one step unless a request's keys take more."""
 SEED_BYTES = 16
-_HEADER = struct.Struct("=II")
+_END = struct.Struct("=II")
 _OFFER = struct.Struct("=dQ")
 _CLASS = struct.Struct("=4dQ")
 _KEY = struct.Struct("=2d4Q")
@@ -248,24 +250,31 @@ class Policy:
         age, worth, kind, sightings, turn, before = _KEY.unpack(facts.raw)
         return KeyWorth(CLASSES[kind], age, sightings, turn, worth, before)
 
-    def record(self) -> bytes:
-        # Megabytes, while the loop waits: each copy of them counts.
-        content = ctypes.create_string_buffer(_HEADER.size + self._native.learned_record_bytes(self._at))
-        self._native.learned_record(self._at, ctypes.addressof(content) + _HEADER.size)
-        _HEADER.pack_into(content, 0, FORMAT, zlib.crc32(memoryview(content)[_HEADER.size :]))
-        return content.raw
+    def record(self) -> Iterator[bytes]:
+        self._native.learned_begin_record(self._at)
+        content, checksum = ctypes.create_string_buffer(PIECE_BYTES), 0
+        while made := self._native.learned_record(self._at, content, len(content)):
+            if made > len(content):
+                content = ctypes.create_string_buffer(made)
+                continue
+            piece = bytes(memoryview(content)[:made])
+            checksum = zlib.crc32(piece, checksum)
+            yield piece
+        content = ctypes.create_string_buffer(self._native.learned_counts_bytes())
+        self._native.learned_counts(self._at, content)
+        last = content.raw + FORMAT.to_bytes(4, sys.byteorder)
+        yield last + zlib.crc32(last, checksum).to_bytes(4, sys.byteorder)
 
     def go_on(self, record: bytes) -> None:
         assert not self.known.known_keys
-        if len(record) < _HEADER.size:
+        if len(record) < _END.size:
             raise BadRecord("it is cut off")
-        version, checksum = _HEADER.unpack_from(record)
+        version, checksum = _END.unpack_from(record, len(record) - _END.size)
+        if zlib.crc32(memoryview(record)[:-4]) != checksum:
+            raise BadRecord("its checksum is wrong")
         if version != FORMAT:
             raise BadRecord(f"its format is {version}, not {FORMAT}")
-        body = record[_HEADER.size :]
-        if zlib.crc32(body) != checksum:
-            raise BadRecord("its checksum is wrong")
-        if refusal := self._native.learned_go_on(self._at, body, len(body)):
+        if refusal := self._native.learned_go_on(self._at, record, len(record) - _END.size):
             self._free()
             self._begin()
             raise BadRecord(_REFUSALS[refusal])

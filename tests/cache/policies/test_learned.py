@@ -18,7 +18,7 @@ from support.learned_check import check_learned
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import make_policy
+from kvoffd.cache.policies import learned, make_policy
 from kvoffd.cache.policies.learned import BadRecord, Policy
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
@@ -267,6 +267,10 @@ def test_small_blocks_are_remembered_for_a_shorter_time() -> None:
     assert bytes_of(policy_of(rig)) <= rig.slots.pool_bytes // 50
 
 
+def record_of(rig: CacheHarness) -> bytes:
+    return b"".join(policy_of(rig).record())
+
+
 def heir_of(rig: CacheHarness, record: bytes) -> CacheHarness:
     """A cache over the same slots whose policy goes on with a record."""
     heir = CacheHarness(policy="learned")
@@ -292,7 +296,7 @@ def trained() -> tuple[CacheHarness, Namespace]:
 
 def test_the_next_daemon_decides_as_this_one_would_have() -> None:
     rig, namespace = trained()
-    heir = heir_of(rig, policy_of(rig).record())
+    heir = heir_of(rig, record_of(rig))
     check(heir)
     check_invariants(heir.cache)
     assert policy_of(heir).ghosts == policy_of(rig).ghosts > 0
@@ -318,65 +322,71 @@ def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> Non
     assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
 
 
-HEADER, COUNTS = 8, 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
-"""Bytes before the counts of a record, and of the counts. Its first span follows."""
-SPANS = HEADER + COUNTS
+END = 8
+COUNTS = 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
+"""Bytes of the end of a record, and of the counts before it. Its first span is at its beginning."""
+
+
+def with_end(body: bytes, version: int = 3) -> bytes:
+    content = body + struct.pack("=I", version)
+    return content + struct.pack("=I", zlib.crc32(content))
 
 
 def with_field(record: bytes, at: int, form: str, *values: object) -> bytes:
     """The record with another value somewhere, and its checksum."""
-    changed = bytearray(record)
+    changed = bytearray(record[:-END])
     struct.pack_into(form, changed, at, *values)
-    struct.pack_into("=I", changed, 4, zlib.crc32(changed[HEADER:]))
-    return bytes(changed)
+    return with_end(bytes(changed))
 
 
-def with_more(record: bytes, more: bytes) -> bytes:
-    return with_field(record + more, 0, "=I", 2)
+def with_count(record: bytes, at: int, form: str, value: float) -> bytes:
+    return with_field(record, len(record) - END - COUNTS + at, form, value)
 
 
-def first_hash(record: bytes) -> bytes:
-    return record[SPANS + 40 : SPANS + 48]
+def with_a_key_twice(record: bytes) -> bytes:
+    """In one span, the first one that has several."""
+    at = 0
+    while (keys := struct.unpack_from("=I", record, at + 16)[0]) < 2:
+        at += 40 + 8 * keys
+    return with_field(record, at + 48, "=8s", record[at + 40 : at + 48])
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "empty": ("it is cut off", lambda record: b""),
     "cut": ("its checksum is wrong", lambda record: record[:-3]),
     "bit": ("its checksum is wrong", lambda record: record[:50] + bytes([record[50] ^ 1]) + record[51:]),
-    "format": ("its format is 9, not 2", lambda record: with_field(record, 0, "=I", 9)),
-    "counts cut": ("it is cut off", lambda record: with_more(record[:500], b"")),
-    "span cut": ("it is cut off", lambda record: with_more(record[: SPANS + 8], b"")),
-    "keys cut": ("it is cut off", lambda record: with_more(record[:-8], b"")),
-    "more": ("it is cut off", lambda record: with_more(record, bytes(8))),
-    "more spans": ("it is cut off", lambda record: with_field(record, HEADER + 48, "=Q", 2**29)),
-    "most spans": ("its counts are none", lambda record: with_field(record, HEADER + 48, "=Q", 2**63)),
-    "classes": ("its layout is another", lambda record: with_field(record, HEADER, "=I", CLASSES + 1)),
-    "pool": ("it is of a pool of another size", lambda record: with_field(record, HEADER + 16, "=Q", 5)),
-    "time": ("its counts are none", lambda record: with_field(record, HEADER + 24, "=Q", 2**63)),
-    "past": ("its counts are none", lambda record: with_field(record, HEADER + 72, "=d", nan)),
-    "nan": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", nan)),
-    "huge": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", 1e300)),
-    "inf": ("its counts are none", lambda record: with_field(record, SPANS - 8, "=d", inf)),
-    "negative": ("its counts are none", lambda record: with_field(record, HEADER + 80, "=d", -1.0)),
-    "future": ("it has a span that is none", lambda record: with_field(record, SPANS, "=Q", 2**59)),
-    "weightless": ("it has a span that is none", lambda record: with_field(record, SPANS + 8, "=Q", 0)),
-    "heavy": ("it has a span that is none", lambda record: with_field(record, SPANS + 8, "=Q", 2**50)),
-    "no keys": ("it has a span that is none", lambda record: with_field(record, SPANS + 16, "=I", 0)),
-    "many keys": ("it is cut off", lambda record: with_field(record, SPANS + 16, "=I", 2**32 - 1)),
-    "child": ("it has a span that is none", lambda record: with_field(record, SPANS + 32, "=I", 1)),
-    "class": ("it has a span that is none", lambda record: with_field(record, SPANS + 36, "=B", CLASSES)),
-    "no hash": ("its keys are none", lambda record: with_field(record, SPANS + 40, "=Q", 0)),
-    "twice": (
-        "its keys are none",
-        lambda record: with_field(record, len(record) - 8, "=8s", record[SPANS + 40 :][:8]),
-    ),
+    "format": ("its format is 9, not 3", lambda record: with_end(record[:-END], 9)),
+    "counts cut": ("it is cut off", lambda record: with_end(record[-500:-END])),
+    "odd": ("it is cut off", lambda record: with_end(record[3:-END])),
+    "no spans": ("it is cut off", lambda record: with_end(record[-END - COUNTS : -END])),
+    "keys cut": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**29)),
+    "more": ("it is cut off", lambda record: with_count(record, 48, "=Q", 1)),
+    "more spans": ("it is cut off", lambda record: with_count(record, 48, "=Q", 2**29)),
+    "most spans": ("its counts are none", lambda record: with_count(record, 48, "=Q", 2**63)),
+    "classes": ("its layout is another", lambda record: with_count(record, 0, "=I", CLASSES + 1)),
+    "pool": ("it is of a pool of another size", lambda record: with_count(record, 16, "=Q", 5)),
+    "time": ("its counts are none", lambda record: with_count(record, 24, "=Q", 2**63)),
+    "past": ("its counts are none", lambda record: with_count(record, 72, "=d", nan)),
+    "nan": ("its counts are none", lambda record: with_count(record, 80, "=d", nan)),
+    "huge": ("its counts are none", lambda record: with_count(record, 80, "=d", 1e300)),
+    "inf": ("its counts are none", lambda record: with_count(record, COUNTS - 8, "=d", inf)),
+    "negative": ("its counts are none", lambda record: with_count(record, 80, "=d", -1.0)),
+    "future": ("it has a span that is none", lambda record: with_field(record, 0, "=Q", 2**59)),
+    "weightless": ("it has a span that is none", lambda record: with_field(record, 8, "=Q", 0)),
+    "heavy": ("it has a span that is none", lambda record: with_field(record, 8, "=Q", 2**50)),
+    "no keys": ("it has a span that is none", lambda record: with_field(record, 16, "=I", 0)),
+    "many keys": ("it is cut off", lambda record: with_field(record, 16, "=I", 2**32 - 1)),
+    "child": ("it has a span that is none", lambda record: with_field(record, 34, "=B", 1)),
+    "class": ("it has a span that is none", lambda record: with_field(record, 32, "=B", CLASSES)),
+    "no hash": ("its keys are none", lambda record: with_field(record, 40, "=Q", 0)),
+    "twice": ("its keys are none", with_a_key_twice),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_record_is_refused_and_changes_nothing(damage: str) -> None:
     rig, _ = trained()
-    record, lifetime = policy_of(rig).record(), rig.slots.pool_bytes
+    record, lifetime = record_of(rig), rig.slots.pool_bytes
     sentence, damaged = DAMAGE[damage]
     policy = make_policy("learned", lifetime)
     assert isinstance(policy, Policy)
@@ -385,5 +395,29 @@ def test_a_damaged_record_is_refused_and_changes_nothing(damage: str) -> None:
     assert (policy.ghosts, policy.known.requests) == (0, 0)
     check_learned(policy)
     policy.go_on(record)
-    assert policy.record() == record
+    assert b"".join(policy.record()) == record
     check_learned(policy)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_record_is_made_while_others_are_served(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "PIECE_BYTES", 300)
+    rig, namespace = trained()
+    policy, rng, pieces = policy_of(rig), random.Random(seed), []
+    for piece in policy.record():
+        pieces.append(piece)
+        first = 20 * rng.randrange(12)
+        chain = list(range(first, first + rng.randint(1, 8)))
+        if rng.random() < 0.2:
+            chain = [*chain[:2], *chain[4:]]  # what is behind a gap is taken out of its span
+        ask(rig, namespace, chain)
+        rig.put(namespace, keys_of(*chain))
+        check(rig)
+    assert len(pieces) > 10
+    heir = heir_of(rig, b"".join(pieces))
+    check(heir)
+    assert policy_of(heir).known.known_keys == pytest.approx(policy.known.known_keys, rel=0.1)
+    (adopted,) = heir.cache.namespaces
+    for _ in range(20):
+        ask(heir, adopted, list(range(20 * rng.randrange(12), 240)))
+        check(heir)
