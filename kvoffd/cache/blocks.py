@@ -17,13 +17,27 @@ them: a written shard is held by the block's pins, a shard that is being written
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, takewhile
 from typing import TypeAlias
 
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.misses import Misses
-from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, Shard
+from kvoffd.cache.namespace import (
+    CORRUPT,
+    FIRST_BLOCK,
+    FIRST_BLOCK_AT,
+    HELD,
+    OFFSET_AT,
+    PAGES,
+    UNVERIFIED,
+    WRITTEN,
+    Block,
+    BlockState,
+    MissReason,
+    Namespace,
+)
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.room import Room
 from kvoffd.pool.pool import Pool
@@ -52,9 +66,13 @@ class Blocks(Room):
         super().__init__(slots, policy, clock, max_slots)
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
-        self.unverified: dict[Shard, tuple[Block, int]] = {}
-        """Shards that are not verified yet, or whose checksum is still to be taken, with their block and rank; oldest
-        first."""
+        self.unverified_slots = 0
+        """Slots whose shard is not verified."""
+        self.without_checksum: dict[int, tuple[Block, int]] = {}
+        """By offset: shards whose checksum is still to be taken, block and rank; oldest first. One that is written anew
+        has a new entry."""
+        self.adopted: deque[Block] = deque()
+        """Blocks of an earlier daemon with shards that are not verified, and others; oldest first."""
         self.operator_pinned: dict[Block, None] = {}
         """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
@@ -92,33 +110,32 @@ class Blocks(Room):
         first_blocks: Sequence[int],
     ) -> list[Block]:
         """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        index, block_at, half_stored = self.index[namespace][group], self.block_at, self.half_stored
+        index, half_stored = self.index[namespace][group], self.half_stored
         fresh = [Block(namespace, group, key) for key in keys if key not in index]
         index.update((block.key, block) for block in fresh)
         self._move(fresh, ABSENT, WRITING)
         blocks = [index[key] for key in keys]
-        added = 0
+        at, added = 2 * rank, 0
         for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
             if half_stored:
                 half_stored.pop(block, None)
-            shard = block.shards.get(rank)
-            if shard is None:
-                shard = block.shards[rank] = Shard(offset, slot_bytes)
-                block.slot_bytes += slot_bytes
-                added += slot_bytes
-                block_at[offset] = block
-            else:
-                shard.checksum = 0
-                self.mark_verified(shard)
-            shard.first_block = first_block
-        namespace.bytes_in[WRITING] += added
+            words = block.words
+            if not words[at]:
+                block.slot_bytes = block.slot_bytes + slot_bytes if block.slot_bytes else slot_bytes
+                added += 1
+                self.holders.put(offset, slot_bytes, block)
+            elif words[at] & UNVERIFIED:
+                self.mark_verified(block, rank)
+            words[at] = offset << OFFSET_AT | first_block << FIRST_BLOCK_AT | HELD
+            words[at + 1] = 0
+        namespace.bytes_in[WRITING] += added * slot_bytes
         self._slots.mark_all_writing(offsets, namespace.fingerprint, group, keys, rank, namespace.world_size)
         return blocks
 
     def reopen_shard(self, block: Block, rank: int) -> None:
         """Make a written shard one that is to be written again. Nothing may pin the block."""
         assert not block.pins
-        block.shards[rank].written = False
+        block.words[2 * rank] &= ~WRITTEN
         block.missing += 1
         if block.state is READY:
             self._policy.remove([block], evicted=False)
@@ -134,19 +151,24 @@ class Blocks(Room):
         ready: list[Block] = []
         sums = checksums or [0] * len(blocks)
         written: list[tuple[int, int, int]] = []
+        at = 2 * rank
         # As in a touch, the tail is the older one, for a successor too.
         for block, checksum in zip(reversed(blocks), reversed(sums), strict=True):
-            shard = block.shards[rank]
             if block.state is LEAVING:
                 self._free_shards([(block, rank)])
                 continue
-            shard.written = True
-            shard.checksum = checksum
+            words = block.words
+            word = words[at]
+            offset = word >> OFFSET_AT & PAGES
             if checksums and not checksum:
-                shard.verified = False
-                self.unverified[shard] = (block, rank)
+                words[at] = word | WRITTEN | UNVERIFIED
+                self.without_checksum[offset] = block, rank
+                self.unverified_slots += 1
+            else:
+                words[at] = word | WRITTEN
+                words[at + 1] = checksum
             block.missing -= 1
-            written.append((shard.offset, shard.first_block, checksum))
+            written.append((offset, (word & FIRST_BLOCK) >> FIRST_BLOCK_AT, checksum))
             if not block.missing:
                 ready.append(block)
             elif not block.writers:
@@ -185,16 +207,17 @@ class Blocks(Room):
             self._move(alike, ABSENT, READY)
         for block, (_, slots) in zip(made, blocks, strict=True):
             for slot in slots:
-                shard = block.shards[slot.rank] = Shard(slot.offset, slot.slot_bytes)
-                shard.first_block = slot.first_block
-                shard.written = True
-                shard.checksum = slot.checksum
-                shard.verified = False
-                self.unverified[shard] = (block, slot.rank)
+                at = 2 * slot.rank
+                block.words[at] = (
+                    slot.offset << OFFSET_AT | slot.first_block << FIRST_BLOCK_AT | HELD | WRITTEN | UNVERIFIED
+                )
+                block.words[at + 1] = slot.checksum
                 block.slot_bytes += slot.slot_bytes
-                self.block_at[slot.offset] = block
+                self.holders.put(slot.offset, slot.slot_bytes, block)
+            self.unverified_slots += len(slots)
             block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
+        self.adopted.extend(made)
         for _, alike_in_age in groupby(made, key=lambda block: (block.namespace, block.group)):
             self._policy.insert(list(alike_in_age))
         for namespace in self.index:
@@ -240,22 +263,30 @@ class Blocks(Room):
         self.drop(stale, MissReason.HALF_STORED)
         return len(stale)
 
-    def mark_verified(self, shard: Shard) -> None:
-        """The shard's bytes are those that were stored, or are about to be written anew."""
-        shard.verified = True
-        self.unverified.pop(shard, None)
+    def mark_verified(self, block: Block, rank: int) -> None:
+        """The shard's bytes are those that were stored, or are not asked for any more."""
+        word = block.words[2 * rank]
+        if word & UNVERIFIED:
+            block.words[2 * rank] = word & ~UNVERIFIED
+            self.unverified_slots -= 1
+            if not block.words[2 * rank + 1]:
+                del self.without_checksum[word >> OFFSET_AT & PAGES]
 
-    def take_checksum(self, shard: Shard, checksum: int) -> None:
+    def take_checksum(self, block: Block, rank: int, checksum: int) -> None:
         """Note the checksum of a shard that was stored without one."""
-        shard.checksum = checksum
-        self._slots.set_checksum(shard.offset, checksum)
-        self.mark_verified(shard)
+        self.mark_verified(block, rank)
+        block.words[2 * rank + 1] = checksum
+        self._slots.set_checksum(block.words[2 * rank] >> OFFSET_AT & PAGES, checksum)
+
+    def set_first_block(self, block: Block, rank: int, first_block: int) -> None:
+        """Note where a shard begins that is being written, which whoever reads it from a tier learns at the end."""
+        words, at = block.words, 2 * rank
+        words[at] = words[at] & ~FIRST_BLOCK | first_block << FIRST_BLOCK_AT
 
     def quarantine(self, block: Block, rank: int) -> None:
         """A shard's bytes are not those that were stored: its block goes, and its slot is never used again."""
-        shard = block.shards[rank]
-        shard.corrupt = True
-        self.unverified.pop(shard, None)
+        self.mark_verified(block, rank)
+        block.words[2 * rank] |= CORRUPT
         readable = block.state is READY
         if block.state in INDEXED:
             self.drop([block], MissReason.CORRUPT)
@@ -273,34 +304,41 @@ class Blocks(Room):
         self._free_written([block for block in blocks if not block.pins])
         for block in blocks:
             if block.pins:
-                for shard in block.shards.values():
-                    if shard.written:  # who holds it may go on reading, but a successor must not bring it back
-                        self._slots.revoke_record(shard.offset)
+                for word in block.words[::2]:
+                    if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
+                        self._slots.revoke_record(word >> OFFSET_AT & PAGES)
         return grouped
 
     def _free_written(self, blocks: Iterable[Block]) -> None:
-        self._free_shards([(block, rank) for block in blocks for rank, shard in block.shards.items() if shard.written])
+        self._free_shards(
+            [(block, rank) for block in blocks for rank, word in enumerate(block.words[::2]) if word & WRITTEN]
+        )
 
     def _free_shards(self, shards: Sequence[tuple[Block, int]]) -> None:
         """Free slots, given by block and rank; a block without any is ABSENT again."""
         offsets: list[int] = []
         gone: list[Block] = []
         for block, rank in shards:
-            shard = block.shards.pop(rank)
-            block.missing += shard.written
-            block.slot_bytes -= shard.slot_bytes
-            block.namespace.bytes_in[block.state] -= shard.slot_bytes
-            del self.block_at[shard.offset]
-            self.unverified.pop(shard, None)
-            if not block.shards:
+            words, at = block.words, 2 * rank
+            word, namespace = words[at], block.namespace
+            offset = word >> OFFSET_AT & PAGES
+            if word & UNVERIFIED:
+                self.mark_verified(block, rank)
+            words[at] = words[at + 1] = 0
+            block.missing += bool(word & WRITTEN)
+            slot_bytes = namespace.slot_bytes(rank, block.group)
+            block.slot_bytes -= slot_bytes
+            namespace.bytes_in[block.state] -= slot_bytes
+            self.holders.remove(offset)
+            if not block.slot_bytes:
                 gone.append(block)
-            if not shard.corrupt:
-                offsets.append(shard.offset)
+            if not word & CORRUPT:
+                offsets.append(offset)
                 continue
             # It stays handed out, so that nobody else gets it.
-            self._slots.revoke_record(shard.offset)
-            self.quarantined[shard.offset] = shard.slot_bytes
-            self.quarantined_bytes += shard.slot_bytes
+            self._slots.revoke_record(offset)
+            self.quarantined[offset] = slot_bytes
+            self.quarantined_bytes += slot_bytes
         self._slots.free(offsets)
         for (namespace, group, state), alike in _group(gone):
             if state is WRITING:

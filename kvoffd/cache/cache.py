@@ -12,7 +12,19 @@ from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
-from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards
+from kvoffd.cache.namespace import (
+    CORRUPT,
+    FIRST_BLOCK,
+    FIRST_BLOCK_AT,
+    OFFSET_AT,
+    PAGES,
+    WRITTEN,
+    Block,
+    BlockState,
+    MissReason,
+    Namespace,
+    nbytes_of_shards,
+)
 from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
@@ -222,9 +234,12 @@ class BlockCache(LeasedBlocks):
                 continue
             if (block := index.get(key)) is not None:
                 present.append(block)
-                shard = block.shards.get(rank)
-                if shard is not None:
-                    if shard.first_block > first_blocks.get(number, 0) and shard.written and not block.pins:
+                if word := block.words[2 * rank]:
+                    if (
+                        word & FIRST_BLOCK > first_blocks.get(number, 0) << FIRST_BLOCK_AT
+                        and word & WRITTEN
+                        and not block.pins
+                    ):
                         # It holds less of the key than is offered now, and nobody reads it.
                         narrow.append((number, block))
                         wanted.add(key)
@@ -260,7 +275,7 @@ class BlockCache(LeasedBlocks):
         """
         slot_for = dict(zip(ticket.copy, offsets, strict=True))
         for number, block in narrow:
-            slot_for[number] = block.shards[ticket.rank].offset
+            slot_for[number] = block.words[2 * ticket.rank] >> OFFSET_AT & PAGES
             self.blocks.reopen_shard(block, ticket.rank)
         if self.blocks.tiering is not None:  # what a tier has of them is as little
             self.blocks.tiering.forget(ticket.namespace, ticket.group, [block.key for _, block in narrow])
@@ -301,11 +316,11 @@ class BlockCache(LeasedBlocks):
         held = self.leases.by_key(lease, group)
         found = [held.get(key) for key in split]
         blocks = [block for block in found if block is not None]
-        shards = [block.shards[rank] for block in blocks]
-        if len(blocks) < len(found) or any(shard.first_block or shard.corrupt for shard in shards):
+        words = [block.words[2 * rank] for block in blocks]
+        if len(blocks) < len(found) or any(word & (FIRST_BLOCK | CORRUPT) for word in words):
             self._refuse_unreadable(found, rank, group, first_block)
         self.blocks.pin(blocks)
-        ticket = LoadTicket(namespace, rank, lease_id, blocks, [shard.offset for shard in shards], shards)
+        ticket = LoadTicket(namespace, rank, lease_id, blocks, [word >> OFFSET_AT & PAGES for word in words])
         self.loads.add(ticket)
         return ticket
 
@@ -314,8 +329,8 @@ class BlockCache(LeasedBlocks):
             number
             for number, block in enumerate(found)
             if block is None
-            or block.shards[rank].corrupt
-            or block.shards[rank].first_block > (0 if number else first_block)
+            or (shard := block.shard(rank)).corrupt
+            or shard.first_block > (0 if number else first_block)
         ]
         if missing:
             raise NotReady(group, missing)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 
-from kvoffd.cache.namespace import Block, BlockState
+from kvoffd.cache.holders import SlotHolders
+from kvoffd.cache.namespace import OFFSET_AT, PAGES, Block, BlockState
 from kvoffd.cache.shares import Claim
 from kvoffd.pool.pool import Pool
 
@@ -15,7 +16,7 @@ MAX_REGIONS_COMPARED = 16
 def choose_victims(
     candidates: Iterable[Block],
     slots: Pool,
-    block_at: Mapping[int, Block],
+    holders: SlotHolders,
     slot_bytes: int,
     count: int,
     protected: Set[Block],
@@ -23,7 +24,7 @@ def choose_victims(
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 
-    ``candidates`` are those that may go, ``block_at`` the blocks by the offsets of their slots. Neither a pinned block
+    ``candidates`` are those that may go, ``holders`` the blocks by the offsets of their slots. Neither a pinned block
     is chosen nor a ``protected`` one; of a region's, what the ``claim`` allows.
 
     Blocks with a slot of the wanted size go in the policy's order. The older blocks of other sizes that are passed
@@ -38,10 +39,10 @@ def choose_victims(
     for block in candidates:
         if block.pins or block in protected:
             continue
-        if len(block.shards) == 1:
+        if len(block.words) == 2:
             gained = int(block.slot_bytes == slot_bytes)
         else:
-            gained = sum(shard.slot_bytes == slot_bytes for shard in block.shards.values())
+            gained = block.namespace.slot_sizes(block.group).count(slot_bytes)
         if gained:
             chosen[block] = None
             if claim is not None:
@@ -53,13 +54,13 @@ def choose_victims(
         passed.append(block)
         passed_bytes += block.slot_bytes
         if not patience_bytes:
-            shard = next(iter(block.shards.values()))
+            shard = block.shard(0)
             patience_bytes = len(slots.neighbours(shard.offset)) * shard.slot_bytes
         if passed_bytes >= patience_bytes:
-            if region := _coldest_region(passed, slots, block_at, protected, claim):
+            if region := _coldest_region(passed, slots, holders, protected, claim):
                 return _with_region(chosen, region, claim)
             patience_bytes = 2 * passed_bytes
-    return _with_region(chosen, _coldest_region(passed, slots, block_at, protected, claim), claim)
+    return _with_region(chosen, _coldest_region(passed, slots, holders, protected, claim), claim)
 
 
 def _with_region(chosen: dict[Block, None], region: Iterable[Block], claim: Claim | None) -> list[Block]:
@@ -71,29 +72,31 @@ def _with_region(chosen: dict[Block, None], region: Iterable[Block], claim: Clai
 
 
 def _coldest_region(
-    passed: Iterable[Block], slots: Pool, block_at: Mapping[int, Block], protected: Set[Block], claim: Claim | None
+    passed: Iterable[Block], slots: Pool, holders: SlotHolders, protected: Set[Block], claim: Claim | None
 ) -> Iterable[Block]:
     """All blocks of the region, among the oldest ones', of which most was passed over; none if all are held."""
     regions: list[list[int]] = []
     passed_in: list[int] = []
     region_of: dict[int, int] = {}
     for block in passed:
-        for shard in block.shards.values():
-            found = region_of.get(shard.offset)
+        for word in block.words[::2]:
+            offset = word >> OFFSET_AT & PAGES
+            found = region_of.get(offset)
             if found is None:
                 if len(regions) == MAX_REGIONS_COMPARED:
                     continue
                 found = len(regions)
-                offsets = slots.neighbours(shard.offset)
+                offsets = slots.neighbours(offset)
                 regions.append(offsets)
                 passed_in.append(0)
                 region_of.update(dict.fromkeys(offsets, found))
             passed_in[found] += 1
     coldest_first = sorted(range(len(regions)), key=lambda index: passed_in[index] / len(regions[index]), reverse=True)
     for index in coldest_first:
-        if any(offset not in block_at for offset in regions[index]):
+        there = [holders.get(offset) for offset in regions[index]]
+        blocks = dict.fromkeys(block for block in there if block is not None)
+        if None in there:
             continue  # a slot in quarantine keeps its region
-        blocks = dict.fromkeys(block_at[offset] for offset in regions[index])
         if all(block.state is BlockState.READY and not block.pins and block not in protected for block in blocks):
             if claim is not None and not claim.may_take(blocks):
                 continue

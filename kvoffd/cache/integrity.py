@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvoffd.cache.lookup import LeasedBlocks
-from kvoffd.cache.namespace import Block, Shard
+from kvoffd.cache.namespace import UNVERIFIED, Block, Shard
 from kvoffd.cache.pins import LoadTicket
 
 
@@ -18,7 +18,6 @@ class ChecksumCheck(NamedTuple):
 
     block: Block
     rank: int
-    shard: Shard
     offset: int
     length: int
     checksum: int
@@ -38,7 +37,7 @@ class Integrity:
     @property
     def unverified_slots(self) -> int:
         """Slots that an earlier daemon wrote and that have not been checked yet, or whose checksum is to be taken."""
-        return len(self._cache.blocks.unverified)
+        return self._cache.blocks.unverified_slots
 
     @property
     def quarantined_slots(self) -> int:
@@ -47,41 +46,49 @@ class Integrity:
 
     def slots(self) -> list[int]:
         """Offsets of all slots in use, for ``checks_at``."""
-        return list(self._cache.blocks.block_at)
+        return list(self._cache.blocks.holders)
 
     def checks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
         """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
 
         Shards whose checksum is still to be taken are loaded as they are, and counted.
         """
-        if self._cache.blocks.unverified:
-            self.loaded_unverified_slots += sum(not shard.verified and not shard.checksum for shard in ticket.shards)
-        elif not every:
+        if not (every or self._cache.blocks.unverified_slots):
             return []
+        shards = [block.shard(ticket.rank) for block in ticket.blocks]
+        self.loaded_unverified_slots += sum(not shard.verified and not shard.checksum for shard in shards)
         return [
             _check(block, ticket.rank, shard)
-            for block, shard in zip(ticket.blocks, ticket.shards, strict=True)
+            for block, shard in zip(ticket.blocks, shards, strict=True)
             if shard.checksum and (every or not shard.verified)
         ]
 
     def unverified(self, limit_bytes: int) -> list[ChecksumCheck]:
         """Shards that are not verified yet, oldest first, together about ``limit_bytes``."""
-        checks: list[ChecksumCheck] = []
-        for shard, since in self._cache.blocks.unverified.items():
+        blocks, checks = self._cache.blocks, []
+        for since in blocks.without_checksum.values():
             block, rank = since
-            checks.append(_check(block, rank, shard)._replace(since=since))
-            limit_bytes -= shard.slot_bytes
-            if limit_bytes <= 0:
-                break
+            checks.append(_check(block, rank, block.shard(rank))._replace(since=since))
+            if (limit_bytes := limit_bytes - checks[-1].length) <= 0:
+                return checks
+        adopted, again = blocks.adopted, []
+        while adopted and limit_bytes > 0:
+            block = adopted.popleft()
+            if any(word & UNVERIFIED for word in block.words[::2]):
+                again.append(block)
+                found = [_check(block, rank, shard) for rank, shard in block.shards.items() if not shard.verified]
+                checks += [check for check in found if check.checksum]
+                limit_bytes -= block.slot_bytes
+        adopted.extendleft(reversed(again))
         return checks
 
     def checks_at(self, offsets: Iterable[int]) -> list[ChecksumCheck]:
         """What there is to check in these slots by now: none that was freed meanwhile, or is being written."""
-        block_at = self._cache.blocks.block_at
+        holders = self._cache.blocks.holders
         return [
             _check(block, rank, shard)
             for offset in offsets
-            if (block := block_at.get(offset)) is not None
+            if (block := holders.get(offset)) is not None
             for rank, shard in block.shards.items()
             if shard.offset == offset and shard.written and shard.checksum and not shard.corrupt
         ]
@@ -91,22 +98,23 @@ class Integrity:
 
         Nothing need have held the slot meanwhile: where it was freed or is written anew, nothing follows.
         """
-        shard, blocks = check.shard, self._cache.blocks
-        if check.block.shards.get(check.rank) is not shard or not shard.written or shard.checksum != check.checksum:
+        blocks, rank = self._cache.blocks, check.rank
+        shard = check.block.shard(rank) if check.block.words[2 * rank] else None
+        if shard is None or (shard.offset, shard.checksum) != (check.offset, check.checksum) or not shard.written:
             return True
         if not check.checksum:
-            if blocks.unverified.get(shard) is check.since:
-                blocks.take_checksum(shard, checksum)
+            if check.since is not None and blocks.without_checksum.get(check.offset) is check.since:
+                blocks.take_checksum(check.block, rank, checksum)
             return True
         self.checked_slots += 1
         self.checked_bytes += check.length
         # Where another check found the bytes wrong they stay so: memory that changes is not trusted.
         if checksum == check.checksum and not shard.corrupt:
-            blocks.mark_verified(shard)
+            blocks.mark_verified(check.block, rank)
             return True
         if not shard.corrupt:
             self.mismatches += 1
-            blocks.quarantine(check.block, check.rank)
+            blocks.quarantine(check.block, rank)
         if blocks.tiering is not None:
             blocks.tiering.forget(check.block.namespace, check.block.group, [check.block.key])
         return False
@@ -115,4 +123,4 @@ class Integrity:
 def _check(block: Block, rank: int, shard: Shard) -> ChecksumCheck:
     sizes = block.namespace.shard_bytes(rank)
     assert sizes is not None
-    return ChecksumCheck(block, rank, shard, shard.offset, sizes[block.group], shard.checksum)
+    return ChecksumCheck(block, rank, shard.offset, sizes[block.group], shard.checksum)

@@ -62,7 +62,7 @@ class KeyStates:
     def set(self, keys: bytes, state: int) -> None:
         """Give all of the keys, which lie end to end, this state; 0 takes them out."""
         count = len(keys) // self._key_bytes
-        if state and 2 * (self._table.used + count) > self._table.capacity:
+        if state and 4 * (self._table.used + count) > 3 * self._table.capacity:
             self._grow(self._table.used + count)
         self._native.set_states(self._reference, keys, count, state)
         if not self._table.used and self._table.capacity > _FEWEST:
@@ -70,7 +70,7 @@ class KeyStates:
 
     def _grow(self, keys: int) -> None:
         before, entries = self._table, self._entries
-        self._use(1 << (4 * keys - 1).bit_length())
+        self._use(1 << (4 * keys // 3).bit_length())
         self._native.move_states(ctypes.byref(before), self._reference)
         del entries  # it had to live until here
 

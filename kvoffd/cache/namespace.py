@@ -5,10 +5,12 @@ Here is what is known of each. ``blocks`` says how they change: only it writes a
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -68,31 +70,36 @@ class BlockState(IntEnum):
     """Out of the index for good, its slots still held by a pin or a running write."""
 
 
-class Shard:
-    """One rank's part of a block, in its slot."""
+class Shard(NamedTuple):
+    """One rank's part of a block, in its slot, as it is now."""
 
-    __slots__ = ("checksum", "corrupt", "first_block", "offset", "slot_bytes", "verified", "written")
+    offset: int
+    slot_bytes: int
+    first_block: int
+    """Engine blocks at the start of the key that were left out; the written range begins behind them."""
+    written: bool
+    """False while a store writes the shard, and only then."""
+    checksum: int
+    """Checksum of the bytes that were stored; 0 while they are written, or where none was taken."""
+    verified: bool
+    """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum, and for one
+    whose checksum is still to be taken."""
+    corrupt: bool
+    """The bytes are not those that were stored: nobody may read them, and the slot is never used again."""
 
-    def __init__(self, offset: int, slot_bytes: int) -> None:
-        self.offset = offset
-        self.slot_bytes = slot_bytes
-        self.first_block = 0
-        """Engine blocks at the start of the key that were left out; the written range begins behind them."""
-        self.written = False
-        """False while a store writes the shard, and only then."""
-        self.checksum = 0
-        """Checksum of the bytes that were stored; 0 while they are written, or where none was taken."""
-        self.verified = True
-        """False for a shard that an earlier daemon wrote, until its bytes were compared with the checksum, and for one
-        whose checksum is still to be taken."""
-        self.corrupt = False
-        """The bytes are not those that were stored: nobody may read them, and the slot is never used again."""
+
+HELD, WRITTEN, UNVERIFIED, CORRUPT = 1, 2, 4, 8
+"""Low bits of a shard's first word. Above them is its first block, in 16 bits, and then which page of the pool its slot
+begins at, so that ``word >> 8 & PAGES`` is the slot's offset. The second word is the checksum."""
+FIRST_BLOCK_AT, OFFSET_AT = 4, 8
+FIRST_BLOCK = 0xFFFF << FIRST_BLOCK_AT
+PAGES = -4096
 
 
 class Block:
     """What one key names. Compared by identity: a key that is stored anew is another block."""
 
-    __slots__ = ("group", "key", "missing", "namespace", "pins", "shards", "slot_bytes", "state")
+    __slots__ = ("group", "key", "missing", "namespace", "pins", "slot_bytes", "state", "words")
 
     def __init__(self, namespace: Namespace, group: int, key: bytes) -> None:
         self.namespace = namespace
@@ -101,17 +108,41 @@ class Block:
         self.state = BlockState.ABSENT
         self.pins = 0
         """Leases, operators, running loads and demotions that need the bytes to stay."""
-        self.shards: dict[int, Shard] = {}
-        """By rank: the shards that are written or being written."""
+        self.words = namespace.no_shards[:]
+        """Two words for the shard of each rank, 0 where there is none: an object for each takes more than the rest."""
         self.missing = namespace.world_size
         """Shards that are not written yet; 0 makes the block ready."""
         self.slot_bytes = 0
         """Pool bytes of all its slots."""
 
     @property
+    def shards(self) -> dict[int, Shard]:
+        """By rank: the shards that are written or being written."""
+        return {rank: self.shard(rank) for rank, word in enumerate(self.words[::2]) if word}
+
+    def shard(self, rank: int) -> Shard:
+        """The shard of a rank that has one."""
+        word = self.words[2 * rank]
+        assert word
+        return Shard(
+            word >> OFFSET_AT & PAGES,
+            self.namespace.slot_bytes(rank, self.group),
+            (word & FIRST_BLOCK) >> FIRST_BLOCK_AT,
+            bool(word & WRITTEN),
+            self.words[2 * rank + 1],
+            not word & UNVERIFIED,
+            bool(word & CORRUPT),
+        )
+
+    @property
+    def slots(self) -> int:
+        """Slots that it has: one for each shard."""
+        return self.namespace.world_size - self.words[::2].count(0)
+
+    @property
     def writers(self) -> int:
         """Stores that are writing a shard of the block now."""
-        return len(self.shards) + self.missing - self.namespace.world_size
+        return self.missing - self.words[::2].count(0)
 
 
 @dataclass(slots=True)
@@ -159,6 +190,8 @@ class Namespace:
         self.key_bytes = key_bytes
         self.groups = tuple(groups)
         self.description = description
+        self.no_shards = array("Q", bytes(2 * 8 * world_size))
+        """``Block.words`` of a block that has no slot yet."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.nbytes = nbytes_of(label, description, world_size, len(groups))
         """Memory that it takes beside its blocks, about."""
@@ -292,6 +325,10 @@ class Namespace:
             known = [sizes for sizes in self._slot_bytes if sizes is not None]
             self._block_bytes = tuple(map(sum, zip(*known, strict=True))) or (0,) * len(self.groups)
         return self._block_bytes[group]
+
+    def slot_sizes(self, group: int) -> list[int]:
+        """Bytes of the slots of a block of the group, of all ranks that have registered."""
+        return [sizes[group] for sizes in self._slot_bytes if sizes is not None]
 
     def check_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> None:
         """Raise BadGeometry unless a worker of this rank may register with these sizes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
-from kvoffd.cache.namespace import Block, Namespace, Shard
+from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.session_memory import SessionMemory
 
 LEASE_BYTES, LEASED_GROUP_BYTES = 1024, 256
@@ -215,5 +215,3 @@ class LoadTicket:
     blocks: list[Block]
     offsets: list[int]
     """Pool offset in bytes of the slot of each key."""
-    shards: list[Shard]
-    """The shard of each key."""

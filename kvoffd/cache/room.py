@@ -8,6 +8,7 @@ from math import inf
 
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hints import Hints
+from kvoffd.cache.holders import SlotHolders
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
@@ -21,8 +22,7 @@ class Room(ABC):
     def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_slots: int) -> None:
         self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
         """By namespace and group: the blocks that are WRITING or READY."""
-        self.block_at: dict[int, Block] = {}
-        """By the offset of a slot in use, the block it belongs to."""
+        self.holders = SlotHolders(slots.region_bytes)
         self.shares = Shares(slots.pool_bytes, clock)
         self.hints = Hints(slots.pool_bytes, clock)
         self._slots = slots
@@ -75,16 +75,16 @@ class Room(ABC):
     def _victims(
         self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
     ) -> list[Block]:
-        slots, block_at = self._slots, self.block_at
+        slots, holders = self._slots, self.holders
         if claim is None:
-            return choose_victims(self._ordered(worth), slots, block_at, slot_bytes, count, protected, None)
+            return choose_victims(self._ordered(worth), slots, holders, slot_bytes, count, protected, None)
         if owed := claim.owed:
             # Whatever that is worth: a share that the policy fills with others' blocks would be none.
             others, wanted = claim.candidates(self._ordered(inf), Whose.OTHERS), min(count, -(-owed // slot_bytes))
-            if found := choose_victims(others, slots, block_at, slot_bytes, wanted, protected, claim):
+            if found := choose_victims(others, slots, holders, slot_bytes, wanted, protected, claim):
                 return found
         both = claim.candidates(self._ordered(worth), Whose.BOTH)
-        return choose_victims(both, slots, block_at, slot_bytes, count, protected, claim)
+        return choose_victims(both, slots, holders, slot_bytes, count, protected, claim)
 
     def _room_below_maximum(
         self, claim: Claim, slot_bytes: int, count: int, protected: Set[Block], worth: float, block_bytes: int
@@ -122,18 +122,18 @@ class Room(ABC):
 
         Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
         """
-        excess = min(len(self.block_at) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
+        excess = min(len(self.holders) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
         victims: list[Block] = []
         if excess > 0:
             for block in _loose(self._candidates(worth, claim), protected):
                 victims.append(block)
                 if claim is not None:
                     claim.evict(block)
-                excess -= len(block.shards)
+                excess -= block.slots
                 if excess <= 0:
                     break
             self.evict(victims)
-        return max(0, min(count, self._max_slots - len(self.block_at)))
+        return max(0, min(count, self._max_slots - len(self.holders)))
 
 
 def _loose(blocks: Iterator[Block], protected: Set[Block]) -> Iterator[Block]:

@@ -65,6 +65,7 @@ class Pool:
         self._slots = SlotAllocator(size_bytes, region_bytes, nodes)
         self.segments = self._slots.segments
         self.pool_bytes = size_bytes
+        self.region_bytes = self._slots.region_bytes
         self.touched_bytes = 0
         """Bytes whose pages this process has in memory and in its page tables; set from the touching threads."""
         geometry = Geometry.of(size_bytes, self._slots.region_bytes)

@@ -277,7 +277,7 @@ def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks 
 def _shards_of(namespace: Namespace, block: Block) -> list[b.HeldShard]:
     shards = []
     for rank in range(namespace.world_size):
-        shard, sizes = block.shards[rank], namespace.shard_bytes(rank)
+        shard, sizes = block.shard(rank), namespace.shard_bytes(rank)
         assert sizes is not None, "a written shard has a size"
         checksum = shard.checksum.to_bytes(b.CHECKSUM_BYTES, "big")
         shards.append(b.HeldShard(shard.offset, sizes[block.group], checksum, shard.first_block))

@@ -326,8 +326,8 @@ class LoadJob(_EngineJob):
         # What somebody else found wrong in the meantime is wrong for this load too.
         corrupt: dict[int, list[bytes]] = {}
         for ticket in self.load_tickets:
-            for block, shard in zip(ticket.blocks, ticket.shards, strict=True):
-                if shard.corrupt:
+            for block in ticket.blocks:
+                if block.shard(ticket.rank).corrupt:
                     corrupt.setdefault(block.group, []).append(block.key)
         self.failed += [GroupKeys(group, b"".join(keys)) for group, keys in corrupt.items()]
         return not corrupt

@@ -42,9 +42,11 @@ class Replayed(NamedTuple):
 class CountedSlots:
     """A pool whose slots have one size and no memory."""
 
+    region_bytes = 256 * BLOCK_BYTES
+
     def __init__(self, count: int) -> None:
         self.pool_bytes = count * BLOCK_BYTES
-        self._unused = range(count)
+        self._unused = range(0, self.pool_bytes, BLOCK_BYTES)
         self._free: list[int] = []
 
     @property

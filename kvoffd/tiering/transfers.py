@@ -99,7 +99,7 @@ class TierTransfers:
         for ticket, shard in zip(promotion.tickets, promotion.source.shards, strict=True):
             if ok and shard.checksum:
                 ticket.checksums = [shard.checksum]
-                promotion.block.shards[ticket.rank].first_block = shard.first_block
+                self._cache.blocks.set_first_block(promotion.block, ticket.rank, shard.first_block)
                 self._cache.commit_store(ticket)
             else:
                 self._cache.abort_store(ticket)
@@ -113,7 +113,7 @@ class TierTransfers:
 
     def begin_demotion(self, block: Block) -> Demotion | None:
         """Pin a block for a tier to copy; None where it is not ready, or lacks a checksum to keep with it."""
-        shards = [block.shards[rank] for rank in sorted(block.shards)]
+        shards = block.shards.values()
         if block.state is not BlockState.READY or any(shard.corrupt or not shard.checksum for shard in shards):
             return None
         self._cache.blocks.pin([block])
@@ -137,7 +137,7 @@ def tier_key(block: Block) -> TierKey:
 def tier_block(block: Block) -> TierBlock:
     """A ready block as a tier keeps it."""
     shards = []
-    for rank, shard in sorted(block.shards.items()):
+    for rank, shard in block.shards.items():
         sizes = block.namespace.shard_bytes(rank)
         assert sizes is not None, "a shard was written"
         shards.append(TierShard(sizes[block.group], shard.first_block, shard.checksum))

@@ -255,7 +255,7 @@ def test_no_more_slots_are_in_use_than_the_index_may_have(policy: str) -> None:
     namespace = rig.open()
     for number in range(0, 40, 2):
         assert rig.put(namespace, keys_of(number, number + 1)) == 0
-        assert len(rig.cache.blocks.block_at) <= 10
+        assert len(rig.cache.blocks.holders) <= 10
     assert namespace.ready_blocks == 10
     assert rig.states(namespace, keys_of(29, 30, 39)) == [A, R, R]
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(30, 40)))])

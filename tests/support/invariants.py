@@ -13,7 +13,7 @@ from kvoffd.tiering.manager import TieringManager
 
 def check_invariants(cache: BlockCache) -> None:
     """Raise AssertionError where an invariant is broken."""
-    blocks = set(cache.blocks.block_at.values())
+    blocks = {block for _, block in cache.blocks.holders.items()}
     _check_slots(cache, cache.blocks, blocks)
     _check_index(cache, blocks)
     _check_writers(cache, blocks)
@@ -25,7 +25,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes
     assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
-    assert held == all_blocks.block_at, "slots and shards differ"
+    assert held == dict(all_blocks.holders.items()), "slots and shards differ"
     assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
     spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
     spans = sorted([*spans, *((offset, offset + size) for offset, size in all_blocks.quarantined.items())])
@@ -34,8 +34,11 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     for block in blocks:
         assert block.slot_bytes == sum(shard.slot_bytes for shard in block.shards.values())
         assert block.state is BlockState.LEAVING or not any(shard.corrupt for shard in block.shards.values())
-    doubtful = {shard for block in blocks for shard in block.shards.values() if not (shard.verified or shard.corrupt)}
-    assert set(all_blocks.unverified) == doubtful
+    unverified = {(b, rank): s for b in blocks for rank, s in b.shards.items() if not s.verified}
+    assert all_blocks.unverified_slots == len(unverified)
+    without = {shard.offset: at for at, shard in unverified.items() if not shard.checksum}
+    assert all_blocks.without_checksum == without
+    assert {block for (block, _), shard in unverified.items() if shard.checksum} <= set(all_blocks.adopted)
 
 
 def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
