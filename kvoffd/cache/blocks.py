@@ -115,20 +115,20 @@ class Blocks(Room):
         index.update((block.key, block) for block in fresh)
         self._move(fresh, ABSENT, WRITING)
         blocks = [index[key] for key in keys]
-        at, added = 2 * rank, 0
+        at, added = 2 * rank, []
         for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
             if half_stored:
                 half_stored.pop(block, None)
             words = block.words
             if not words[at]:
                 block.slot_bytes = block.slot_bytes + slot_bytes if block.slot_bytes else slot_bytes
-                added += 1
-                self.holders.put(offset, slot_bytes, block)
+                added.append((offset, block))
             elif words[at] & UNVERIFIED:
                 self.mark_verified(block, rank)
             words[at] = offset << OFFSET_AT | first_block << FIRST_BLOCK_AT | HELD
             words[at + 1] = 0
-        namespace.bytes_in[WRITING] += added * slot_bytes
+        self.holders.put(slot_bytes, added)
+        namespace.bytes_in[WRITING] += len(added) * slot_bytes
         self._slots.mark_all_writing(offsets, namespace.fingerprint, group, keys, rank, namespace.world_size)
         return blocks
 
@@ -213,7 +213,7 @@ class Blocks(Room):
                 )
                 block.words[at + 1] = slot.checksum
                 block.slot_bytes += slot.slot_bytes
-                self.holders.put(slot.offset, slot.slot_bytes, block)
+                self.holders.put(slot.slot_bytes, [(slot.offset, block)])
             self.unverified_slots += len(slots)
             block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
@@ -317,6 +317,7 @@ class Blocks(Room):
     def _free_shards(self, shards: Sequence[tuple[Block, int]]) -> None:
         """Free slots, given by block and rank; a block without any is ABSENT again."""
         offsets: list[int] = []
+        free: list[int] = []
         gone: list[Block] = []
         for block, rank in shards:
             words, at = block.words, 2 * rank
@@ -329,17 +330,18 @@ class Blocks(Room):
             slot_bytes = namespace.slot_bytes(rank, block.group)
             block.slot_bytes -= slot_bytes
             namespace.bytes_in[block.state] -= slot_bytes
-            self.holders.remove(offset)
             if not block.slot_bytes:
                 gone.append(block)
+            offsets.append(offset)
             if not word & CORRUPT:
-                offsets.append(offset)
+                free.append(offset)
                 continue
             # It stays handed out, so that nobody else gets it.
             self._slots.revoke_record(offset)
             self.quarantined[offset] = slot_bytes
             self.quarantined_bytes += slot_bytes
-        self._slots.free(offsets)
+        self.holders.remove(offsets)
+        self._slots.free(free)
         for (namespace, group, state), alike in _group(gone):
             if state is WRITING:
                 for block in alike:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.namespace import Block
@@ -52,27 +52,30 @@ class SlotHolders:
             return None
         return region.blocks[within // region.slot_bytes]
 
-    def put(self, offset: int, slot_bytes: int, block: Block) -> None:
-        """The slot, which no block has, is this block's from now on."""
-        number, within = divmod(offset, self._region_bytes)
-        region = self._regions.get(number)
-        if region is None:
-            region = self._regions[number] = _Region(slot_bytes, [None] * (self._region_bytes // slot_bytes))
-        at = within // slot_bytes
-        assert region.slot_bytes == slot_bytes
-        assert region.blocks[at] is None
-        region.blocks[at] = block
-        region.held += 1
-        self._held += 1
+    def put(self, slot_bytes: int, slots: Sequence[tuple[int, Block]]) -> None:
+        """Slots of one size, which no block has, are these blocks' from now on."""
+        size, regions = self._region_bytes, self._regions
+        for offset, block in slots:
+            number = offset // size
+            region = regions.get(number)
+            if region is None:
+                region = regions[number] = _Region(slot_bytes, [None] * (size // slot_bytes))
+            at = (offset - number * size) // slot_bytes
+            assert region.blocks[at] is None, "it is another block's"
+            region.blocks[at] = block
+            region.held += 1
+        self._held += len(slots)
 
-    def remove(self, offset: int) -> None:
-        """The slot is no block's any more."""
-        number, within = divmod(offset, self._region_bytes)
-        region = self._regions[number]
-        at = within // region.slot_bytes
-        assert region.blocks[at] is not None
-        region.blocks[at] = None
-        region.held -= 1
-        self._held -= 1
-        if not region.held:
-            del self._regions[number]  # its slots may have another size next
+    def remove(self, offsets: Sequence[int]) -> None:
+        """The slots are no block's any more."""
+        size, regions = self._region_bytes, self._regions
+        for offset in offsets:
+            number = offset // size
+            region = regions[number]
+            at = (offset - number * size) // region.slot_bytes
+            assert region.blocks[at] is not None, "it is no block's"
+            region.blocks[at] = None
+            region.held -= 1
+            if not region.held:
+                del regions[number]  # its slots may have another size next
+        self._held -= len(offsets)
