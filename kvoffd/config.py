@@ -208,8 +208,8 @@ class Config:
     index_bytes: int = size_setting(
         0,
         64 * 1024,
-        "Memory for what is known of the blocks in the pool, 1.5 KiB for each of their slots; 0 takes a 64th of the "
-        "pool, at least 128MiB. Beyond it blocks are evicted.",
+        "Memory for what is known of the blocks in the pool, 600 bytes for each and 56 for each further slot of it; 0 "
+        "takes a 64th of the pool, at least 128MiB. Beyond it blocks are evicted.",
     )
     max_jobs_per_message: int = number_setting(1024, 1, MAX_JOBS, "Most stores and loads in one message.")
     max_keys_per_job: int = number_setting(4096, 1, 1_000_000, "Most keys in one store or load.")
@@ -254,14 +254,14 @@ class Config:
     )
 
     @property
-    def max_slots(self) -> int:
-        """Most slots of the pool in use."""
-        return (self.index_bytes or max(LEAST_INDEX_BYTES, self.pool_bytes // 64)) // INDEX_BYTES_PER_SLOT
+    def max_index_bytes(self) -> int:
+        """Memory for what is known of the blocks in the pool."""
+        return self.index_bytes or max(LEAST_INDEX_BYTES, self.pool_bytes // 64)
 
     @property
     def memory_bytes(self) -> int:
         """What the daemon needs: the pool, slot table and page tables, what is known of blocks, clients, itself."""
-        books = self.max_slots * INDEX_BYTES_PER_SLOT + sum(index_bytes(one.size_bytes) for one in self.disk)
+        books = self.max_index_bytes + sum(index_bytes(one.size_bytes) for one in self.disk)
         if self.eviction_policy != REMEMBERS_NOTHING:
             books += self.pool_bytes // GHOST_PART
         books += SHARED_BYTES * len(self.shared)
@@ -277,8 +277,6 @@ class Config:
         return self.namespaces_bytes + self.sessions_bytes + frames + input_bytes + OUTPUT_BYTES
 
 
-INDEX_BYTES_PER_SLOT = 1536
-"""Measured: 1.4 KiB of a block of one slot, with its key of 32 bytes and its place in the eviction policy."""
 LEAST_INDEX_BYTES = 128 << 20
 PROCESS_BYTES = 64 << 20
 """Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's sample (8 MiB:

@@ -90,7 +90,9 @@ class Admitter:
             found.declined += numbers
             return
         blocks, count = self.blocks, len(numbers)
-        offsets = blocks.take_slots(self.slot_bytes, count, self.protected, self.node, worth, self.claim, block_bytes)
+        offsets = blocks.take_slots(
+            self.namespace, self.slot_bytes, count, self.protected, self.node, worth, self.claim, block_bytes
+        )
         found.offsets += offsets
         found.admitted += numbers[: len(offsets)]
         if left := numbers[len(offsets) :]:

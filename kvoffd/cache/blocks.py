@@ -61,9 +61,9 @@ class Blocks(Room):
         policy: EvictionPolicy,
         listener: CacheListener,
         clock: Callable[[], float],
-        max_slots: int = 2**62,
+        max_index_bytes: int = 2**62,
     ) -> None:
-        super().__init__(slots, policy, clock, max_slots)
+        super().__init__(slots, policy, clock, max_index_bytes)
         self.half_stored: dict[Block, float] = {}
         """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified_slots = 0
@@ -372,6 +372,7 @@ class Blocks(Room):
         namespace.bytes_in[before] -= nbytes
         namespace.blocks_in[after] += len(blocks)
         namespace.bytes_in[after] += nbytes
+        self._known_bytes += len(blocks) * namespace.index_bytes_per_block * ((before is ABSENT) - (after is ABSENT))
         if before in INDEXED or after in INDEXED:
             keys = b"".join([block.key for block in blocks])
             namespace.key_states[blocks[0].group].set(keys, after if after in INDEXED else ABSENT)

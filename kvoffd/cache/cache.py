@@ -73,9 +73,11 @@ class BlockCache(LeasedBlocks):
         lease_ttl_s: float = 30.0,
         lease_bounds: LeaseBounds | None = None,
         max_namespaces_bytes: int = 2**62,
-        max_slots: int = 2**62,
+        max_index_bytes: int = 2**62,
     ) -> None:
-        super().__init__(Blocks(slots, policy, listener, clock, max_slots), policy, clock, lease_ttl_s, lease_bounds)
+        super().__init__(
+            Blocks(slots, policy, listener, clock, max_index_bytes), policy, clock, lease_ttl_s, lease_bounds
+        )
         self.slots = slots
         self.integrity = Integrity(self)
         self.operator_pins = OperatorPins(self, slots.pool_bytes)

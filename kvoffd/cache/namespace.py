@@ -25,6 +25,9 @@ GROUP_BYTES = 4096
 """What a group without blocks takes: most of it is the table of its keys' states."""
 SHARD_BYTES = 128
 """What is known of one rank's shards of one group, without their pages."""
+BLOCK_BYTES, KEY_COPIES, RANK_BYTES, SLOT_BYTES = 416, 4, 16, 40
+"""What is known of a block, in which its key counts more than once, of each rank of its world, and of each of its
+slots: at most this, with the tables' empty places and the eviction policy, as ``make bench-scale`` shows."""
 PAGE_SPEC_BYTES = 512
 """What is known of a page, with the name and shape of its layer."""
 
@@ -195,6 +198,8 @@ class Namespace:
         self.of_bench = label.startswith(messages.BENCH_LABEL)
         self.nbytes = nbytes_of(label, description, world_size, len(groups))
         """Memory that it takes beside its blocks, about."""
+        self.index_bytes_per_block = nbytes_of_block(key_bytes, world_size)
+        """Memory of what is known of a block, without its slots."""
         self.idle_since: float | None = None
         """Since when it is known that it is empty and nobody has it open."""
         self.clearing = False
@@ -360,6 +365,11 @@ class Namespace:
 def nbytes_of(label: str, description: str, world_size: int, groups: int) -> int:
     """Memory that a namespace takes beside its blocks and what its shards are made of, about."""
     return 2 * (len(label) + len(description)) + groups * GROUP_BYTES + world_size * groups * SHARD_BYTES
+
+
+def nbytes_of_block(key_bytes: int, world_size: int) -> int:
+    """Memory that a block takes at most beside ``SLOT_BYTES`` for each of its slots."""
+    return BLOCK_BYTES + KEY_COPIES * key_bytes + RANK_BYTES * world_size
 
 
 def nbytes_of_shards(shards: Sequence[ShardSpec]) -> int:

@@ -9,7 +9,7 @@ from math import inf
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
-from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.namespace import SLOT_BYTES, Block, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
@@ -19,7 +19,7 @@ from kvoffd.system.files import on_error
 class Room(ABC):
     """Takes slots, and chooses what goes where there are too few."""
 
-    def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_slots: int) -> None:
+    def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_index_bytes: int) -> None:
         self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
         """By namespace and group: the blocks that are WRITING or READY."""
         self.holders = SlotHolders(slots.region_bytes)
@@ -27,7 +27,13 @@ class Room(ABC):
         self.hints = Hints(slots.pool_bytes, clock)
         self._slots = slots
         self._policy = policy
-        self._max_slots = max_slots
+        self._max_index_bytes = max_index_bytes
+        self._known_bytes = 0
+
+    @property
+    def index_bytes(self) -> int:
+        """Memory of what is known of all blocks."""
+        return self._known_bytes + SLOT_BYTES * len(self.holders)
 
     @abstractmethod
     def evict(self, blocks: Sequence[Block]) -> None:
@@ -42,6 +48,7 @@ class Room(ABC):
 
     def take_slots(
         self,
+        namespace: Namespace,
         slot_bytes: int,
         count: int,
         protected: Set[Block],
@@ -58,7 +65,7 @@ class Room(ABC):
         """
         if claim is not None and claim.room < inf:
             count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
-        count = self._room_in_index(count, protected, worth, claim)
+        count = self._room_in_index(namespace, count, protected, worth, claim)
         offsets = self._slots.take(slot_bytes, count, node)
         with on_error(lambda: self._slots.free(offsets)):
             while (lacking := count - len(offsets)) > 0:
@@ -117,23 +124,28 @@ class Room(ABC):
         candidates = self._policy.candidates(worth)
         return self.hints.order(candidates, self.index, worth) if self.hints else candidates
 
-    def _room_in_index(self, count: int, protected: Set[Block], worth: float, claim: Claim | None) -> int:
-        """How many of ``count`` more slots the index may have, evicting blocks where it is full.
+    def _room_in_index(
+        self, namespace: Namespace, count: int, protected: Set[Block], worth: float, claim: Claim | None
+    ) -> int:
+        """How many of ``count`` more slots the index has memory for, evicting blocks where it has too little.
 
         Small blocks cost more memory to know than they hold, and would be the daemon's end before the pool is full.
         """
-        excess = min(len(self.holders) + count - self._max_slots, 2 * count)  # more of what was adopted goes later
+        each = namespace.index_bytes_per_block + SLOT_BYTES
+        wanted = count * each
+        # Where there is less memory than an earlier daemon had, more of its blocks go later.
+        excess = min(self.index_bytes + wanted - self._max_index_bytes, 2 * wanted)
         victims: list[Block] = []
         if excess > 0:
             for block in _loose(self._candidates(worth, claim), protected):
                 victims.append(block)
                 if claim is not None:
                     claim.evict(block)
-                excess -= block.slots
+                excess -= block.namespace.index_bytes_per_block + SLOT_BYTES * block.slots
                 if excess <= 0:
                     break
             self.evict(victims)
-        return max(0, min(count, self._max_slots - len(self.holders)))
+        return max(0, min(count, (self._max_index_bytes - self.index_bytes) // each))
 
 
 def _loose(blocks: Iterator[Block], protected: Set[Block]) -> Iterator[Block]:

@@ -214,7 +214,7 @@ class Daemon:
                 int(pool.pool_bytes * config.leased_share),
             ),
             max_namespaces_bytes=config.namespaces_bytes,
-            max_slots=config.max_slots,
+            max_index_bytes=config.max_index_bytes,
         )
         kept_limits = KeptLimits(cache.blocks.shares, config)
         kept_limits.go_on()

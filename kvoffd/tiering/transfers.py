@@ -74,7 +74,7 @@ class TierTransfers:
         with on_error(lambda: self._cache.slots.free([offset for offsets in slots for offset in offsets])):
             for rank in range(namespace.world_size):
                 nbytes, node = namespace.slot_bytes(rank, group), namespace.nodes.get(rank)
-                slots.append(blocks.take_slots(nbytes, len(absent), frozenset(), node, inf, claim, nbytes))
+                slots.append(blocks.take_slots(namespace, nbytes, len(absent), frozenset(), node, inf, claim, nbytes))
         count = min(map(len, slots))
         for offsets in slots:
             self._cache.slots.free(offsets[count:])

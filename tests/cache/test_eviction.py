@@ -6,7 +6,7 @@ import pytest
 from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 
-from kvoffd.cache.namespace import BlockState, Namespace
+from kvoffd.cache.namespace import SLOT_BYTES, BlockState, Namespace, nbytes_of_block
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
@@ -251,14 +251,28 @@ def test_ranks_with_slots_of_different_sizes_evict_whole_blocks() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_no_more_slots_are_in_use_than_the_index_may_have(policy: str) -> None:
-    rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, policy=policy, max_slots=10)
+    most = 10 * (nbytes_of_block(8, 1) + SLOT_BYTES)
+    rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, policy=policy, max_index_bytes=most)
     namespace = rig.open()
     for number in range(0, 40, 2):
         assert rig.put(namespace, keys_of(number, number + 1)) == 0
-        assert len(rig.cache.blocks.holders) <= 10
+        assert rig.cache.blocks.index_bytes <= most
     assert namespace.ready_blocks == 10
     assert rig.states(namespace, keys_of(29, 30, 39)) == [A, R, R]
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(30, 40)))])
     assert rig.put(namespace, keys_of(50, 51)) == 2, "what is leased stays"
     assert rig.states(namespace, keys_of(*range(30, 40))) == [R] * 10
     check_invariants(rig.cache)
+
+
+def test_the_ranks_of_a_world_count_before_they_store() -> None:
+    """Each block has room for what is known of all ranks' shards from its first one on."""
+    most = 10 * (nbytes_of_block(8, 4096) + SLOT_BYTES)
+    rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, max_index_bytes=most)
+    namespace, _ = rig.cache.open_namespace(b"w" * 32, "wide", 4096, 8, rig.open().groups, "")
+    rig.cache.set_shard_bytes(namespace, 4095, [SLOT_UNIT])
+    ticket = rig.cache.begin_store(namespace, 4095, 0, keys_of(*range(12)))
+    assert (len(ticket.copy), len(ticket.dropped)) == (10, 2)
+    rig.cache.abort_store(ticket)
+    check_invariants(rig.cache)
+    assert rig.cache.blocks.index_bytes == 0

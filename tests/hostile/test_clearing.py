@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.wire import NAMESPACE, WireClient, ids, keys
 
-from kvoffd.config import INDEX_BYTES_PER_SLOT
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.hostile.target import Target
@@ -22,7 +21,7 @@ def pool_size() -> str:
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, str]:
-    return {"index_size": str(2 * BLOCKS * INDEX_BYTES_PER_SLOT)}
+    return {"index_size": str(2 * BLOCKS * 600)}
 
 
 def fill(worker: WireClient, memory: SharedMemory) -> None:

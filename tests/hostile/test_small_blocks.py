@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.wire import WireClient, ids, keys
 
-from kvoffd.config import INDEX_BYTES_PER_SLOT
+from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.hostile.target import Target
@@ -17,7 +17,7 @@ SLOTS, BATCH = 682, 128
 
 @pytest.fixture(scope="module")
 def flags() -> dict[str, str]:
-    return {"index_size": str(SLOTS * INDEX_BYTES_PER_SLOT), "eviction_policy": "lru"}
+    return {"index_size": str(SLOTS * (nbytes_of_block(len(keys(0)), 1) + SLOT_BYTES)), "eviction_policy": "lru"}
 
 
 def test_small_blocks_fill_the_index_and_no_more(target: Target) -> None:

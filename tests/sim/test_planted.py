@@ -35,6 +35,7 @@ def found() -> Iterator[dict[str, Future[tuple[int, str]]]]:
         pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [planted.name for planted in PLANTED])
 def test_a_planted_fault_is_found_within_the_ordinary_seeds(
     found: dict[str, Future[tuple[int, str]]], name: str

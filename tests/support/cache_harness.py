@@ -201,13 +201,13 @@ class CacheHarness:
         region_bytes: int = 4 * SLOT_UNIT,
         policy: str = "lru",
         last_region_bytes: int = 0,
-        max_slots: int = 2**62,
+        max_index_bytes: int = 2**62,
     ) -> None:
         self.slots = FakeSlots(regions, region_bytes, last_region_bytes)
         self.events = FoldedEvents()
         self.clock = Clock()
         made = make_policy(policy, self.slots.pool_bytes)
-        self.cache = BlockCache(self.slots, made, self.events, self.clock, max_slots=max_slots)
+        self.cache = BlockCache(self.slots, made, self.events, self.clock, max_index_bytes=max_index_bytes)
 
     def open(
         self, name: str = "a", world_size: int = 1, shard_bytes: Sequence[int] = (SLOT_UNIT,), key_bytes: int = 8

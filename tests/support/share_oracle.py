@@ -55,11 +55,11 @@ class ShareOracle:
         self._claimer, self._pending = namespace, 0
         return self._claim(namespace)
 
-    def take_slots(self, slot_bytes: int, count: int, *others: Any, **named: Any) -> list[int]:
+    def take_slots(self, namespace: Namespace, slot_bytes: int, count: int, *others: Any, **named: Any) -> list[int]:
         taker, block_bytes = self._claimer, named.get("block_bytes", others[4] if len(others) > 4 else 0)
         self._taker = taker
         try:
-            offsets = self._take(slot_bytes, count, *others, **named)
+            offsets = self._take(namespace, slot_bytes, count, *others, **named)
         finally:
             self._taker = None
         self._pending += slot_bytes * len(offsets)
