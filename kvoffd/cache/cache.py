@@ -12,19 +12,7 @@ from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
-from kvoffd.cache.namespace import (
-    CORRUPT,
-    FIRST_BLOCK,
-    FIRST_BLOCK_AT,
-    OFFSET_AT,
-    PAGES,
-    WRITTEN,
-    Block,
-    BlockState,
-    MissReason,
-    Namespace,
-    nbytes_of_shards,
-)
+from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
 from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
@@ -75,9 +63,8 @@ class BlockCache(LeasedBlocks):
         max_namespaces_bytes: int = 2**62,
         max_index_bytes: int = 2**62,
     ) -> None:
-        super().__init__(
-            Blocks(slots, policy, listener, clock, max_index_bytes), policy, clock, lease_ttl_s, lease_bounds
-        )
+        blocks = Blocks(slots, policy, listener, clock, max_index_bytes)
+        super().__init__(blocks, policy, clock, lease_ttl_s, lease_bounds)
         self.slots = slots
         self.integrity = Integrity(self)
         self.operator_pins = OperatorPins(self, slots.pool_bytes)
@@ -236,13 +223,8 @@ class BlockCache(LeasedBlocks):
                 continue
             if (block := index.get(key)) is not None:
                 present.append(block)
-                if word := block.words[2 * rank]:
-                    if (
-                        word & FIRST_BLOCK > first_blocks.get(number, 0) << FIRST_BLOCK_AT
-                        and word & WRITTEN
-                        and not block.pins
-                    ):
-                        # It holds less of the key than is offered now, and nobody reads it.
+                if block.words[2 * rank]:
+                    if block.holds_less(rank, first_blocks.get(number, 0)) and not block.pins:
                         narrow.append((number, block))
                         wanted.add(key)
                     continue
@@ -277,7 +259,7 @@ class BlockCache(LeasedBlocks):
         """
         slot_for = dict(zip(ticket.copy, offsets, strict=True))
         for number, block in narrow:
-            slot_for[number] = block.words[2 * ticket.rank] >> OFFSET_AT & PAGES
+            slot_for[number] = block.shard(ticket.rank).offset
             self.blocks.reopen_shard(block, ticket.rank)
         if self.blocks.tiering is not None:  # what a tier has of them is as little
             self.blocks.tiering.forget(ticket.namespace, ticket.group, [block.key for _, block in narrow])
@@ -318,11 +300,11 @@ class BlockCache(LeasedBlocks):
         held = self.leases.by_key(lease, group)
         found = [held.get(key) for key in split]
         blocks = [block for block in found if block is not None]
-        words = [block.words[2 * rank] for block in blocks]
-        if len(blocks) < len(found) or any(word & (FIRST_BLOCK | CORRUPT) for word in words):
+        offsets, readable = slots_of(blocks, rank)
+        if len(blocks) < len(found) or not readable:
             self._refuse_unreadable(found, rank, group, first_block)
         self.blocks.pin(blocks)
-        ticket = LoadTicket(namespace, rank, lease_id, blocks, [word >> OFFSET_AT & PAGES for word in words])
+        ticket = LoadTicket(namespace, rank, lease_id, blocks, offsets)
         self.loads.add(ticket)
         return ticket
 

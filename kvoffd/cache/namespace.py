@@ -137,6 +137,11 @@ class Block:
             bool(word & CORRUPT),
         )
 
+    def holds_less(self, rank: int, first_block: int) -> bool:
+        """Whether the rank's shard is written, and only from a later engine block on than ``first_block``."""
+        word = self.words[2 * rank]
+        return bool(word & WRITTEN) and word & FIRST_BLOCK > first_block << FIRST_BLOCK_AT
+
     @property
     def slots(self) -> int:
         """Slots that it has: one for each shard."""
@@ -146,6 +151,12 @@ class Block:
     def writers(self) -> int:
         """Stores that are writing a shard of the block now."""
         return self.missing - self.words[::2].count(0)
+
+
+def slots_of(blocks: Sequence[Block], rank: int) -> tuple[list[int], bool]:
+    """Offsets of the slots of a rank's shards, which are there; and whether each has all of its key and may be read."""
+    words = [block.words[2 * rank] for block in blocks]
+    return [word >> OFFSET_AT & PAGES for word in words], not any(word & (FIRST_BLOCK | CORRUPT) for word in words)
 
 
 @dataclass(slots=True)
