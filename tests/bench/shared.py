@@ -56,19 +56,20 @@ class Figure:
         self.speeds.append(nbytes / (time.perf_counter() - started) / 1e9)
         self.cpu.append((time.process_time() - used) / (nbytes / 2**30))
 
-    def line(self, floor: float) -> str:
+    def line(self, floor: float = 0.0, what: str = "raw TCP") -> str:
         speed = median(self.speeds)
-        return f"{self.name}: {speed:.2f} GB/s, {speed / floor:.2f} of raw TCP, {median(self.cpu):.2f} s/GiB CPU"
+        share = f" {speed / floor:.2f} of {what}," if floor else ""
+        return f"{self.name}: {speed:.2f} GB/s,{share} {median(self.cpu):.2f} s/GiB CPU"
 
 
 class Node:
     """The tier over a pool of ``BATCH`` slots; its ends are delivered here."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, credentials: Credentials = Credentials()) -> None:  # noqa: B008
         self.pool = memoryview(bytearray(os.urandom(MIB) * (2 * BATCH)))
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.tier = SharedTier(
-            url, open_store(url, Credentials()), pool=self.pool, digest=digest, clock=time.monotonic,
+            url, open_store(url, credentials), pool=self.pool, digest=digest, clock=time.monotonic,
             post=self._posted.put, listener=self, ask_deadline_s=5.0,
         )  # fmt: skip
         self.until(lambda: self.tier.reachable)

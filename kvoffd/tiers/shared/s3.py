@@ -82,7 +82,8 @@ class S3(Store):
     ask_deadline_s = ASK_DEADLINE_S
     poll_s = 15.0  # each is a request that is paid for
     most_window_keys = 256
-    blocks_at_once, bytes_at_once = 16, 16 << 20
+    blocks_at_once, bytes_at_once = 8, 8 << 20
+    writers = 2
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -138,7 +139,7 @@ class S3(Store):
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
             for task, request in zip(running, requests, strict=True):
-                data = self._run(_of(task), deadline)
+                data = task.result() if task.done() and not task.exception() else self._run(_of(task), deadline)
                 yield self._fill(data, request) if data else None if data is None else b""
         finally:
             for task in running:

@@ -12,7 +12,7 @@ from kvoffd.tiers.shared.breaker import Breaker
 from kvoffd.tiers.shared.object_format import Digest, object_key
 from kvoffd.tiers.shared.redis import MOST_KEYS
 from kvoffd.tiers.shared.store import Store
-from kvoffd.tiers.shared.workers import THREADS, Ask, Raise, Read, Workers, Write
+from kvoffd.tiers.shared.workers import READERS, Ask, Raise, Read, Workers, Write
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierStats
 
 logger = logging.getLogger(__name__)
@@ -77,10 +77,11 @@ class SharedTier(AskedTier):
         generations: Mapping[bytes, int] | None = None,
     ) -> None:
         self.name = name
-        stores = [open_store() for _ in range(THREADS)]
-        self.ask_deadline_s = ask_deadline_s or stores[0].ask_deadline_s
-        self._poll_s = stores[0].poll_s
-        self.most_window_keys = stores[0].most_window_keys
+        first = open_store()
+        stores = [first, *(open_store() for _ in range(READERS + first.writers))]
+        self.ask_deadline_s = ask_deadline_s or first.ask_deadline_s
+        self._poll_s = first.poll_s
+        self.most_window_keys = first.most_window_keys
         self.counters = SharedCounters()
         self.problem = ""
         """Why it failed last, a sentence."""

@@ -57,6 +57,7 @@ class Store(ABC):
         poll_s: how often it is looked whether generations were raised.
         most_window_keys: keys that ``ask`` manages in that time without ``prefix``.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
+        writers: threads that write. With several one asks what is there while another one's objects are on their way.
     """
 
     ask_deadline_s: float
@@ -64,6 +65,7 @@ class Store(ABC):
     most_window_keys: int
     blocks_at_once: int
     bytes_at_once: int
+    writers: int = 1
 
     @abstractmethod
     def connect(self) -> None:

@@ -25,8 +25,7 @@ from kvoffd.tiers.tier import TierBlock, TierKey, TierResult
 
 logger = logging.getLogger(__name__)
 
-READERS, WRITERS = 2, 1
-THREADS = 1 + READERS + WRITERS
+READERS = 2
 ASK_PATIENCE_S = 0.08
 """An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
 PROBE_S = 1.0
@@ -100,6 +99,7 @@ class Ends(Protocol):
 
 
 _Block = TypeVar("_Block", Read, Write)
+T = TypeVar("T")
 
 
 class Workers:
@@ -132,7 +132,7 @@ class Workers:
         self._stores = stores
         self._threads: list[threading.Thread] = []
         works = [("ask", self._work_asks), *[("read", self._work_reads)] * READERS]
-        works += [("write", self._work_writes)] * WRITERS
+        works += [("write", self._work_writes)] * stores[0].writers
         for (name, work), store in zip(works, stores, strict=True):
             thread = threading.Thread(target=work, args=(store,), name=f"kvoffd-shared-{name}", daemon=True)
             self._threads.append(thread)
@@ -189,11 +189,11 @@ class Workers:
     def _work_asks(self, store: Store) -> None:
         while not self._closed:
             if self._breaker.open:
-                for ask in self._next_asks(len(self.asks)):
+                for ask in self._next(self.asks, len(self.asks)):
                     self._ends.unanswered(ask)
                 self._probe_when_due(store)
             elif self._wait(self._to_ask, lambda: bool(self.asks)):
-                for ask in self._next_asks(1):
+                for ask in self._next(self.asks, 1):
                     self._ask(store, ask)
         store.close()
 
@@ -303,9 +303,9 @@ class Workers:
 
     def _work_writes(self, store: Store) -> None:
         while self._wait(self._to_write, self._has_to_write) or not self._closed:
-            while self._raises and not self._closed:
-                self._raise(store, self._raises.popleft())
-            if keys := self._next_removals():
+            for one in self._next(self._raises, 1):
+                self._raise(store, one)
+            if keys := self._next(self._removals, REMOVED_AT_ONCE):
                 self._remove(store, keys)
             if batch := self._next_blocks(store, self._writes):
                 self._write(store, deque(batch))
@@ -388,9 +388,9 @@ class Workers:
                 condition.wait_for(lambda: self._closed or there(), IDLE_S)
             return not self._closed and there()
 
-    def _next_asks(self, count: int) -> list[Ask]:
+    def _next(self, queue: deque[T], most: int) -> list[T]:
         with self._lock:
-            return [self.asks.popleft() for _ in range(min(count, len(self.asks)))] if not self._closed else []
+            return [queue.popleft() for _ in range(min(most, len(queue)))] if not self._closed else []
 
     def _next_blocks(self, store: Store, queue: deque[_Block]) -> list[_Block]:
         """Take what may be under way at once on a connection."""
@@ -403,10 +403,6 @@ class Workers:
                     break
                 batch.append(queue.popleft())
         return batch
-
-    def _next_removals(self) -> list[bytes]:
-        with self._lock:
-            return [self._removals.popleft() for _ in range(min(REMOVED_AT_ONCE, len(self._removals)))]
 
 
 def _names(ask: Ask, generation: int) -> list[bytes]:

@@ -1,0 +1,161 @@
+"""What the shared tier costs over S3, beside a bare client: ``python -m tests.bench.shared_s3`` (a minute).
+
+In one run over loopback: objects of 1 MiB written and read by obstore alone, as many at a time as the tier's threads
+have, and by the tier, with the CPU time of this process; and how long it takes to find how far a prefix of 1,000 keys
+reaches, in HEADs. Of a double in a process of its own that does nothing but keep bytes, and waits 5 ms for the prefix;
+and of moto, where there is one, whose own CPU time is most of it and which answers one request at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import obstore
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from support.faulty_bucket import FaultyBucket  # noqa: E402
+from support.s3_server import PROGRAM, S3Server  # noqa: E402
+
+from kvoffd.pool.table_format import digest  # noqa: E402
+from kvoffd.tiers.shared.s3 import S3, open_bucket  # noqa: E402
+from kvoffd.tiers.shared.store import Credentials  # noqa: E402
+from kvoffd.tiers.shared.workers import READERS  # noqa: E402
+from kvoffd.tiers.tier import TierBlock, TierKey, TierShard  # noqa: E402
+from tests.bench.shared import BATCH, FINGERPRINT, MIB, Figure, Node  # noqa: E402
+
+ROUNDS = 6
+HEADS = 50
+PREFIXES = (0, 137, 500, 731, 1000)
+DELAY_S = 0.005
+SECRETS = Credentials("testing", "testing")
+
+
+@contextmanager
+def double(delay_s: float) -> Iterator[str]:
+    """The URL of a ``FaultyBucket`` in a process of its own."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        with FaultyBucket() as bucket:
+            bucket.delay_s = delay_s
+            os.write(theirs, bucket.url.encode())
+            signal.pause()
+    assert select.select([ours], [], [], 10.0)[0]
+    try:
+        yield os.read(ours, 4096).decode()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(ours)
+        os.close(theirs)
+
+
+async def at_once(count: int, calls: Sequence[Callable[[], Any]]) -> None:
+    """Make calls, so many at a time."""
+    free = asyncio.Semaphore(count)
+
+    async def one(call: Callable[[], Any]) -> None:
+        async with free:
+            await call()
+
+    await asyncio.gather(*map(one, calls))
+
+
+def throughput(url: str) -> Iterator[str]:
+    client = open_bucket(url, SECRETS).client
+    node = Node(url, SECRETS)
+    figures = [Figure(f"  {name}") for name in ("bare write", "bare read", "write", "read")]
+    shards = [TierShard(MIB, 0, digest(node.pool[slot * MIB : (slot + 1) * MIB])) for slot in range(BATCH)]
+    views = [node.pool[slot * MIB : (slot + 1) * MIB] for slot in range(BATCH)]
+
+    async def get(path: str, view: memoryview) -> None:
+        view[:] = memoryview(await (await obstore.get_async(client, path)).bytes_async())
+
+    def bare(calls: Sequence[Callable[[], Any]], count: int) -> int:
+        asyncio.run(at_once(count, calls))
+        return BATCH * MIB
+
+    for number in range(ROUNDS):
+        paths = [f"bare/{number}/{slot}" for slot in range(BATCH)]
+        puts = [partial(obstore.put_async, client, *one, use_multipart=False) for one in zip(paths, views, strict=True)]
+        figures[0].round(partial(bare, puts, S3.writers * S3.blocks_at_once))
+        gets = [partial(get, *one) for one in zip(paths, views, strict=True)]
+        figures[1].round(partial(bare, gets, READERS * S3.blocks_at_once))
+        blocks = [
+            TierBlock(TierKey(FINGERPRINT, 0, (BATCH * number + slot).to_bytes(32, "big")), (shard,))
+            for slot, shard in enumerate(shards)
+        ]
+        figures[2].round(partial(node.move, lambda block, at, done: node.tier.write(block, [at], done), blocks))
+        node.ask([block.id.key for block in blocks], MIB)
+        until = time.monotonic() + 30
+        figures[3].round(
+            partial(node.move, lambda block, at, done, until=until: node.tier.read(block.id, [at], until, done), blocks)
+        )
+    assert node.tier.close(5.0)
+    for own, floor in ((figures[2], figures[0]), (figures[3], figures[1])):
+        yield floor.line()
+        yield own.line(median(floor.speeds), "the bare client")
+
+
+def prefix(url: str) -> Iterator[str]:
+    client = open_bucket(url, SECRETS).client
+
+    async def head() -> None:
+        try:
+            await obstore.head_async(client, "absent")
+        except FileNotFoundError:
+            pass
+
+    async def heads() -> list[float]:
+        times = []
+        for _ in range(HEADS):
+            started = time.perf_counter()
+            await head()
+            times.append(time.perf_counter() - started)
+        return times
+
+    one_s = median(asyncio.run(heads()))
+    node = Node(url, SECRETS)
+    keys = [number.to_bytes(32, "big") for number in range(1000)]
+    written = 0
+    shard = TierShard(1024, 0, digest(node.pool[:1024]))
+    for count in PREFIXES:
+        blocks = [TierBlock(TierKey(FINGERPRINT, 0, key), (shard,)) for key in keys[written:count]]
+        for at in range(0, len(blocks), BATCH):
+            node.move(lambda block, _, done: node.tier.write(block, [0], done), blocks[at : at + BATCH])
+        written = count
+        times = []
+        for _ in range(9):
+            started = time.perf_counter()
+            node.ask(keys, 1024)
+            times.append(time.perf_counter() - started)
+        asked_s = median(times)
+        yield f"  {count} of 1,000 keys: {1e3 * asked_s:.1f} ms, {asked_s / one_s:.1f} HEADs of {1e3 * one_s:.1f} ms"
+    assert node.tier.close(5.0)
+
+
+def main() -> None:
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
+    with double(DELAY_S) as slow, double(0.0) as quick:
+        print("a double", *throughput(quick), sep="\n", flush=True)
+        print(f"a double that waits {1e3 * DELAY_S:.0f} ms", *prefix(slow), sep="\n", flush=True)
+    if PROGRAM is not None:
+        with S3Server() as server:
+            print("moto", *throughput(server.url), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()
