@@ -4,7 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MOST_STEPS = 1024 };
+/* LONGEST: keys of a span that is begun here. What is adopted comes as one chain of all keys that there are, and a request
+ * for some of them cuts its span in parts, which takes as long as there are keys in it. */
+enum { MOST_STEPS = 1024, LONGEST = 1024 };
 static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
 
 /* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
@@ -45,7 +47,8 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count;) {
         struct place first;
-        uint32_t length = run_length(l, hashes + i, count - i, &first), number = first.span;
+        uint64_t most = count - i < LONGEST ? count - i : LONGEST;
+        uint32_t length = run_length(l, hashes + i, most, &first), number = first.span;
         if (!number) {
             number = begin_span(l, hashes + i, length, ADOPTED, weight);
             link_young(l, number);

@@ -322,6 +322,20 @@ def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> Non
     assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
 
 
+def test_what_was_adopted_at_once_is_not_cut_in_parts_as_a_whole() -> None:
+    rig = CacheHarness(regions=16, region_bytes=512 * 4096)  # 8,192 blocks
+    rig.put(rig.open(), keys_of(*range(8000)))
+    heir = CacheHarness(policy="learned")
+    heir.slots = rig.slots.successor(rig.slots.ready_records())
+    heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), rig.slots.ready_records())
+    policy = policy_of(heir)
+    assert len(policy) == 8000
+    assert policy.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
+    assert ask(heir, heir.cache.namespaces[0], list(range(3000, 3100))).count(READY) == 100
+    check(heir)
+
+
 END = 8
 COUNTS = 16 + 8 * 8 + 8 * CLASSES * (2 * BINS + EPOCHS_KEPT + 1)
 """Bytes of the end of a record, and of the counts before it. Its first span is at its beginning."""
