@@ -17,6 +17,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 SOURCES = [
+    "kvoffd/cache/adopt.c",
     "kvoffd/cache/curve.c",
     "kvoffd/cache/key_states.c",
     "kvoffd/cache/learned/blocks.c",
@@ -26,6 +27,7 @@ SOURCES = [
     "kvoffd/cache/learned/records.c",
     "kvoffd/cache/learned/requests.c",
     "kvoffd/cache/learned/spans.c",
+    "kvoffd/pool/scan.c",
     "kvoffd/transfer/host_copy.c",
     "kvoffd/transfer/cuda/gpu_copy.c",
     "kvoffd/transfer/cuda/counting_calls.c",

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import Ints, Kind, LeftSlots, NamespaceRecord, SlotRecord
+from kvoffd.pool.table_format import keys_of
+from kvoffd.system.native import native
 from kvoffd_proto.blocks import shard_bytes_of
+
+Numbers: TypeAlias = npt.NDArray[np.intp]
 
 _MIN_KEY_BYTES = 8
 _MAX_KEY_BYTES = 64
@@ -29,56 +37,133 @@ class Adoption(NamedTuple):
     """Slots that were freed: of blocks that lack a shard, or at odds with their namespace or with another slot."""
 
 
-def plan_adoption(
-    namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord], slot_bytes: Callable[[int], int]
-) -> tuple[list[NamespaceRecord], list[list[SlotRecord]], list[SlotRecord]]:
-    """Sort out what may be served: the namespaces that have blocks, the slots of each block, and the slots to free.
+class Grouping(ctypes.Structure):
+    """``struct grouping`` of adopt.c."""
 
-    A block's slots are one for every rank, and the block that became ready first comes first. Whatever is doubtful is
-    refused.
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("slots", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("owners", "kind_of", "identities", "generations", "table")),
+        ("mask", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("block_of", "firsts", "places", "served", "blocks_of")),
+    )
+
+
+class Owner(ctypes.Structure):
+    """``struct owner`` of adopt.c."""
+
+    _fields_ = (("group", ctypes.c_uint32), ("rank", ctypes.c_uint16), ("world_size", ctypes.c_uint16))
+
+
+class BlockSlots(NamedTuple):
+    """Blocks, and the slots of each: one for each rank, by rank."""
+
+    owner_of: Numbers
+    """By block, the number of its namespace and group."""
+    offsets: Ints
+    """Of the slots, end to end."""
+
+
+class Plan:
+    """Sorts out what may be served: whatever is doubtful is refused.
 
     A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
     have, with a checksum of its bytes. Of two slots for one shard neither is believed.
 
     Args:
+        left: owned from here on.
         slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
     """
-    known = {namespace.fingerprint: namespace for namespace in namespaces if _is_sound(namespace, slot_bytes)}
-    fitting: dict[tuple[object, ...], bool] = {}
-    found: dict[tuple[bytes, int, bytes], list[SlotRecord]] = {}
-    refused: list[SlotRecord] = []
-    for slot in slots:
-        owner = slot.fingerprint, slot.group, slot.rank, slot.world_size, len(slot.key)
-        kind = (*owner, slot.slot_bytes, slot.length)  # many slots, few kinds
-        fits = fitting.get(kind)
-        if fits is None:
-            fits = fitting[kind] = _fits(slot, known.get(slot.fingerprint), slot_bytes)
-        if fits and slot.checksum:
-            found.setdefault((slot.fingerprint, slot.group, slot.key), []).append(slot)
-        else:
-            refused.append(slot)
-    blocks: list[list[SlotRecord]] = []
-    for (fingerprint, _, _), shards in found.items():
-        world_size = known[fingerprint].world_size
-        if len(shards) == world_size and (world_size == 1 or len({shard.rank for shard in shards}) == world_size):
-            blocks.append(shards)
-        else:
-            refused += shards
-    blocks.sort(key=lambda shards: max([shard.generation for shard in shards]))
-    served = {shards[0].fingerprint for shards in blocks}
-    return [known[name] for name in known if name in served], blocks, refused
+
+    def __init__(
+        self, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slot_bytes: Callable[[int], int]
+    ) -> None:
+        sound = {record.fingerprint: record for record in namespaces if _is_sound(record, slot_bytes)}
+        numbers: dict[tuple[bytes, int], int] = {}
+        owners = (Owner * len(left.kinds))()
+        for owner, kind in zip(owners, left.kinds, strict=True):
+            name = left.names[kind.name]
+            if _fits(kind, sound.get(name), slot_bytes):
+                owner.group = numbers.setdefault((name, kind.group), len(numbers))
+                owner.rank, owner.world_size = kind.rank, kind.world_size
+        self._owner_of_kind = np.array([owner.group for owner in owners], np.intp)
+        world_sizes = {owner.group: owner.world_size for owner in owners if owner.world_size}
+        self._world_sizes = np.array([world_sizes[number] for number in range(len(numbers))], np.intp)
+        self._offsets = left.offsets
+        self.owners = list(numbers)
+        """Fingerprint of the namespace, and group, by number."""
+        counts = np.bincount(self._owner_of_kind, self._group(owners, left), len(numbers)).astype(int)
+        having = {name for number, (name, _) in enumerate(numbers) if counts[number]}
+        self.namespaces = [record for name, record in sound.items() if name in having]
+        """Those that have blocks."""
+
+    def _group(self, owners: ctypes.Array[Owner], left: LeftSlots) -> Numbers:
+        """Finds the whole blocks; returns how many there are by the kind of one of their slots."""
+        slots = len(left.offsets)
+        table = np.zeros(1 << (slots + slots // 2).bit_length(), np.uint32)
+        block_of, places = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
+        firsts, served = np.empty(slots, np.uint64), np.zeros(slots, np.uint8)
+        blocks_of = np.zeros(len(owners), np.intp)
+        arrays = (left.kind_of, left.identities, left.generations, table)
+        grouping = Grouping(
+            slots, 0, ctypes.addressof(owners), *(array.ctypes.data for array in arrays), len(table) - 1,
+            *(array.ctypes.data for array in (block_of, firsts, places, served, blocks_of)),
+        )  # fmt: skip
+        native().group_slots(ctypes.byref(grouping))
+        self._places, self._firsts, self._kind_of = places, firsts, left.kind_of
+        self._newest = np.argsort(left.generations[: grouping.blocks])[::-1]
+        """Numbers of the blocks that are left, the one that became ready last first."""
+        self.refused = left.offsets[served == 0]
+        """Offsets of the slots to free."""
+        return blocks_of
+
+    def __len__(self) -> int:
+        """Blocks that are left."""
+        return len(self._newest)
+
+    def take(self, count: int) -> BlockSlots:
+        """The next ``count`` blocks, those that became ready last."""
+        chosen, self._newest = self._newest[:count], self._newest[count:]
+        owner_of = self._owners(chosen)
+        counts = self._world_sizes[owner_of]
+        begins = np.cumsum(counts) - counts
+        places = np.repeat(self._firsts[chosen].astype(np.intp) - begins, counts) + np.arange(counts.sum())
+        return BlockSlots(owner_of, self._offsets[self._places[places]])
+
+    def _owners(self, blocks: Numbers) -> Numbers:
+        return self._owner_of_kind[self._kind_of[blocks]]
 
 
 def adopt(
-    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]
+    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], left: LeftSlots
 ) -> tuple[dict[bytes, Namespace], Adoption]:
     """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
-    served, found, refused = plan_adoption(namespaces, slots, store.slot_bytes)
-    store.free([slot.offset for slot in refused])
-    opened = {record.fingerprint: _open(record, store) for record in served}
-    blocks.adopt(opened.values(), [(opened[shards[0].fingerprint], shards) for shards in found])
+    plan = Plan(namespaces, left, store.slot_bytes)
+    store.free(plan.refused.tolist())
+    opened = {record.fingerprint: _open(record, store) for record in plan.namespaces}
+    found = list(_read(plan, store, opened))
+    blocks.adopt(opened.values(), found[::-1])
     nbytes = sum(namespace.ready_bytes for namespace in opened.values())
-    return opened, Adoption(len(found), nbytes, len(opened), len(refused))
+    return opened, Adoption(len(found), nbytes, len(opened), len(plan.refused))
+
+
+def _read(plan: Plan, store: Pool, opened: Mapping[bytes, Namespace]) -> Iterator[tuple[Namespace, list[SlotRecord]]]:
+    """The blocks of a plan, each with the records of its slots."""
+    while plan:
+        owners, offsets = plan.take(1)
+        name, group = plan.owners[owners[0]]
+        namespace, rows = opened[name], store.rows(offsets)
+        keys = keys_of(rows, namespace.key_bytes)
+        columns = [rows[name].tolist() for name in ("first_block", "length", "checksum", "generation")]
+        yield (
+            namespace,
+            [
+                SlotRecord(
+                    *(offset, namespace.slot_bytes(rank, group), name, group, keys[rank], rank, namespace.world_size),
+                    *content,
+                )
+                for rank, (offset, *content) in enumerate(zip(offsets.tolist(), *columns, strict=True))
+            ],
+        )
 
 
 def _open(record: NamespaceRecord, store: Pool) -> Namespace:
@@ -113,12 +198,12 @@ def _is_sound(namespace: NamespaceRecord, slot_bytes: Callable[[int], int]) -> b
     return True
 
 
-def _fits(slot: SlotRecord, namespace: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
-    """Whether a slot can hold a shard of that namespace."""
-    if namespace is None or slot.world_size != namespace.world_size or slot.rank >= namespace.world_size:
+def _fits(kind: Kind, namespace: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
+    """Whether slots of a kind can hold shards of that namespace, and can be checked."""
+    if namespace is None or kind.world_size != namespace.world_size or kind.rank >= namespace.world_size:
         return False
-    sizes = namespace.shard_bytes[slot.rank]
-    if sizes is None or slot.group >= len(sizes) or len(slot.key) != namespace.key_bytes:
+    sizes = namespace.shard_bytes[kind.rank]
+    if sizes is None or kind.group >= len(sizes) or kind.key_bytes != namespace.key_bytes or not kind.has_checksum:
         return False
-    nbytes = sizes[slot.group]
-    return slot.length == nbytes and slot.slot_bytes == slot_bytes(max(nbytes, 1))
+    nbytes = sizes[kind.group]
+    return kind.length == nbytes and kind.slot_bytes == slot_bytes(max(nbytes, 1))

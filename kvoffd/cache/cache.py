@@ -18,7 +18,7 @@ from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import LeftSlots, NamespaceRecord
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
@@ -154,13 +154,13 @@ class BlockCache(LeasedBlocks):
         if news:
             self.slots.note_namespace(namespace.record())
 
-    def adopt(self, namespaces: Iterable[NamespaceRecord], slots: Iterable[SlotRecord]) -> Adoption:
-        """Take over what an earlier daemon left, before anything else: ``slots`` are handed out by the slot store.
+    def adopt(self, namespaces: Iterable[NamespaceRecord], left: LeftSlots) -> Adoption:
+        """Take over what an earlier daemon left, before anything else. The slot store has handed these slots out.
 
         Whole blocks are ready at once, and told to the listener; the other slots are freed.
         """
         assert not self._namespaces
-        self._namespaces, adoption = adopt(self.blocks, self.slots, namespaces, slots)
+        self._namespaces, adoption = adopt(self.blocks, self.slots, namespaces, left)
         return adoption
 
     # --- time and operators ----------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvoffd.errors import PoolTooLarge
 from kvoffd.pool.backing import MemfdBacking, PoolBacking, PoolMappings
-from kvoffd.pool.records import NamespaceRecord
+from kvoffd.pool.records import NamespaceRecord, no_slots
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import RecoveredSlots, SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, digests
@@ -71,7 +71,7 @@ class Pool:
         geometry = Geometry.of(size_bytes, self._slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
-        self.recovered = RecoveredSlots([], [], 0)
+        self.recovered = RecoveredSlots([], no_slots(), 0)
         """The slots that an earlier daemon left; empty in a new pool."""
         self.cold_reason = ""
         """Why an earlier daemon's pool was not taken over; empty where it was, or where there was none."""
@@ -90,6 +90,7 @@ class Pool:
         self.neighbours = self._slots.neighbours
         self.mark_all_writing = self._table.mark_all_writing
         self.mark_all_ready = self._table.mark_all_ready
+        self.rows = self._table.rows
 
     def _adopt(self, backing: PoolBacking, geometry: Geometry) -> PoolMappings | None:
         try:
@@ -98,7 +99,7 @@ class Pool:
                 return None
             with on_error(mappings.close):
                 self._table, self.recovered = SlotTable.adopt(mappings.table, geometry)
-                self._slots.restore((record.offset, record.slot_bytes) for record in self.recovered.slots)
+                self._slots.restore(self.recovered.left)
         except BadTable as error:
             self.cold_reason = error.message
             return None
@@ -131,7 +132,7 @@ class Pool:
 
     def take_recovered(self) -> RecoveredSlots:
         """Hands ``recovered`` over, once: it may be large."""
-        taken, self.recovered = self.recovered, RecoveredSlots([], [], 0)
+        taken, self.recovered = self.recovered, RecoveredSlots([], no_slots(), 0)
         return taken
 
     @property

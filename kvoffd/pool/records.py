@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
@@ -26,6 +30,51 @@ class SlotRecord(NamedTuple):
     """The ``digest`` of the slot's ``length`` bytes; 0 where none was taken."""
     generation: int
     """Grows with every slot that is written."""
+
+
+class Kind(ctypes.Structure):
+    """What many slots have in common; ``struct kind`` of scan.c. ``name`` is a number of a namespace."""
+
+    slot_bytes: int
+    length: int
+    name: int
+    group: int
+    rank: int
+    world_size: int
+    key_bytes: int
+    has_checksum: bool
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("slot_bytes", "length")),
+        ("name", ctypes.c_int32),
+        *((name, ctypes.c_uint16) for name in ("group", "rank", "world_size")),
+        *((name, ctypes.c_uint8) for name in ("key_bytes", "has_checksum")),
+    )
+
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Rows: TypeAlias = npt.NDArray[np.void]
+"""An array of RECORD of ``table_format``: records of the slot table."""
+
+
+class LeftSlots(NamedTuple):
+    """The slots that an earlier daemon left whole, by offset: one item of each array for each."""
+
+    names: Sequence[bytes]
+    """Fingerprints of namespaces, by number."""
+    kinds: Sequence[Kind]
+    """By number."""
+    kind_of: npt.NDArray[np.uint32]
+    offsets: Ints
+    generations: Ints
+    """They grow with every slot that is written."""
+    identities: npt.NDArray[np.uint64]
+    """The same for the shards of one block, others for others."""
+
+
+def no_slots() -> LeftSlots:
+    """No slots."""
+    kind_of, numbers = np.empty(0, np.uint32), np.empty(0, np.int64)
+    return LeftSlots([], [], kind_of, numbers, numbers, np.empty(0, np.uint64))
 
 
 class NamespaceRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

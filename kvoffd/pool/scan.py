@@ -1,33 +1,23 @@
-"""Reads a slot table: which slots hold whole bytes, and which records are not to be trusted."""
+"""Reads a slot table: which slots hold whole bytes, and which records are not to be trusted. ``scan.c`` judges them."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import zlib
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.pool.records import SlotRecord
-from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
-from kvoffd.pool.table_format import (
-    CRC,
-    CRC_AT,
-    FINGERPRINT,
-    FINGERPRINT_ENTRY_BYTES,
-    KEY_AT,
-    MAX_KEY_BYTES,
-    OWNER_AT,
-    RECORD,
-    RECORD_BYTES,
-    Geometry,
-    SlotState,
-)
+from kvoffd.pool.records import Kind, LeftSlots
+from kvoffd.pool.table_format import CRC, FINGERPRINT, FINGERPRINT_ENTRY_BYTES, RECORD_BYTES, Geometry
+from kvoffd.system.native import native
 
 _BATCH_BYTES = 4 << 20
+_MOST_KINDS = 1 << 20
+"""Ranks and groups of all namespaces; slots of more are not believed."""
 
 
 class Entry(NamedTuple):
@@ -37,15 +27,41 @@ class Entry(NamedTuple):
     generation: int
 
 
+class HeldEntry(NamedTuple):
+    """An entry of the fingerprint table that records name."""
+
+    entry: Entry
+    fingerprint: bytes
+    records: int
+    """How many name it."""
+
+
 class Scan(NamedTuple):
     """The records of a table."""
 
-    records: list[SlotRecord]
-    """Slots whose bytes are whole, by offset."""
-    entries: list[Entry]
-    """For each record, the entry that names its namespace."""
-    discarded: list[int]
-    """Numbers of the records that are neither FREE nor among ``records``: being written, torn, or contradicted."""
+    left: LeftSlots
+    entries: list[HeldEntry]
+    """The older ones first."""
+    discarded: npt.NDArray[np.uint64]
+    """Numbers of the records that are neither FREE nor of ``left``: being written, torn, or contradicted."""
+
+
+class Scanner(ctypes.Structure):
+    """``struct scan`` of scan.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "regions", "entries", "most_kinds")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                *("slot_bytes", "entry_generations", "names", "holders", "kinds", "kind_places"),
+                *("offsets", "generations", "identities", "kind_of", "discarded"),
+            )
+        ),
+        *((name, ctypes.c_uint64) for name in ("slots_found", "kinds_found", "discarded_found")),
+        ("seed", ctypes.c_uint64 * 2),
+        ("crc", ctypes.c_uint32 * 256 * 8),
+    )
 
 
 def scan(fd: int, geometry: Geometry) -> Scan:
@@ -54,26 +70,50 @@ def scan(fd: int, geometry: Geometry) -> Scan:
     A record counts when it is READY, has a right CRC, and agrees with its namespace's entry and its region. The file's
     data is read, never its holes, which reading through a mapping would fill.
     """
-    regions = np.frombuffer(os.pread(fd, geometry.regions * 8, geometry.regions_at), np.uint64).astype(np.int64)
+    regions = np.frombuffer(os.pread(fd, geometry.regions * 8, geometry.regions_at), np.uint64)
     fingerprints = _read_fingerprints(fd, geometry)
-    found = Scan([], [], [])
-    for data, numbers in _batches(fd, geometry):
-        _read_batch(data, numbers, geometry, regions, fingerprints, found)
-    return found
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(fingerprints.values()))}
+    generations, holders = (np.zeros(geometry.fingerprints, np.uint64) for _ in range(2))
+    names = np.zeros(geometry.fingerprints, np.int32)
+    for entry, name in fingerprints.items():
+        generations[entry.place], names[entry.place] = entry.generation, numbers[name]
+    # As much as there can be; what is not written is not in memory.
+    kinds, kind_places = np.empty(_MOST_KINDS, Kind), np.zeros(2 * _MOST_KINDS, np.uint32)
+    offsets, slot_generations = (np.empty(geometry.records, np.int64) for _ in range(2))
+    identities, discarded = (np.empty(geometry.records, np.uint64) for _ in range(2))
+    kind_of = np.empty(geometry.records, np.uint32)
+    scanner = Scanner(
+        *(geometry.pool_bytes, geometry.region_bytes, geometry.regions, geometry.fingerprints, _MOST_KINDS),
+        *(array.ctypes.data for array in (regions, generations, names, holders, kinds, kind_places)),
+        *(array.ctypes.data for array in (offsets, slot_generations, identities, kind_of, discarded)),
+        seed=(ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16)),
+    )
+    _judge_all(fd, geometry, scanner)
+    held = [
+        HeldEntry(entry, name, int(holders[entry.place]))
+        for entry, name in sorted(fingerprints.items(), key=lambda item: item[0].generation)
+        if holders[entry.place]
+    ]
+    found = scanner.slots_found
+    left = LeftSlots(
+        list(numbers),
+        (Kind * scanner.kinds_found).from_buffer_copy(kinds[: scanner.kinds_found]),
+        kind_of[:found],
+        offsets[:found],
+        slot_generations[:found],
+        identities[:found],
+    )
+    return Scan(left, held, discarded[: scanner.discarded_found])
 
 
-def _batches(fd: int, geometry: Geometry) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
-    """The records in use, end to end, and their numbers in the table; those of some MiB of the file's data at a time.
-
-    The data may lie in many small pieces, one page to a record.
-    """
-    position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
+def _judge_all(fd: int, geometry: Geometry, scanner: Scanner) -> None:
+    """Has the records judged that lie in the file's data: it may lie in many small pieces, one page to a record."""
+    judge, reference = native().scan, ctypes.byref(scanner)
+    native().scan_prepare(reference)
     # One buffer for all: the kernel would have to find new pages for each new one.
-    buffer = bytearray(_BATCH_BYTES)
-    room = memoryview(buffer)
-    first: list[int] = []
-    counts: list[int] = []
-    filled = 0
+    room = memoryview(bytearray(_BATCH_BYTES))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    position, end = geometry.records_at, geometry.records_at + geometry.records * RECORD_BYTES
     hole_at = position
     while position < end:
         if position == hole_at:
@@ -81,83 +121,11 @@ def _batches(fd: int, geometry: Geometry) -> Iterator[tuple[bytes, npt.NDArray[n
             if position >= end:
                 break
             hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once for all of it: the kernel counts page by page
-        stop = min(hole_at, position + _BATCH_BYTES - filled)
+        stop = min(hole_at, position + _BATCH_BYTES)
         # Data begins and ends with pages, and pages hold whole records; what was cut off in between is gone.
-        count = os.preadv(fd, [room[filled : filled + stop - position]], position) // RECORD_BYTES
-        first.append((position - geometry.records_at) // RECORD_BYTES)
-        counts.append(count)
-        filled += count * RECORD_BYTES
+        count = os.preadv(fd, [room[: stop - position]], position) // RECORD_BYTES
+        judge(reference, address, count, (position - geometry.records_at) // RECORD_BYTES)
         position = stop
-        if filled > _BATCH_BYTES - PAGE_BYTES:
-            yield _used(buffer, first, counts)
-            first, counts, filled = [], [], 0
-    if filled:
-        yield _used(buffer, first, counts)
-
-
-def _used(buffer: bytearray, first: list[int], counts: list[int]) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """The records in use among those that lie in ``buffer``: ``counts[i]`` records from number ``first[i]`` on."""
-    in_piece = np.array(counts)
-    before = np.cumsum(in_piece) - in_piece
-    total = int(in_piece.sum())
-    numbers = np.repeat(np.array(first, np.int64) - before, in_piece) + np.arange(total)
-    rows = np.frombuffer(buffer, np.uint64, total * (RECORD_BYTES // 8)).reshape(total, -1)
-    used = np.flatnonzero(rows[:, 0])
-    return rows[used].tobytes(), numbers[used]
-
-
-def _read_batch(
-    data: bytes,
-    numbers: npt.NDArray[np.int64],
-    geometry: Geometry,
-    regions: npt.NDArray[np.int64],
-    fingerprints: dict[Entry, bytes],
-    found: Scan,
-) -> None:
-    rows = np.frombuffer(data, RECORD)
-    offsets = numbers * MIN_SLOT_BYTES + rows["half"].astype(np.int64) * PAGE_BYTES
-    slot_bytes = regions[np.minimum(offsets // geometry.region_bytes, len(regions) - 1)]
-    whole = (rows["state"] == SlotState.READY) & _fit(rows, offsets, slot_bytes, geometry)
-    good = whole.tolist()
-    crcs = rows["crc"].tolist()
-    entries = list(map(Entry, rows["place"].tolist(), rows["entry_generation"].tolist()))
-    keys: list[bytes] = []
-    for index, key_bytes in enumerate(rows["key_bytes"].tolist()):
-        start = index * RECORD_BYTES
-        if good[index] and (
-            zlib.crc32(data[start + OWNER_AT : start + CRC_AT]) != crcs[index] or entries[index] not in fingerprints
-        ):
-            good[index] = False
-        keys.append(data[start + KEY_AT : start + KEY_AT + key_bytes])
-    columns = [rows[name].tolist() for name in ("rank", "world_size", "first_block", "length", "checksum")]
-    names = [fingerprints.get(entry, b"") for entry in entries]
-    records = map(
-        SlotRecord,
-        *(offsets.tolist(), slot_bytes.tolist(), names, rows["group"].tolist(), keys, *columns),
-        rows["generation"].tolist(),
-    )
-    for record, entry, number, is_good in zip(records, entries, numbers.tolist(), good, strict=True):
-        if is_good:
-            found.records.append(record)
-            found.entries.append(entry)
-        else:
-            found.discarded.append(number)
-
-
-def _fit(
-    rows: npt.NDArray[np.void],
-    offsets: npt.NDArray[np.int64],
-    slot_bytes: npt.NDArray[np.int64],
-    geometry: Geometry,
-) -> npt.NDArray[np.bool_]:
-    """Which records can be of slots that their regions are cut into."""
-    base = offsets // geometry.region_bytes * geometry.region_bytes
-    region_end = np.minimum(base + geometry.region_bytes, geometry.pool_bytes // PAGE_BYTES * PAGE_BYTES)
-    possible = (slot_bytes >= MIN_SLOT_BYTES) & (slot_bytes <= geometry.region_bytes) & (slot_bytes % PAGE_BYTES == 0)
-    begins = (offsets - base) % np.where(possible, slot_bytes, MIN_SLOT_BYTES) == 0
-    ends = offsets + slot_bytes <= region_end
-    inside = (rows["length"] <= slot_bytes.astype(np.uint64)) & (rows["key_bytes"] <= MAX_KEY_BYTES)
-    return np.asarray(possible & begins & ends & inside & (rows["half"] < MIN_SLOT_BYTES // PAGE_BYTES))
 
 
 def _read_fingerprints(fd: int, geometry: Geometry) -> dict[Entry, bytes]:

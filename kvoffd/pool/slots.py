@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import compress, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
+
 from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.pool.records import Ints, LeftSlots
 from kvoffd.system.numa import Locality
 
 PAGE_BYTES = 4096
@@ -121,7 +125,7 @@ class Region(Generic[ShapeT]):
 
 
 class RegionSlots(ABC, Generic[RegionT, ShapeT]):
-    """The free regions, and the free slots of the others. Offsets and sizes are in bytes.
+    """The free regions, and the free slots of the others. Ints and sizes are in bytes.
 
     Args:
         regions: by number; all but the last have ``region_bytes``, and the first begins at ``base``.
@@ -183,16 +187,16 @@ class RegionSlots(ABC, Generic[RegionT, ShapeT]):
     def _region_emptied(self, region: RegionT) -> None:
         heappush(self._free_regions[region.node], region.number)
 
-    def _restore_region(self, region: RegionT, used: Sequence[int]) -> None:
+    def _restore_region(self, region: RegionT, used: Sequence[int] | Ints) -> None:
         """Takes up a region that was cut before: the slots at the offsets ``used``, ascending, are in use."""
         shape = region.shape
         assert shape is not None
         runs = self._runs_of(shape, region.node, region.slot_bytes)
-        free_from = region.slots_at
-        for offset in [*used, region.slots_end]:
-            if free := (offset - free_from) // region.slot_bytes:
-                runs.add(free_from, free, region.slots_at, region.slots_end)
-            free_from = offset + region.slot_bytes
+        ends = np.concatenate([used, [region.slots_end]])
+        begins = np.concatenate([[region.slots_at], ends[:-1] + region.slot_bytes])
+        free = (ends - begins) // region.slot_bytes
+        for run in np.flatnonzero(free).tolist():
+            runs.add(int(begins[run]), int(free[run]), region.slots_at, region.slots_end)
         if not runs:
             del self._runs[shape, region.node]
         region.used_slots = len(used)
@@ -262,8 +266,19 @@ def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> l
 class _PoolRegion(Region[int]):
     """A region of the pool. Its shape is the size of its slots."""
 
-    in_use: set[int] = field(default_factory=set)
-    """Offsets of the slots that are handed out."""
+    in_use: bytearray = field(default_factory=bytearray)
+    """By number of the slot, whether it is handed out; empty while the region is free."""
+
+    def slot(self, offset: int) -> int:
+        """Number of the slot in use at this offset. Raises ValueError where there is none."""
+        number, beside = divmod(offset - self.base, self.slot_bytes or 1)
+        if beside or number >= len(self.in_use) or not self.in_use[number]:
+            raise ValueError(f"Offset {offset} is no slot in use, or given back twice.")
+        return number
+
+    def mark(self, first: int, count: int, in_use: bool) -> None:
+        """Hands out ``count`` neighbouring slots, or takes them back."""
+        self.in_use[first : first + count] = (b"\1" if in_use else b"\0") * count
 
 
 class SlotAllocator(RegionSlots[_PoolRegion, int]):
@@ -332,7 +347,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
             before = len(taken)
             for region, offset, slots in self._take_runs(slot_bytes, slot_bytes, count - before, other):
                 offsets = range(offset, offset + slots * slot_bytes, slot_bytes)
-                region.in_use.update(offsets)
+                region.mark((offset - region.base) // slot_bytes, slots, in_use=True)
                 taken.extend(offsets)
             if nearest_first[0] == node != other:
                 self.spilled_slots += len(taken) - before
@@ -343,54 +358,58 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         """Takes slots back. Raises ValueError, and has taken none, when one of them is not handed out."""
         ordered = sorted(offsets)
         regions = [self._region_of(offset) for offset in ordered]
-        for offset, region, before in zip(ordered, regions, [-1, *ordered], strict=False):
-            if offset not in region.in_use or offset == before:
-                raise ValueError(f"Offset {offset} is no slot in use, or given back twice.")
+        numbers = [region.slot(offset) for region, offset in zip(regions, ordered, strict=True)]
+        if len(set(ordered)) < len(ordered):
+            raise ValueError("A slot is given back twice.")
         begin = 0
         for end in range(1, len(ordered) + 1):
             region = regions[begin]
-            if (
-                end == len(ordered)
-                or regions[end] is not region
-                or ordered[end] - ordered[end - 1] != region.slot_bytes
-            ):
-                region.in_use.difference_update(ordered[begin:end])
+            if end == len(ordered) or regions[end] is not region or numbers[end] - numbers[end - 1] != 1:
+                region.mark(numbers[begin], end - begin, in_use=False)
                 self._give_back_run(region, ordered[begin], end - begin)
                 begin = end
 
-    def restore(self, slots: Iterable[tuple[int, int]]) -> None:
-        """Hands out slots that are in use already: (offset, slot bytes) each. Only for a new allocator.
+    def restore(self, left: LeftSlots) -> None:
+        """Hands out slots that are in use already. Only for a new allocator.
 
         Raises:
-            ValueError: slots that this allocator would not have handed out together.
+            ValueError: slots that this allocator would not have handed out together, or not in their order.
         """
-        found: dict[_PoolRegion, list[int]] = {}
-        for offset, slot_bytes in slots:
-            region = self._region_of(offset)
-            if region not in found:
-                found[region] = []
-                if slot_bytes >= MIN_SLOT_BYTES:
-                    self._cut(region, slot_bytes)
-            fits = slot_bytes >= MIN_SLOT_BYTES and slot_bytes == region.slot_bytes and offset < region.slots_end
-            if not fits or (offset - region.base) % slot_bytes:
-                raise ValueError(f"A slot of {slot_bytes} bytes at offset {offset} contradicts its region.")
-            found[region].append(offset)
-        for region, offsets in found.items():
-            if len(set(offsets)) < len(offsets) or region.in_use:
-                raise ValueError(f"Slots of the region at {region.base} are held twice.")
-            region.in_use.update(offsets)
-            self._restore_region(region, sorted(offsets))
+        slot_bytes = np.array([kind.slot_bytes for kind in left.kinds], np.int64)
+        bounds = np.searchsorted(left.offsets, [region.base for region in self._regions] + [self.pool_bytes]).tolist()
+        if bounds[0] or bounds[-1] < len(left.offsets):
+            raise ValueError(f"A slot lies outside the pool of {self.pool_bytes} bytes.")
+        for region, (begin, end) in zip(self._regions, pairwise(bounds), strict=True):
+            if begin < end:
+                self._restore(region, left.offsets[begin:end], slot_bytes[left.kind_of[begin:end]])
         self._find_free_regions()
 
+    def _restore(self, region: _PoolRegion, offsets: Ints, slot_bytes: Ints) -> None:
+        each = int(slot_bytes[0])
+        cut = each >= MIN_SLOT_BYTES and self._cut(region, each)
+        numbers, beside = np.divmod(offsets - region.base, max(each, 1))
+        if not cut or (slot_bytes != each).any() or beside.any() or offsets[-1] >= region.slots_end:
+            raise ValueError(f"A slot contradicts the region at {region.base}, which would have slots of {each} bytes.")
+        if (np.diff(numbers) <= 0).any():
+            raise ValueError(f"Slots of the region at {region.base} are held twice.")
+        np.frombuffer(region.in_use, np.uint8)[numbers] = 1
+        self._restore_region(region, offsets)
+
     def neighbours(self, offset: int) -> list[int]:
-        """Offsets of all slots in use in the region of this one, ascending, itself among them if it is in use."""
-        return sorted(self._region_of(offset).in_use)
+        """Ints of all slots in use in the region of this one, ascending, itself among them if it is in use."""
+        region = self._region_of(offset)
+        return list(compress(range(region.base, region.slots_end, region.slot_bytes or 1), region.in_use))
 
     def _cut(self, region: _PoolRegion, shape: int) -> bool:
         if region.nbytes < shape:
             return False
         region.cut(shape, shape, region.nbytes // shape, region.base)
+        region.in_use = bytearray(region.slots)
         return True
+
+    def _region_emptied(self, region: _PoolRegion) -> None:
+        region.in_use = bytearray()
+        super()._region_emptied(region)
 
     def _region_of(self, offset: int) -> _PoolRegion:
         number = offset // self.region_bytes

@@ -6,10 +6,12 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.namespace_log import NamespaceLog, read_namespaces
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.scan import Entry, scan
+from kvoffd.pool.records import Ints, LeftSlots, NamespaceRecord, Rows
+from kvoffd.pool.scan import Entry, HeldEntry, scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.table_format import (
     CONTENT,
@@ -22,6 +24,7 @@ from kvoffd.pool.table_format import (
     MAX_KEY_BYTES,
     OWNER,
     OWNER_AT,
+    RECORD,
     RECORD_BYTES,
     REGION,
     Geometry,
@@ -30,6 +33,7 @@ from kvoffd.pool.table_format import (
     read_boot_id,
 )
 
+_ROW = np.dtype((np.void, RECORD_BYTES))  # without fields, which would be copied one by one
 _GENERATION_WORD = FINGERPRINT_BYTES // 8
 # Plain numbers: stores write the state of each slot twice, and an enum's member costs as much as the rest of it.
 _FREE, _WRITING, _READY = (int(state) for state in SlotState)
@@ -39,7 +43,7 @@ class RecoveredSlots(NamedTuple):
     """The slots that an earlier daemon left in a pool, and the namespaces that they belong to."""
 
     namespaces: list[NamespaceRecord]
-    slots: list[SlotRecord]
+    left: LeftSlots
     discarded: int
     """Number of records that were struck out: their slots were being written, or the record is torn or contradicted."""
 
@@ -72,17 +76,14 @@ class SlotTable:
         table = cls.__new__(cls)
         table._open(geometry, memory)
         known = read_namespaces(bytes(table._namespaces))
-        for number in found.discarded:
-            table._words[(table._records_at + number * RECORD_BYTES) // 8] = _FREE
-        generations = [record.generation for record in found.records]
-        table._generation = max(generations, default=0)
-        table._fingerprints.restore(
-            (entry, record.fingerprint) for entry, record in zip(found.entries, found.records, strict=True)
-        )
-        needed = {record.fingerprint for record in found.records}
+        # One aligned store for each.
+        np.frombuffer(table._words, np.uint64)[(table._records_at // 8 + found.discarded * (RECORD_BYTES // 8))] = _FREE
+        table._generation = int(found.left.generations.max(initial=0))
+        table._fingerprints.restore(found.entries)
+        needed = {held.fingerprint for held in found.entries}
         namespaces = [record for fingerprint, record in known.items() if fingerprint in needed]
         table._namespace_log = NamespaceLog(table._namespaces, namespaces)
-        return table, RecoveredSlots(namespaces, found.records, len(found.discarded))
+        return table, RecoveredSlots(namespaces, found.left, len(found.discarded))
 
     def _open(self, geometry: Geometry, memory: PoolMemory) -> None:
         self._geometry = geometry
@@ -195,6 +196,11 @@ class SlotTable:
                 _, generation, place, *_ = OWNER.unpack_from(self._bytes, record + OWNER_AT)
                 self._fingerprints.let_go(Entry(place, generation))
 
+    def rows(self, offsets: Ints) -> Rows:
+        """Copies of the records of the slots that begin at ``offsets``."""
+        every = np.frombuffer(self._bytes, _ROW, self._geometry.records, self._records_at)
+        return every[offsets // MIN_SLOT_BYTES].view(RECORD)
+
     def close(self) -> None:
         """Unmaps the table; a second call does nothing."""
         self._namespace_log.close()
@@ -225,16 +231,14 @@ class _FingerprintTable:
         self._name: dict[int, bytes] = {}
         self._generation = 0
 
-    def restore(self, records: Iterable[tuple[Entry, bytes]]) -> None:
-        """Keeps the entries that adopted records name, one item for each record, and strikes out all others."""
-        for entry, fingerprint in records:
-            if entry.place not in self._holders:
-                self._holders[entry.place] = 0
-                self._name[entry.place] = fingerprint
-                # A namespace with two entries is named by either; new records name the last.
-                self._entry[fingerprint] = entry
-                self._generation = max(self._generation, entry.generation)
-            self._holders[entry.place] += 1
+    def restore(self, entries: Iterable[HeldEntry]) -> None:
+        """Keeps the entries that adopted records name, and strikes out all others."""
+        for entry, fingerprint, records in entries:
+            self._holders[entry.place] = records
+            self._name[entry.place] = fingerprint
+            # A namespace with two entries is named by either; new records name the last.
+            self._entry[fingerprint] = entry
+            self._generation = max(self._generation, entry.generation)
         self._free = [place for place in self._free if place not in self._holders]
         for place in self._free:
             word = self._entry_at(place) // 8 + _GENERATION_WORD

@@ -38,6 +38,7 @@ import numpy as np
 import xxhash
 
 from kvoffd.errors import KvoffdError
+from kvoffd.pool.records import Rows
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES, page_up
 from kvoffd_proto.units import format_size
 
@@ -86,6 +87,13 @@ _FIELDS = (
 _NAMES, _FORMATS, _OFFSETS = (list(column) for column in zip(*_FIELDS, strict=True))
 RECORD = np.dtype({"names": _NAMES, "formats": _FORMATS, "offsets": _OFFSETS, "itemsize": RECORD_BYTES})
 """A record without its key, for numpy."""
+
+
+def keys_of(rows: Rows, key_bytes: int) -> list[bytes]:
+    """The keys of records, each of that length."""
+    every = rows.view(np.uint8).reshape(-1, RECORD_BYTES)[:, KEY_AT : KEY_AT + key_bytes]
+    keys: list[bytes] = np.frombuffer(every.tobytes(), (np.void, key_bytes)).tolist()
+    return keys
 
 
 # 0 in a record says that there is no checksum; the one content in 2^64 that hashes to 0 gets this one.

@@ -50,7 +50,7 @@ def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy) -> None:
     if not pool.adopted:
         return
     recovered = pool.take_recovered()
-    adoption = cache.adopt(recovered.namespaces, recovered.slots)
+    adoption = cache.adopt(recovered.namespaces, recovered.left)
     logger.info(
         "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespaces are ready again after %.3f s. "
         "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",

@@ -16,7 +16,7 @@ class NotCompiled(KvoffdError):
 
 
 class Native:
-    """The library's functions, which the C files of ``cache``, ``cache/learned`` and ``transfer`` describe.
+    """The library's functions, which the C files of ``cache``, ``cache/learned``, ``pool`` and ``transfer`` describe.
 
     Raises:
         NotCompiled: there is no such library at ``path``.
@@ -29,6 +29,9 @@ class Native:
             self.host_copy = without_gil.kvoffd_host_copy
             self.gpu_copy = without_gil.kvoffd_gpu_copy
             self.gpu_wait = without_gil.kvoffd_gpu_wait
+            self.scan_prepare = without_gil.kvoffd_scan_prepare
+            self.scan = without_gil.kvoffd_scan
+            self.group_slots = without_gil.kvoffd_group_slots
             # These take microseconds, less than to get the GIL back from whoever else wants it.
             self.copied = with_gil.kvoffd_copied
             self.states = with_gil.kvoffd_states
@@ -64,6 +67,9 @@ class Native:
         self.host_copy.argtypes, self.host_copy.restype = (address, address, count), None
         self.gpu_copy.argtypes, self.gpu_copy.restype = (address, address), None
         self.gpu_wait.argtypes, self.gpu_wait.restype = (address, address), None
+        self.scan_prepare.argtypes, self.scan_prepare.restype = (address,), None
+        self.group_slots.argtypes, self.group_slots.restype = (address,), None
+        self.scan.argtypes, self.scan.restype = (address, address, count, count), None
         self.copied.argtypes, self.copied.restype = (address,), count
         self.states.argtypes, self.states.restype = (address, text, count, address), None
         self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
+from support.plain_adoption import plain_plan
+from support.slot_table import left_slots
 
-from kvoffd.cache.adopt import Adoption
+from kvoffd.cache.adopt import Adoption, Plan
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
@@ -30,7 +32,9 @@ class Heir:
         self.slots = rig.slots.successor(records)
         self.events = FoldedEvents()
         self.cache = BlockCache(self.slots, make_policy("lru", self.slots.pool_bytes), self.events, Clock())
-        self.adoption = self.cache.adopt(list(rig.slots.namespaces.values()) if facts is None else facts, records)
+        self.adoption = self.cache.adopt(
+            list(rig.slots.namespaces.values()) if facts is None else facts, left_slots(records)
+        )
         check_invariants(self.cache)
 
     def ready(self) -> set[tuple[bytes, int, bytes]]:
@@ -183,6 +187,15 @@ def test_whatever_the_records_say_only_whole_blocks_are_served(
     rig, records = table
     facts = list(rig.slots.namespaces.values())
     known = data.draw(st.permutations(facts))[: data.draw(st.integers(0, len(facts)))]
+    plan = Plan(known, left_slots(records), rig.slots.slot_bytes)
+    blocks, refused = plain_plan(known, records, rig.slots.slot_bytes)
+    assert plan.refused.tolist() == [slot.offset for slot in refused]
+    assert len(plan) == len(blocks)
+    taken = [plan.take(data.draw(st.integers(1, 3))) for _ in range(len(blocks))]
+    owners = [plan.owners[number] for part in taken for number in part.owner_of]
+    assert owners == [(shards[0].fingerprint, shards[0].group) for shards in blocks]
+    offsets = [slot.offset for shards in blocks for slot in shards]
+    assert [offset for part in taken for offset in part.offsets] == offsets
     heir = Heir(rig, records, known)  # checks the books
     shapes = {fact.fingerprint: fact for fact in known}
     claims = Counter((r.fingerprint, r.group, r.key) for r in records)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 from support.share_oracle import ShareOracle, held, kept
+from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import BlockState, Namespace
@@ -480,7 +481,7 @@ class CacheMachine(RuleBasedStateMachine):
         events = FoldedEvents()
         slots = self.rig.slots.successor(records)
         heir = BlockCache(slots, make_policy(self.policy, slots.pool_bytes), events, self.rig.clock)
-        heir.adopt(self.rig.slots.namespaces.values(), records)
+        heir.adopt(self.rig.slots.namespaces.values(), left_slots(records))
         check_invariants(heir)
         assert events.index == self.rig.events.index
 

@@ -14,7 +14,8 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.records import NamespaceRecord, SlotRecord
-from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry
+from kvoffd.pool.scan import scan
+from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry, read_geometry
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
 from kvoffd.server.recovery import adopt_blocks
@@ -22,7 +23,8 @@ from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
 from tests.support.invariants import check_invariants
-from tests.support.slot_table import make_table, mark_ready, mark_writing, scan_table
+from tests.support.plain_adoption import plain_scan
+from tests.support.slot_table import make_table, mark_ready, mark_writing, records_of, scan_table
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
 WORLD = 2
@@ -90,6 +92,7 @@ def slot_table(data: bytes) -> None:
         os.pwrite(fd, table, 0)
         try:
             found = scan_table(fd)
+            assert found == plain_scan(fd)[0]
         except BadTable:
             return
         finally:
@@ -117,6 +120,16 @@ def adoption(data: bytes) -> None:
         field, piece = at + choices.byte() % (CRC_AT - 8), choices.bytes(1 + choices.byte() % 8)
         table[field : field + len(piece)] = piece
         CRC.pack_into(table, at + CRC_AT, zlib.crc32(table[at + OWNER_AT : at + CRC_AT]))
+    fd = os.memfd_create("kvoffd-fuzz", os.MFD_CLOEXEC)
+    try:
+        os.pwrite(fd, table, 0)
+        geometry = read_geometry(fd)
+        found = scan(fd, geometry)
+        assert (records_of(fd, geometry, found.left), found.discarded.tolist()) == plain_scan(fd)
+    except BadTable:
+        pass
+    finally:
+        os.close(fd)
     _adopted_blocks(bytes(table))
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slot_table import SlotOwner, make_table, mark_ready, mark_writing, scan_table
+from support.slot_table import (
+    SlotOwner,
+    in_use,
+    make_table,
+    mark_ready,
+    mark_writing,
+    records_of,
+    scan_table,
+)
 
 from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
@@ -52,8 +60,9 @@ def adopted(fd: int) -> tuple[list[SlotRecord], list[NamespaceRecord]]:
         memory.close()
         raise
     try:
-        assert scan_table(table.fd) == recovered.slots, "the successor's successor finds the same"
-        return recovered.slots, recovered.namespaces
+        slots = records_of(table.fd, Geometry.of(POOL, REGION), recovered.left)
+        assert scan_table(table.fd) == slots, "the successor's successor finds the same"
+        return slots, recovered.namespaces
     finally:
         table.close()
 
@@ -76,14 +85,14 @@ def test_a_table_is_gone_on_with(table: SlotTable) -> None:
     store(table, 0)
     store(table, 8192, key=b"l" * 8)
     next_table, recovered = SlotTable.adopt(copy_of(table.fd), Geometry.of(POOL, REGION))
-    assert [record.offset for record in recovered.slots] == [0, 8192]
+    assert recovered.left.offsets.tolist() == [0, 8192]
     assert recovered.namespaces == [facts_of(NAMES[0])]
     next_table.free([0])
     store(next_table, 16384, NAMES[1])
     store(next_table, 8192, NAMES[1])  # the last slot of the first namespace
     found = scan_table(next_table.fd)
     assert [(record.offset, record.fingerprint) for record in found] == [(8192, NAMES[1]), (16384, NAMES[1])]
-    assert min(record.generation for record in found) > max(record.generation for record in recovered.slots)
+    assert min(record.generation for record in found) > max(recovered.left.generations)
     next_table.close()
 
 
@@ -301,7 +310,7 @@ def test_a_pool_goes_on_with_the_memory_it_is_given() -> None:
     assert second.adopted
     assert second.resident
     assert second.cold_reason == ""
-    assert [record.offset for record in second.take_recovered().slots] == offsets[:2]
+    assert second.take_recovered().left.offsets.tolist() == offsets[:2]
     assert second.free_bytes == 6 * MIB
     assert offsets[2] in second.take(MIB, 6)
     assert second.take(MIB, 1) == []
@@ -360,7 +369,7 @@ def test_restored_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int
         first.give_back([offset])
         del size_of[offset]
     second = SlotAllocator(POOL, REGION)
-    second.restore(size_of.items())
+    second.restore(in_use(size_of.items()))
     assert second.free_bytes == first.free_bytes
     for offset in size_of:
         assert second.neighbours(offset) == first.neighbours(offset)
@@ -376,9 +385,17 @@ def test_restored_slots_are_as_if_they_had_been_taken(takes: list[tuple[int, int
 
 
 def test_slots_that_contradict_each_other_are_not_restored() -> None:
-    for slots in ([(0, 8192), (0, 8192)], [(0, 8192), (12288, 12288)], [(4096, 8192)], [(POOL, 8192)], [(0, 4096)]):
+    wrong = [
+        [(0, 8192), (0, 8192)],
+        [(0, 8192), (12288, 12288)],
+        [(4096, 8192)],
+        [(POOL, 8192)],
+        [(0, 4096)],
+        [(-8192, 8192)],
+    ]
+    for slots in wrong:
         with pytest.raises(ValueError, match=r"contradicts|held twice|outside"):
-            SlotAllocator(POOL, REGION).restore(slots)
+            SlotAllocator(POOL, REGION).restore(in_use(slots))
 
 
 def test_ready_is_no_flipped_bit_of_another_state() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.slot_table import in_use
 
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slots import PoolSegment, cut_pool
@@ -117,7 +118,7 @@ def test_slots_lie_on_the_node_that_was_asked_for_and_spill_when_it_is_full() ->
 def test_what_was_taken_over_stays_on_its_node(tmp_path: Path) -> None:
     pool = Pool(16 * MIB, region_bytes=4 * MIB, limit=UNLIMITED, nodes=NODES)
     try:
-        pool._slots.restore([(8 * MIB, MIB), (12 * MIB, 2 * MIB)])
+        pool._slots.restore(in_use([(8 * MIB, MIB), (12 * MIB, 2 * MIB)]))
         assert pool.take(MIB, 4, 1) == [0, 9 * MIB, 10 * MIB, 11 * MIB]
     finally:
         pool.close()

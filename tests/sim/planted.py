@@ -239,9 +239,9 @@ PLANTED = (
     Planted(
         "a successor serves half a block",
         "kvoffd.cache.adopt",
-        "plan_adoption",
-        "if len(shards) == world_size and (",
-        "if shards or (",
+        "Plan.__init__",
+        "owner.rank, owner.world_size = kind.rank, kind.world_size",
+        "owner.rank, owner.world_size = 0, 1",
     ),
     Planted(
         "a successor brings back what was invalidated",

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.table_format import read_geometry
 from tests.sim.clock import Broken
 from tests.sim.content import Bytes, Content
-from tests.support.slot_table import SlotOwner, mark_ready, mark_writing
+from tests.support.slot_table import SlotOwner, mark_ready, mark_writing, records_of
 
 PAGE = 4096
 
@@ -44,7 +45,8 @@ class WatchedPool:
         self.commits = 0
         self.before_write: Callable[[], None] = lambda: None
         """Called before each change of the pool's records."""
-        for record in inner.recovered.slots:
+        table_fd = inner.memory_fds[1]
+        for record in records_of(table_fd, read_geometry(table_fd), inner.recovered.left):
             self._enter(Slot(record.offset, record.slot_bytes, "ready", SlotOwner(*record[2:7]), record.first_block))
             self.verify(SlotOwner(*record[2:7]), record.offset, record.first_block, record.length)
 

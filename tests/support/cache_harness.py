@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from support.slot_table import SlotOwner
+from support.slot_table import SlotOwner, rows_of
 
 from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import Ints, NamespaceRecord, Rows, SlotRecord
 from kvoffd_proto.messages import GroupSpec
 
 SLOT_UNIT = 4096
@@ -36,6 +36,11 @@ class FakeSlots:
         self.records: dict[int, tuple[str, SlotOwner | None, int, int]] = {}
         self.checksums: dict[int, int] = {}
         self.spilled_slots = 0
+        self.left: dict[int, SlotRecord] = {}
+
+    def rows(self, offsets: Ints) -> Rows:
+        """The rows of slots that another store left."""
+        return rows_of(self.left[offset] for offset in offsets.tolist())
 
     def slot_bytes(self, nbytes: int) -> int:
         rounded = -(-nbytes // SLOT_UNIT) * SLOT_UNIT
@@ -146,6 +151,7 @@ class FakeSlots:
             successor.size_of[region] = record.slot_bytes
             successor.used[region].add(record.offset)
             successor.records[record.offset] = ("left", None, 0, 0)
+            successor.left[record.offset] = record
             successor.free_bytes -= record.slot_bytes
         for region, size in enumerate(successor.size_of):
             if size:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotRecord
+from kvoffd.pool.records import Kind, LeftSlots, Rows, SlotRecord
 from kvoffd.pool.scan import scan
+from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable
-from kvoffd.pool.table_format import Geometry, read_geometry
+from kvoffd.pool.table_format import CONTENT, CONTENT_AT, KEY_AT, RECORD, RECORD_BYTES, Geometry, read_geometry
 
 
 class SlotOwner(NamedTuple):
@@ -30,7 +35,68 @@ def make_table(pool_bytes: int, region_bytes: int) -> SlotTable:
 
 def scan_table(fd: int) -> list[SlotRecord]:
     """The slots whose bytes are whole, in this daemon's table or its predecessor's. Raises BadTable."""
-    return scan(fd, read_geometry(fd)).records
+    geometry = read_geometry(fd)
+    return records_of(fd, geometry, scan(fd, geometry).left)
+
+
+def records_of(fd: int, geometry: Geometry, left: LeftSlots) -> list[SlotRecord]:
+    """What a table in a file says of slots."""
+    records = []
+    for offset, number, generation in zip(left.offsets, left.kind_of, left.generations, strict=True):
+        row = os.pread(fd, RECORD_BYTES, geometry.records_at + int(offset) // MIN_SLOT_BYTES * RECORD_BYTES)
+        kind = left.kinds[number]
+        length, checksum, first_block = CONTENT.unpack_from(row, CONTENT_AT)
+        assert (length, bool(checksum)) == (kind.length, bool(kind.has_checksum))
+        records.append(
+            SlotRecord(
+                *(
+                    int(offset),
+                    kind.slot_bytes,
+                    left.names[kind.name],
+                    kind.group,
+                    row[KEY_AT : KEY_AT + kind.key_bytes],
+                ),
+                *(kind.rank, kind.world_size, first_block, length, checksum, int(generation)),
+            )
+        )
+    return records
+
+
+def left_slots(records: Iterable[SlotRecord]) -> LeftSlots:
+    """What a scan finds where there are these records. Offsets need not be distinct."""
+    ordered = sorted(records, key=lambda record: record.offset)
+    names = list(dict.fromkeys(record.fingerprint for record in ordered))
+    kinds: dict[tuple[int, ...], int] = {}
+    kind_of = []
+    for record in ordered:
+        owner = names.index(record.fingerprint), record.group, record.rank, record.world_size
+        kind = (record.slot_bytes, record.length, *owner, len(record.key), bool(record.checksum))
+        kind_of.append(kinds.setdefault(kind, len(kinds)))
+    blocks = [hash((record.fingerprint, record.group, record.key)) % 2**64 for record in ordered]
+    return LeftSlots(
+        names,
+        [Kind(*kind) for kind in kinds],
+        np.array(kind_of, np.uint32),
+        np.array([record.offset for record in ordered], np.int64),
+        np.array([record.generation for record in ordered], np.int64),
+        np.array(blocks, np.uint64),
+    )
+
+
+def in_use(slots: Iterable[tuple[int, int]]) -> LeftSlots:
+    """Slots by offset and size."""
+    return left_slots(SlotRecord(offset, size, b"", 0, b"", 0, 1, 0, size, 1, 1) for offset, size in slots)
+
+
+def rows_of(records: Iterable[SlotRecord]) -> Rows:
+    """The rows of a table for these records, as far as an adoption reads them."""
+    rows = bytearray()
+    for record in records:
+        row = bytearray(RECORD_BYTES)
+        CONTENT.pack_into(row, CONTENT_AT, record.length, record.checksum, record.first_block)
+        row[KEY_AT : KEY_AT + len(record.key)] = record.key
+        rows += row
+    return np.frombuffer(bytes(rows), RECORD)
 
 
 def mark_writing(

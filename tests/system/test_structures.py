@@ -12,8 +12,11 @@ import pytest
 from support.cuda_abi import compiler
 
 import kvoffd
+from kvoffd.cache.adopt import Grouping, Owner
 from kvoffd.cache.key_states import Table
 from kvoffd.cache.policies.learned import Known
+from kvoffd.pool.records import Kind
+from kvoffd.pool.scan import Scanner
 from kvoffd.transfer.cuda.gpu_copy import STEPS_IN_FLIGHT, _GpuCopying
 from kvoffd.transfer.host_engine import _Copying
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
@@ -22,6 +25,10 @@ ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
     "known": ("cache/learned/learned.h", Known),
     "table": ("cache/key_states.c", Table),
+    "grouping": ("cache/adopt.c", Grouping),
+    "owner": ("cache/adopt.c", Owner),
+    "scan": ("pool/scan.c", Scanner),
+    "kind": ("pool/scan.c", Kind),
     "copying": ("transfer/host_copy.c", _Copying),
     "gpu_copying": ("transfer/cuda/gpu_copy.c", _GpuCopying),
     "pace": ("transfer/pace.h", Pace),
@@ -65,7 +72,7 @@ def test_a_field_too_many_and_one_of_another_size_are_seen(name: str) -> None:
     begin = text.index(f"struct {name} {{")
     end = text.index("\n};", begin)
     more = text[:end] + "\n    uint64_t more[2];" + text[end:]
-    shorter = text[:begin] + re.sub(r"uint64_t (?=[^;*]*;)", "uint16_t ", text[begin:end], count=1) + text[end:]
+    shorter = text[:begin] + re.sub(r"u?int(64|32)_t (?=[^;*]*;)", "uint16_t ", text[begin:end], count=1) + text[end:]
     for wrong in (more, shorter):
         assert wrong != text
         assert "static assertion failed" in refusals(name, wrong)
@@ -78,7 +85,10 @@ def test_no_structure_is_left_out() -> None:
     assert places == {
         *(
             "cache/policies/learned.py",
+            "cache/adopt.py",
             "cache/key_states.py",
+            "pool/records.py",
+            "pool/scan.py",
             "transfer/host_engine.py",
             "transfer/cuda/gpu_copy.py",
             "transfer/pace.py",

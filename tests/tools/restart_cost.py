@@ -35,7 +35,7 @@ def measure(gib: float, block_bytes: int) -> str:
     publisher = EventPublisher(10_000)
     cache = BlockCache(pool, make_policy("lru", pool.pool_bytes), publisher, time.monotonic)
     recovered = pool.take_recovered()
-    adoption = cache.adopt(recovered.namespaces, recovered.slots)
+    adoption = cache.adopt(recovered.namespaces, recovered.left)
     publisher.flush()
     seconds, scan_s = time.perf_counter() - started, scanned - started
     pool.close()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.cache_harness import CacheHarness, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 from support.learned_check import check_learned
+from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
@@ -279,7 +280,7 @@ def heir_of(rig: CacheHarness, record: bytes) -> CacheHarness:
     policy = make_policy("learned", heir.slots.pool_bytes)
     policy.go_on(record)
     heir.cache = BlockCache(heir.slots, policy, heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), records)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
     return heir
 
 
@@ -318,7 +319,7 @@ def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> Non
     heir = CacheHarness(policy="learned")
     heir.slots = rig.slots.successor(records)
     heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), records)
+    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
     assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
 
 
