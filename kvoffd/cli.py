@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import NoReturn
 
 from kvoffd import __version__
@@ -106,14 +107,17 @@ def show(loaded: LoadedConfig, *, as_json: bool) -> int:
 
 
 def config_as_toml(loaded: LoadedConfig) -> str:
-    """A TOML file that gives the same configuration, with each value's source as a comment."""
+    """A TOML file that gives the same configuration, with each value's source, and the memory it needs, as comments."""
+    from kvoffd.memory_needs import needs_told
+
     pairs: list[tuple[str, str]] = []
     for setting in SETTINGS:
         value = getattr(loaded.config, setting.field_name)
         text = str(value) if setting.kind.metavar == "N" else _quoted(setting.kind.show(value))
         pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
     width = max(len(left) for left, _ in pairs)
-    return "".join(f"{left:<{width}}  # {source}\n" for left, source in pairs)
+    lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
+    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(needs_told(loaded.config), 118))]) + "\n"
 
 
 def _quoted(text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from kvoffd.cache.policies import DEFAULT_POLICY, GHOST_PART, POLICY_NAMES, REMEMBERS_NOTHING
+from kvoffd.cache.policies import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.settings import (
     DiskSize,
     Kind,
@@ -37,7 +37,6 @@ from kvoffd.settings import (
     urls_setting,
 )
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.disk.index import index_bytes
 from kvoffd.tiers.shared.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.limits import MAX_JOBS
 from kvoffd_proto.sockets import default_directory
@@ -253,46 +252,7 @@ class Config:
         600.0, 0.0, "How long the pool stays pinned after the last engine on a GPU has left."
     )
 
-    @property
-    def max_index_bytes(self) -> int:
-        """Memory for what is known of the blocks in the pool."""
-        return self.index_bytes or max(LEAST_INDEX_BYTES, self.pool_bytes // 64)
 
-    @property
-    def memory_bytes(self) -> int:
-        """What the daemon needs: the pool, slot table and page tables, what is known of blocks, clients, itself."""
-        books = self.max_index_bytes + sum(index_bytes(one.size_bytes) for one in self.disk)
-        if self.eviction_policy != REMEMBERS_NOTHING:
-            books += self.pool_bytes // GHOST_PART
-        books += SHARED_BYTES * len(self.shared)
-        if self.event_address or self.event_connect:
-            books += ROUTERS_BYTES + self.event_index_bytes
-        return self.pool_bytes + self.pool_bytes * 21 // 1000 + books + self.clients_bytes + PROCESS_BYTES
-
-    @property
-    def clients_bytes(self) -> int:
-        """What clients can make the daemon keep, whatever they do: the sum of all bounds."""
-        frames = FRAMES_AT_A_TIME * self.max_frame_bytes
-        input_bytes = (2 * self.max_sessions + 32) * CONNECTIONS_BYTES
-        return self.namespaces_bytes + self.sessions_bytes + frames + input_bytes + OUTPUT_BYTES
-
-
-LEAST_INDEX_BYTES = 128 << 20
-PROCESS_BYTES = 64 << 20
-"""Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's sample (8 MiB:
-``curve.c``), a recording (8 MiB: ``recorder``), threads, the connections of HTTP and of administrators over TCP."""
-SHARED_BYTES = 96 << 20
-"""Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
-FRAMES_AT_A_TIME = 6
-"""Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
-CONNECTIONS_BYTES = 160 << 10
-"""Two connections of a client: input that waits for its turn (``connections.RECEIVE_BYTES``, twice), subscriptions."""
-OUTPUT_BYTES = 104 << 20
-"""What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
-(``publisher.MAX_KEPT_BYTES``)."""
-ROUTERS_BYTES = (32 + 64) << 20
-"""Messages for routers that are kept for a replay (``router_stream.MAX_KEPT_BYTES``), and what routers have not read
-(``router_server.MAX_ALL_UNSENT_BYTES``)."""
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes_per_s": "_rate", "_bytes": "_size", "_s": ""}
 """What the name of a setting has in place of the unit that ends its field's name."""
 

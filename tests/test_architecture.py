@@ -35,9 +35,10 @@ ROOMS = {
     "tiers": "pool system errors",
     "tiering": "cache tiers pool system errors",
     "config": "tiering tiers cache settings errors",
+    "memory_needs": "config tiers cache pool system errors",
     "transfer": "pool system errors",
-    "server": "tiering tiers cache transfer pool system observe config settings errors",
-    "cli": "server simulate cache observe config settings errors",
+    "server": "tiering tiers cache transfer pool system observe config memory_needs settings errors",
+    "cli": "server simulate cache observe config memory_needs settings errors",
     "__main__": "cli",
 }
 """The packages and single modules of ``kvoffd``, from the lowest up, and what each of them may import."""

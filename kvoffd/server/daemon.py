@@ -21,6 +21,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.memory_needs import max_index_bytes, needs_told, shortage_told
 from kvoffd.observe.logging import log_what_python_prints
 from kvoffd.pool.pool import Pool
 from kvoffd.server.admin_server import AdminKeys, AdminServer
@@ -41,6 +42,7 @@ from kvoffd.server.self_probe import SelfProbe
 from kvoffd.server.service import Service
 from kvoffd.server.transport import Transport
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.limits import memory_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.systemd import Notifier, keep_watchdog, take_stored_fds
@@ -171,13 +173,19 @@ class Daemon:
             await self._shutdown()
 
     async def _take_pool(self) -> Pool:
-        """Take the memory and touch every page of it, telling how far it is; but for a pool that is there already."""
+        """Take the memory, and touch every page of a pool that is not there already."""
         config = self._config
         pool = await asyncio.to_thread(open_pool, config, self._notifier, self._stored_fds)
-        pool_size, memory = format_size(config.pool_bytes), format_size(config.memory_bytes)
-        logger.info("kvoffd %s takes a pool of %s, and needs %s of memory with it.", __version__, pool_size, memory)
-        if pool.resident:
-            return pool
+        logger.info("kvoffd %s takes a pool of %s. %s", __version__, format_size(config.pool_bytes), needs_told(config))
+        if not pool.resident:
+            await self._touch(pool)
+        if shortage := shortage_told(config, memory_limit()):
+            logger.warning("%s", shortage)
+        return pool
+
+    async def _touch(self, pool: Pool) -> None:
+        """Touch every page of the pool, telling how far it is."""
+        config = self._config
         started = self._touch_logged_at = time.monotonic()
         try:
             await asyncio.to_thread(pool.touch, config.touch_threads, self._tell_touched, self._stop.is_set)
@@ -186,7 +194,6 @@ class Daemon:
             raise
         if not self._stop.is_set():
             logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
-        return pool
 
     def _tell_touched(self, touched_bytes: int) -> None:
         """Tell the log and systemd every few seconds how much of the pool is touched. In the touching threads."""
@@ -214,7 +221,7 @@ class Daemon:
                 int(pool.pool_bytes * config.leased_share),
             ),
             max_namespaces_bytes=config.namespaces_bytes,
-            max_index_bytes=config.max_index_bytes,
+            max_index_bytes=max_index_bytes(config),
         )
         kept_limits = KeptLimits(cache.blocks.shares, config)
         kept_limits.go_on()

@@ -150,7 +150,9 @@ def test_config_prints_values_with_their_sources(
     file.write_text('eviction_policy = "arc"\n')
     monkeypatch.setenv("KVOFFD_LEASE_TTL", "45s")
     assert main(["config", "--config", str(file), "--pool-size", "1.5GiB"]) == 0
-    lines = {line.split(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    settings, comment = capsys.readouterr().out.split("\n\n")
+    assert comment.startswith("# The daemon needs 2.23 GiB of memory: pool 1.50 GiB, ")
+    lines = {line.split(" ")[0]: line for line in settings.splitlines()}
     assert list(lines) == [setting.name for setting in SETTINGS]
     assert lines["pool_size"].split("#") == [lines["pool_size"].split("#")[0], " flag --pool-size"]
     assert '"1536MiB"' in lines["pool_size"]

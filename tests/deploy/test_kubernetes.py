@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from kvoffd.config import load_config
+from kvoffd.memory_needs import memory_needs
 from kvoffd_proto.units import parse_size
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -148,15 +149,21 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
         config = load_config({}, variables).config
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
-        assert quantity(memory) >= config.memory_bytes
-        assert config.memory_bytes <= config.pool_bytes * 1.057 + 576 * MIB, (
-            "what deploy/README.md has for 8 GiB and more"
-        )
+        needed = sum(memory_needs(config).values())
+        assert quantity(memory) >= needed
+        assert needed <= config.pool_bytes * 1.057 + 576 * MIB, "what deploy/README.md has for 8 GiB and more"
+
+
+def test_the_comments_beside_the_memory_limits_say_the_formula_of_the_readme() -> None:
+    for path in ("daemonset/daemonset.yaml", "sidecar/deployment.yaml"):
+        assert "The pool, 5.7 % of it and 576 MiB" in (KUBERNETES / path).read_text()
+    assert "5.7 % of the pool and 576 MiB" in (KUBERNETES.parent / "README.md").read_text()
 
 
 def test_the_memory_formula_of_the_readme_gives_what_the_daemon_needs() -> None:
     for pool_mib, said in ((256, "951 MiB for a pool of 256 MiB"), (4096, "4.83 GiB for 4 GiB"), (65536, "68.2 GiB")):
-        needed_mib = load_config({"pool_size": f"{pool_mib}MiB"}, {}).config.memory_bytes / MIB
+        config = load_config({"pool_size": f"{pool_mib}MiB"}, {}).config
+        needed_mib = sum(memory_needs(config).values()) / MIB
         assert abs(pool_mib * 1.041 + max(128, pool_mib / 64) + 557 - needed_mib) < 1
         assert said in (KUBERNETES.parent / "README.md").read_text()
         number, unit = said.split()[:2]

@@ -22,6 +22,7 @@ from support.waiting import wait_until
 from support.wire import stats
 
 from kvoffd.config import Config
+from kvoffd.memory_needs import clients_bytes
 from kvoffd_proto.messages import StatsReply
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ BLOCKED_S, CROWDED_BLOCKED_S = 0.1, 0.25
 """For how long the loop may be blocked; and on a machine so crowded that the daemon's threads waited for a CPU for
 ``CROWDED_SHARE`` of the time, since the loop may wait for the interpreter's lock in the hands of one that has none."""
 CROWDED_SHARE = 0.3
-GROWTH_BYTES = Config(max_sessions=int(FLAGS["max_sessions"]), sessions_bytes=64 << 20).clients_bytes
+GROWTH_BYTES = clients_bytes(Config(max_sessions=int(FLAGS["max_sessions"]), sessions_bytes=64 << 20))
 """How much the daemon's own memory may grow during an attack: what containers have for clients beside the pool."""
 LEFT_BYTES = 96 << 20
 """And how much of that may be left when the attacker is gone: the allocator keeps some of it for the next one."""

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from kvoffd.config import CONNECTIONS_BYTES, FRAMES_AT_A_TIME, OUTPUT_BYTES, Config
+from kvoffd.config import Config
+from kvoffd.memory_needs import (
+    CONNECTIONS_BYTES,
+    FRAMES_AT_A_TIME,
+    OUTPUT_BYTES,
+    clients_bytes,
+    memory_needs,
+    needs_told,
+    shortage_told,
+)
 from kvoffd.server import connections, publisher, transport
 from kvoffd.server.descriptors import most_connections
+from kvoffd.system.limits import MemoryLimit
+
+GIB = 1 << 30
 
 
 def test_the_sum_has_every_bound_of_the_sockets() -> None:
@@ -13,8 +25,28 @@ def test_the_sum_has_every_bound_of_the_sockets() -> None:
     assert OUTPUT_BYTES == transport.MAX_ALL_UNSENT_BYTES + transport.MAX_UNSENT_BYTES + publisher.MAX_KEPT_BYTES
     subscriptions = connections.MAX_SUBSCRIPTIONS * connections.MAX_TOPIC_BYTES
     assert 2 * (connections.RECEIVE_BYTES + connections.RECEIVE_EVENTS_BYTES) + subscriptions <= CONNECTIONS_BYTES
-    assert config.clients_bytes - config.namespaces_bytes - config.sessions_bytes == (
+    assert clients_bytes(config) - config.namespaces_bytes - config.sessions_bytes == (
         FRAMES_AT_A_TIME * config.max_frame_bytes
         + most_connections(config.max_sessions) * CONNECTIONS_BYTES
         + OUTPUT_BYTES
+    )
+
+
+def test_it_says_what_each_part_is_for_and_from_which_size_of_blocks_on_it_is_enough() -> None:
+    config = Config(pool_bytes=64 * GIB)
+    assert needs_told(config) == (
+        "The daemon needs 68.2 GiB of memory: pool 64.0 GiB, slot table and page tables 1.34 GiB, index of the blocks "
+        "1.00 GiB, keys without blocks 1.28 GiB, clients 493 MiB, process 64.0 MiB. The index has room for 1,789,569 "
+        "blocks of one shard; if they have less than 37.5 KiB, it is full before the pool is: raise index_size then."
+    )
+    assert "keys without blocks" not in needs_told(Config(eviction_policy="lru"))
+    assert needs_told(Config(pool_bytes=GIB)).endswith("of one shard, which is all that the pool can hold.")
+
+
+def test_a_shortage_beside_the_pool_is_told_with_both_numbers() -> None:
+    config = Config(pool_bytes=64 * GIB)
+    beside = sum(memory_needs(config).values()) - 64 * GIB
+    assert shortage_told(config, MemoryLimit(beside, "the machine")) == ""
+    assert shortage_told(config, MemoryLimit(beside - 1, "the machine")).startswith(
+        "Beside its pool the daemon may come to need 4.17 GiB, and 4.17 GiB are left (the machine): "
     )

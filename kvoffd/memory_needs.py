@@ -1,0 +1,87 @@
+"""What the daemon needs of memory, part by part: told by its first log line and ``kvoffd config``.
+
+Each part is a bound that holds whatever clients do. What of it is in use, ``kvoffd-cli stats`` tells.
+"""
+
+from __future__ import annotations
+
+from kvoffd.cache.namespace import SLOT_BYTES, nbytes_of_block
+from kvoffd.cache.policies import GHOST_PART, REMEMBERS_NOTHING
+from kvoffd.config import Config
+from kvoffd.pool.slots import MIN_SLOT_BYTES
+from kvoffd.system.limits import MemoryLimit
+from kvoffd.tiers.disk import index
+from kvoffd_proto.units import format_count, format_size
+
+LEAST_INDEX_BYTES, INDEX_PART = 128 << 20, 64
+KEY_BYTES = 32
+"""Of vLLM's block hashes."""
+PROCESS_BYTES = 64 << 20
+"""Interpreter and libraries (31 MiB, measured), why keys left (4 MiB: ``misses.ENTRIES``), the curve's sample (8 MiB:
+``curve.c``), a recording (8 MiB: ``recorder``), threads, the connections of HTTP and of administrators over TCP."""
+SHARED_BYTES = 96 << 20
+"""Answers of a shared store (``tiers.shared.answers.MOST_ANSWERS``), and what is being asked and moved."""
+FRAMES_AT_A_TIME = 6
+"""Those that arrive (``connections.MAX_LONG_FRAMES``), and one that is decoded, twice."""
+CONNECTIONS_BYTES = 160 << 10
+"""Two connections of a client: input that waits for its turn (``connections.RECEIVE_BYTES``, twice), subscriptions."""
+OUTPUT_BYTES = 104 << 20
+"""What nobody reads (``transport.MAX_ALL_UNSENT_BYTES`` and ``MAX_UNSENT_BYTES``), KV events that are kept for a replay
+(``publisher.MAX_KEPT_BYTES``)."""
+ROUTERS_BYTES = (32 + 64) << 20
+"""Messages for routers that are kept for a replay (``router_stream.MAX_KEPT_BYTES``), and what routers have not read
+(``router_server.MAX_ALL_UNSENT_BYTES``)."""
+
+
+def memory_needs(config: Config) -> dict[str, int]:
+    """Bytes by what they are for, the pool first."""
+    routers = config.event_address or config.event_connect
+    return {
+        "pool": config.pool_bytes,
+        "slot table and page tables": config.pool_bytes * 21 // 1000,
+        "index of the blocks": max_index_bytes(config),
+        "keys without blocks": 0 if config.eviction_policy == REMEMBERS_NOTHING else config.pool_bytes // GHOST_PART,
+        "indices of disks": sum(index.index_bytes(one.size_bytes) for one in config.disk),
+        "shared stores": SHARED_BYTES * len(config.shared),
+        "routers": ROUTERS_BYTES + config.event_index_bytes if routers else 0,
+        "clients": clients_bytes(config),
+        "process": PROCESS_BYTES,
+    }
+
+
+def max_index_bytes(config: Config) -> int:
+    """Memory for what is known of the blocks in the pool."""
+    return config.index_bytes or max(LEAST_INDEX_BYTES, config.pool_bytes // INDEX_PART)
+
+
+def clients_bytes(config: Config) -> int:
+    """What clients can make the daemon keep, whatever they do: the sum of all bounds."""
+    frames = FRAMES_AT_A_TIME * config.max_frame_bytes
+    input_bytes = (2 * config.max_sessions + 32) * CONNECTIONS_BYTES
+    return config.namespaces_bytes + config.sessions_bytes + frames + input_bytes + OUTPUT_BYTES
+
+
+def needs_told(config: Config) -> str:
+    """The sum, its parts, and the size of blocks that it is enough for."""
+    needs = memory_needs(config)
+    parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in needs.items() if nbytes)
+    blocks = max(1, max_index_bytes(config) // (nbytes_of_block(KEY_BYTES, 1) + SLOT_BYTES))
+    text = (
+        f"The daemon needs {format_size(sum(needs.values()))} of memory: {parts}. The index has room for "
+        f"{format_count(blocks)} blocks of one shard"
+    )
+    if config.pool_bytes <= blocks * MIN_SLOT_BYTES:
+        return f"{text}, which is all that the pool can hold."
+    each = format_size(config.pool_bytes / blocks)
+    return f"{text}; if they have less than {each}, it is full before the pool is: raise index_size then."
+
+
+def shortage_told(config: Config, limit: MemoryLimit) -> str:
+    """What may happen where the limit, once the pool is taken, is less than what is needed beside it; else nothing."""
+    beside = sum(memory_needs(config).values()) - config.pool_bytes
+    if beside <= limit.bytes:
+        return ""
+    return (
+        f"Beside its pool the daemon may come to need {format_size(beside)}, and {format_size(limit.bytes)} are left "
+        f"({limit.source}): it may be ended for want of memory. Give it more, or choose a smaller pool_size."
+    )
