@@ -1,11 +1,18 @@
-"""A Redis or Valkey cluster as a store: each key lies at the master that has its slot."""
+"""A Redis or Valkey cluster as a store: each key lies at the master that has its slot.
+
+A generation lies at three keys, in a third of the slots each, so that it outlives one master of three: it is the
+highest of those that are there. Two of them must be up for anything to be found, and for it to be raised: whoever asks
+sees at least one that the last reset of the fleet has raised. One that a master has lost is written again.
+"""
 
 from __future__ import annotations
 
 import time
 from binascii import crc_hqx
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count
 from math import ceil
 from urllib.parse import parse_qs, urlsplit
 
@@ -21,6 +28,10 @@ AGAIN_S = 0.05
 MOST_MASTERS = 256
 """Each takes four connections."""
 
+COPIES, NEEDED_COPIES = 3, 2
+"""Of a generation, and how many of them must be up."""
+REMEMBERED_NAMES = 1024
+
 LOST = ("timeout", "disconnected", "unreachable")
 """Kinds of errors after which a master is left alone."""
 
@@ -30,6 +41,19 @@ Address = tuple[str, int]
 def slot_of(key: bytes) -> int:
     """The slot of a key without braces: CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
     return crc_hqx(key, 0) % SLOTS
+
+
+@lru_cache(REMEMBERED_NAMES)
+def copies_of(generation_key: bytes) -> list[bytes]:
+    """The keys of a generation: the first names that lie in the first third of the slots, the second and the last."""
+    return [
+        next(name for name in (b"%s/%d" % (generation_key, number) for number in count()) if _part_of(name) == part)
+        for part in range(COPIES)
+    ]
+
+
+def _part_of(key: bytes) -> int:
+    return slot_of(key) * COPIES // SLOTS
 
 
 def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
@@ -60,7 +84,7 @@ def masters_of(nodes: str, asked: Address) -> list[tuple[Address, list[range]]]:
 class RedisCluster(Store):
     """Connections to all masters, for one thread. The map of slots is asked for anew after every failure.
 
-    What lies at a master that is down is not there; without the one that has a generation nothing is known.
+    What lies at a master that is down is not there; without two of those that have a generation nothing is known.
     """
 
     ask_deadline_s, poll_s, most_window_keys = Redis.ask_deadline_s, Redis.poll_s, Redis.most_window_keys
@@ -153,7 +177,11 @@ class RedisCluster(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        return self._questions(keys, deadline, self._home(generation_key), generation_key)
+        numbers, found = self._questions(keys, deadline, copies_of(generation_key))
+        generation = max(numbers.values())
+        lost = {key: number for key, number in numbers.items() if not number}
+        self._raise_copies(lost, generation, deadline)
+        return generation, found
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         return self._questions(keys, deadline)[1]
@@ -162,29 +190,30 @@ class RedisCluster(Store):
         self,
         keys: Sequence[bytes],
         deadline: float,
-        home: Address | None = None,
-        generation_key: bytes | None = None,
-    ) -> tuple[int, list[bool]]:
-        """Ask all masters at once, then receive from one after the other. ``home`` has the generation; None: touch."""
-        parts = self._by_owner(keys)
-        if home is not None:
-            parts.setdefault(home, [])
-        generation, found = 0, [False] * len(keys)
-        for address, places in parts.items():
-            own = generation_key if address == home else None
-            asked = [keys[at] for at in places]
+        copies: Sequence[bytes] = (),
+    ) -> tuple[dict[bytes, int], list[bool]]:
+        """Ask all masters at once, then receive from one after the other: the copies of a generation that are up, and
+        which keys are there. Without copies the keys are touched."""
+        parts, copies_at = self._by_owner(keys), self._by_owner(copies)
+        if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
+            raise StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be reached.")
+        found, numbers = [False] * len(keys), {}
+        addresses = list(dict.fromkeys([*parts, *copies_at]))
+        for address in addresses:
+            asked = [keys[at] for at in parts.get(address, ())]
             with self._exchange(address) as node:
-                if home is None:
-                    node.send_touches(asked, deadline)
+                if copies:
+                    node.send_questions(asked, deadline, [copies[at] for at in copies_at.get(address, ())])
                 else:
-                    node.send_questions(asked, deadline, own)
-        for address, places in parts.items():
+                    node.send_touches(asked, deadline)
+        for address in addresses:
+            places = parts.get(address, [])
             with self._exchange(address) as node:
-                if address == home and generation_key is not None:
-                    generation = node.generation(generation_key, deadline)
+                for at in copies_at.get(address, ()):
+                    numbers[copies[at]] = node.generation(copies[at], deadline)
                 for at, there in zip(places, node.answers(len(places), deadline), strict=True):
                     found[at] = there
-        return generation, found
+        return numbers, found
 
     def get(self, requests: Sequence[GetRequest], deadline: float) -> Iterator[bytes | None]:
         parts = self._by_owner([request.key for request in requests])
@@ -204,11 +233,9 @@ class RedisCluster(Store):
                 return
             yield header
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
         parts = self._by_owner([key for key, _ in objects])
-        stored = [False] * len(objects)
-        if sum(map(len, parts.values())) < len(objects):
-            raise StoreError("refused", f"A master of the cluster at {self._name} cannot be reached.")
+        stored: list[bool | None] = [None] * len(objects)
         for address, places in parts.items():
             with self._exchange(address) as node:
                 done = node.put([objects[at] for at in places], deadline)
@@ -222,8 +249,8 @@ class RedisCluster(Store):
                 node.remove([keys[at] for at in places], deadline)
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        with self._exchange(self._home(generation_key)) as node:
-            return node.raise_generation(generation_key, seen, generation, deadline)
+        numbers, _ = self._questions([], deadline, copies_of(generation_key))
+        return max(self._raise_copies(numbers, generation, deadline))
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -238,12 +265,16 @@ class RedisCluster(Store):
             self.close()
             raise
 
-    def _home(self, key: bytes) -> Address:
-        """The master that has a key. Raises StoreError where it is down."""
-        address = self._owners[slot_of(key)]
-        if address is None or not self._up(address):
-            raise StoreError("unreachable", f"A master of the cluster at {self._name} cannot be reached.")
-        return address
+    def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
+        """Raise copies of a generation that have these numbers to this one or more; returns what they are then."""
+        found = []
+        for key, number in numbers.items():
+            address = self._owners[slot_of(key)]
+            if number < generation and address is not None:
+                with self._exchange(address) as node:
+                    number = node.raise_generation(key, number, generation, deadline)
+            found.append(number)
+        return found
 
     def _by_owner(self, keys: Sequence[bytes]) -> dict[Address, list[int]]:
         """The places of the keys of each master that is up."""

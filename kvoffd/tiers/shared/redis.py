@@ -124,7 +124,7 @@ class Redis(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        self.send_questions(keys, deadline, generation_key)
+        self.send_questions(keys, deadline, [generation_key])
         return self.generation(generation_key, deadline), self.answers(len(keys), deadline)
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -136,10 +136,9 @@ class Redis(Store):
         command, *last = (b"EXPIRE", self._ttl) if self._ttl else (b"TOUCH",)
         self._send([_repeated(command, keys, *last)], deadline)
 
-    def send_questions(self, keys: Sequence[bytes], deadline: float, generation_key: bytes | None = None) -> None:
-        """Send what ``generation``, where its key is given, and then ``answers`` receive."""
-        head = b"*2\r\n$3\r\nGET\r\n" + _bulk(generation_key) if generation_key is not None else b""
-        self._send([head + _repeated(b"EXISTS", keys)], deadline)
+    def send_questions(self, keys: Sequence[bytes], deadline: float, generation_keys: Sequence[bytes] = ()) -> None:
+        """Send what a call of ``generation`` for each of its keys, and then ``answers``, receive."""
+        self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
         number = decode_generation(self._small_value(deadline) or b"")

@@ -96,8 +96,13 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
-        """Write objects, each whole or not at all, from their parts. False where the store has no room."""
+    def put(
+        self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float
+    ) -> Sequence[bool | None]:
+        """Write objects, each whole or not at all, from their parts.
+
+        False where the store has no room, None where the part of it that would have the object is not there.
+        """
 
     @abstractmethod
     def remove(self, keys: Sequence[bytes], deadline: float) -> None: ...

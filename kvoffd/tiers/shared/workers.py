@@ -351,7 +351,7 @@ class Workers:
                 for known in there:
                     done = known or next(stored)
                     result = TierResult.DONE if done else TierResult.FAILED
-                    self._ends.write_ended(batch.popleft(), result, sent=not known and done, full=not done)
+                    self._ends.write_ended(batch.popleft(), result, sent=not known and bool(done), full=done is False)
         except Exception as error:
             full = self._fail(store, error) == "refused"
         for write in batch:
