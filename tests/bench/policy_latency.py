@@ -1,0 +1,137 @@
+"""What a policy costs lookups: `python -m tests.bench.policy_latency [--rounds N] [--policies lru,learned]`
+
+Two daemons live at once, one with each policy. In each of many short rounds both are measured, one after the other, in
+another order than in the round before, as `kvoffd-cli bench lookup` does: the placement of a daemon, and what else
+the machine does, is the same for both, or changes from round to round. Told are the ratios of the second policy's
+times to the first one's over all rounds, each with the interval in which it is with 95 % (bootstrap, by rounds), and
+the CPU time that the daemons took for a lookup.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvoffd_client.bench import ENGINE_KEYS, PAGE_BYTES
+from kvoffd_client.bench.load_generators import LoadGenerators
+from kvoffd_client.bench.synthetic_engine import SyntheticEngine, random_keys
+from tests.bench.cpu_time import process_cpu_s
+from tests.support.daemon import DaemonProcess
+
+KEYS = 1000
+PERCENTILES = (50.0, 99.0)
+DRAWS = 2000
+POOL = "512MiB"
+
+
+@dataclass
+class Measured:
+    """Of one policy and case, by round."""
+
+    microseconds: list[NDArray[np.float64]] = field(default_factory=list)
+    cpu_microseconds: list[float] = field(default_factory=list)
+
+
+class Side:
+    """A daemon with one policy, and who asks it."""
+
+    def __init__(self, policy: str, engines: int, stack: ExitStack) -> None:
+        self.daemon = stack.enter_context(DaemonProcess(POOL, eviction_policy=policy))
+        self._engine = stack.enter_context(SyntheticEngine(self.daemon.directory, "latency", 1, KEYS, PAGE_BYTES))
+        self._load = stack.enter_context(LoadGenerators("copies", self.daemon.directory, ENGINE_KEYS, engines))
+        self._ready, self._absent = random_keys(KEYS), random_keys(KEYS)
+        self.cases: dict[str, Callable[[int], NDArray[np.float64]]] = {
+            f"{KEYS:,} keys, all hits": lambda samples: self._look_up(self._ready, samples),
+            f"{KEYS:,} keys, all misses": lambda samples: self._look_up(self._absent, samples),
+            f"{KEYS:,} keys beside {engines} engine{'s' * (engines != 1)} that store and load": self._beside,
+        }
+
+    def _store(self) -> None:
+        self._engine.drop_blocks()
+        self._engine.store(self._ready, np.arange(KEYS, dtype=np.int32))
+
+    def _look_up(self, keys: bytes, samples: int) -> NDArray[np.float64]:
+        found = []
+        for _ in range(samples):
+            future, seconds = self._engine.lookup(keys)
+            self._engine.release_and_wait(future)
+            found.append(1e6 * seconds)
+        return np.array(found)
+
+    def _beside(self, samples: int) -> NDArray[np.float64]:
+        self._load.start()
+        try:
+            return self._look_up(self._ready, samples)
+        finally:
+            self._load.stop()
+
+    def measure(self, case: str, samples: int, into: Measured) -> None:
+        """One round of a case."""
+        self._store()  # what engines stored may have taken their room
+        before = process_cpu_s(self.daemon.pid)
+        into.microseconds.append(self.cases[case](samples))
+        into.cpu_microseconds.append(1e6 * (process_cpu_s(self.daemon.pid) - before) / samples)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def compare(first: Measured, second: Measured) -> list[str]:
+    """Cells of the table: by percentile both times and their ratio, and the CPU times."""
+    draw = np.random.default_rng(1)
+    one, other = np.array(first.microseconds), np.array(second.microseconds)
+    drawn = [draw.integers(0, len(one), len(one)) for _ in range(DRAWS)]
+    cells = []
+    for percentile in PERCENTILES:
+
+        def of(rows: NDArray[np.float64], percentile: float = percentile) -> float:
+            return float(np.percentile(rows, percentile))
+
+        low, high = interval([of(other[rows]) / of(one[rows]) for rows in drawn])
+        cells += [f"{of(one):,.0f}", f"{of(other):,.0f}", f"{of(other) / of(one):.3f} ({low:.3f} to {high:.3f})"]
+    one_cpu, other_cpu = np.array(first.cpu_microseconds), np.array(second.cpu_microseconds)
+    low, high = interval([float(np.median(other_cpu[rows] / one_cpu[rows])) for rows in drawn])
+    ratio = float(np.median(other_cpu / one_cpu))
+    return [
+        *cells,
+        f"{np.median(one_cpu):,.0f}",
+        f"{np.median(other_cpu):,.0f}",
+        f"{ratio:.3f} ({low:.3f} to {high:.3f})",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--policies", default="lru,learned", help="two, of which the first is compared with")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--samples", type=int, default=100, help="lookups of each case in a round")
+    parser.add_argument("--engines", type=int, default=1, help="that store and load beside")
+    given = parser.parse_args()
+    names = given.policies.split(",")
+    with ExitStack() as stack:
+        sides = [Side(name, given.engines, stack) for name in names]
+        measured = [{case: Measured() for case in side.cases} for side in sides]
+        for case in sides[0].cases:
+            for turn in range(given.rounds + 1):
+                for number in (0, 1) if turn % 2 else (1, 0):
+                    into = measured[number][case] if turn else Measured()  # the first one warms up
+                    sides[number].measure(case, given.samples, into)
+    one, other = names
+    print(f"{given.rounds} rounds of {given.samples} lookups each, microseconds\n")
+    titles = [f"{what} {who}" for what in ("p50", "p99", "CPU") for who in (one, other, "ratio")]
+    print(f"| case | {' | '.join(titles)} |\n|{'---|' * (len(titles) + 1)}")
+    for case in measured[0]:
+        print(f"| {case} | {' | '.join(compare(measured[0][case], measured[1][case]))} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
