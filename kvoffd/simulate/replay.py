@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import compress
 from typing import NamedTuple, cast
 
 from kvoffd.cache.cache import BlockCache
@@ -16,6 +17,8 @@ BLOCK_BYTES = 1 << 20
 """Of a simulated block, so that what is bounded by parts of the pool is bounded as in a daemon's."""
 SESSION = LEASE = 1
 NOTED_REQUESTS = 500
+_LACKING = bytes(state != READY for state in range(256))
+"""By state of a key, whether it is to be stored."""
 
 
 class Replayed(NamedTuple):
@@ -114,6 +117,6 @@ def _request(cache: BlockCache, namespace: Namespace, keys: bytes) -> None:
     cache.touch(LEASE)
     states = answer.states[0]
     if states.count(READY) < len(states):
-        lacking = [key for key, state in zip(namespace.split(0, keys), states, strict=True) if state != READY]
+        lacking = list(compress(namespace.split(0, keys), states.translate(_LACKING)))
         cache.commit_store(cache.begin_stores(namespace, 0, 0, lacking, {}))
     cache.release(SESSION, [LEASE])

@@ -10,6 +10,7 @@ the CPU time that the daemons took for a lookup.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -41,8 +42,10 @@ class Measured:
 class Side:
     """A daemon with one policy, and who asks it."""
 
-    def __init__(self, policy: str, engines: int, stack: ExitStack) -> None:
+    def __init__(self, policy: str, engines: int, cpu: int | None, stack: ExitStack) -> None:
         self.daemon = stack.enter_context(DaemonProcess(POOL, eviction_policy=policy))
+        if cpu is not None:
+            os.sched_setaffinity(self.daemon.pid, {cpu})  # its first thread, which is the loop's
         self._engine = stack.enter_context(SyntheticEngine(self.daemon.directory, "latency", 1, KEYS, PAGE_BYTES))
         self._load = stack.enter_context(LoadGenerators("copies", self.daemon.directory, ENGINE_KEYS, engines))
         self._ready, self._absent = random_keys(KEYS), random_keys(KEYS)
@@ -113,11 +116,15 @@ def main() -> int:
     parser.add_argument("--policies", default="lru,learned", help="two, of which the first is compared with")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--samples", type=int, default=100, help="lookups of each case in a round")
+    parser.add_argument("--cpus", help="two: of the daemons' loops, and of who asks; else where the kernel puts them")
     parser.add_argument("--engines", type=int, default=1, help="that store and load beside")
     given = parser.parse_args()
     names = given.policies.split(",")
+    cpus = [int(cpu) for cpu in given.cpus.split(",")] if given.cpus else [None, None]
     with ExitStack() as stack:
-        sides = [Side(name, given.engines, stack) for name in names]
+        sides = [Side(name, given.engines, cpus[0], stack) for name in names]
+        if cpus[1] is not None:
+            os.sched_setaffinity(0, {cpus[1]})  # the loads' processes run already
         measured = [{case: Measured() for case in side.cases} for side in sides]
         for case in sides[0].cases:
             for turn in range(given.rounds + 1):

@@ -132,10 +132,48 @@ struct learned {
 /* places.c */
 void make_places(struct learned *l);
 void free_places(struct learned *l);
-struct place *find_place(const struct learned *l, uint64_t hash);
-void fetch_place(const struct learned *l, uint64_t hash);
 void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place);
 void remove_place(struct learned *l, uint64_t hash, uint32_t span);
+
+/* Asked for each key of a request, and so not in places.c. */
+static inline struct places *part_of(const struct learned *l, uint64_t hash)
+{
+    return &l->parts[hash >> 32 & l->part_mask];
+}
+
+/* Where a key's entry is, unless others were there. */
+static inline uint32_t home_of(const struct places *part, uint64_t hash)
+{
+    return (hash & UINT32_MAX) * part->room >> 32;
+}
+
+static inline uint32_t behind(const struct places *part, uint32_t at)
+{
+    return at + 1 < part->room ? at + 1 : 0;
+}
+
+static inline struct place *find_in(const struct places *part, uint64_t hash)
+{
+    for (uint32_t at = home_of(part, hash);; at = behind(part, at)) {
+        struct place *there = &part->places[at];
+        if (!there->hash || there->hash == hash)
+            return there;
+    }
+}
+
+/* Where a key is, or would be. */
+static inline struct place *find_place(const struct learned *l, uint64_t hash)
+{
+    return find_in(part_of(l, hash), hash);
+}
+
+/* A key will be looked for soon. */
+static inline void fetch_place(const struct learned *l, uint64_t hash)
+{
+    const struct places *part = part_of(l, hash);
+
+    __builtin_prefetch(&part->places[home_of(part, hash)]);
+}
 
 /* spans.c */
 void *clear_room(uint64_t count, uint64_t nbytes);

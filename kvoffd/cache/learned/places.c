@@ -7,11 +7,6 @@
 enum { FEWEST_PLACES = 16, MOST_PARTS = 4096, GROWTH_PART = 4 };
 static const uint64_t POOL_BYTES_OF_PART = 16 << 20; /* what is known of these fills a part to a few thousand keys */
 
-static struct places *part_of(const struct learned *l, uint64_t hash)
-{
-    return &l->parts[hash >> 32 & l->part_mask];
-}
-
 static void make_room(struct learned *l, struct places *part, uint32_t count)
 {
     part->places = clear_room(count, sizeof *part->places);
@@ -36,40 +31,6 @@ void free_places(struct learned *l)
     for (uint64_t at = 0; at <= l->part_mask; at++)
         free(l->parts[at].places);
     free(l->parts);
-}
-
-/* Where a key's entry is, unless others were there. */
-static uint32_t home_of(const struct places *part, uint64_t hash)
-{
-    return (hash & UINT32_MAX) * part->room >> 32;
-}
-
-static uint32_t behind(const struct places *part, uint32_t at)
-{
-    return at + 1 < part->room ? at + 1 : 0;
-}
-
-static struct place *find_in(const struct places *part, uint64_t hash)
-{
-    for (uint32_t at = home_of(part, hash);; at = behind(part, at)) {
-        struct place *there = &part->places[at];
-        if (!there->hash || there->hash == hash)
-            return there;
-    }
-}
-
-/* Where a key is, or would be. */
-struct place *find_place(const struct learned *l, uint64_t hash)
-{
-    return find_in(part_of(l, hash), hash);
-}
-
-/* A key will be looked for soon. */
-void fetch_place(const struct learned *l, uint64_t hash)
-{
-    const struct places *part = part_of(l, hash);
-
-    __builtin_prefetch(&part->places[home_of(part, hash)]);
 }
 
 static void more_room(struct learned *l, struct places *part)

@@ -41,11 +41,14 @@ uint64_t hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64
     uint64_t first = l->seed[0] ^ name, second = l->seed[1];
 
     for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
-        uint64_t found = first ^ key_bytes, word[2];
-        for (uint64_t at = 0; at < key_bytes; at += sizeof word) {
-            uint64_t left = key_bytes - at;
+        uint64_t found = first ^ key_bytes, word[2], at = 0;
+        for (; at + sizeof word <= key_bytes; at += sizeof word) {
+            memcpy(word, keys + at, sizeof word);
+            found = mix(word[0] ^ second, word[1] ^ found);
+        }
+        if (at < key_bytes) {
             word[0] = word[1] = 0;
-            memcpy(word, keys + at, left < sizeof word ? left : sizeof word);
+            memcpy(word, keys + at, key_bytes - at);
             found = mix(word[0] ^ second, word[1] ^ found);
         }
         found = mix(found ^ first, 0x9E3779B97F4A7C15);
@@ -107,7 +110,6 @@ struct request {
     uint32_t *handles; /* of the blocks that its keys have */
     struct segment *segments;
     uint32_t count, met, made, turn;
-    uint32_t unknown; /* keys behind those met that are not known */
     uint32_t hits, lru_hits; /* keys with a block before the first one without; those that an LRU would have had */
     uint64_t tokens; /* of a block */
     int pause, new;
@@ -118,13 +120,11 @@ struct request {
  * the span's number for now. */
 static void meet(struct learned *l, struct request *r)
 {
-    while (r->met < r->count) {
+    while (r->met < r->count && find_place(l, r->hashes[r->met])->hash) {
         struct place first;
         uint32_t keys = run_length(l, r->hashes + r->met, r->count - r->met, &first);
         struct span *s = &l->spans[first.span];
-        if (!first.span)
-            r->unknown = keys;
-        if (!first.span || first.place != s->low + s->met)
+        if (first.place != s->low + s->met)
             break;
         s->met += keys;
         r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span };
@@ -205,7 +205,7 @@ static void take_known(struct learned *l, struct request *r)
 /* Takes keys out of their spans that are known behind one that is not: of them it is learned that they are not there. */
 static void take_strays(struct learned *l, struct request *r)
 {
-    for (uint32_t i = r->met + r->unknown; i < r->count;) {
+    for (uint32_t i = r->met; i < r->count;) {
         struct place first;
         uint32_t keys = run_length(l, r->hashes + i, r->count - i, &first), number = first.span;
         if (number) {
@@ -293,12 +293,13 @@ uint64_t kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *ke
     struct request r = { .hashes = (uint64_t *)room, .tokens = tokens };
     r.segments = (struct segment *)(r.hashes + count);
     r.handles = (uint32_t *)(r.segments + count + 2);
-    r.count = hash_keys(l, name, keys, count, key_bytes, r.hashes);
-    r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
-    if (!r.count)
+    if (!count)
         return 0;
-    memset(r.handles, 0, r.count * sizeof *r.handles);
+    r.count = hash_keys(l, name, keys, count, key_bytes, r.hashes);
     meet(l, &r);
+    if (r.met < r.count) /* those that were met are different keys */
+        r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
+    memset(r.handles, 0, r.count * sizeof *r.handles);
     describe(l, &r);
     take_known(l, &r);
     if (r.met < r.count) {

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import inf
 from operator import attrgetter
+from typing import cast
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import DECLINED, Chain, Offer, PolicyState
@@ -189,10 +190,7 @@ class Policy:
         while True:
             handles = array("I", bytes(4 * most))
             found = self._native.learned_candidates(self._at, worth, _address(handles), most)
-            for handle in handles[given:found]:
-                block = self._by_handle[handle]
-                assert block is not None
-                yield block
+            yield from map(cast("list[Block]", self._by_handle).__getitem__, handles[given:found])
             if found < most:
                 return
             given, most = found, most * _MORE_CANDIDATES
