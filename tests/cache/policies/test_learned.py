@@ -329,7 +329,7 @@ def test_what_was_adopted_at_once_is_not_cut_in_parts_as_a_whole() -> None:
     heir = CacheHarness(policy="learned")
     heir.slots = rig.slots.successor(rig.slots.ready_records())
     heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), rig.slots.ready_records())
+    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(rig.slots.ready_records()))
     policy = policy_of(heir)
     assert len(policy) == 8000
     assert policy.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
