@@ -184,6 +184,8 @@ void free_spans(struct learned *l);
 uint32_t new_span(struct learned *l);
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
 uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight);
+void lift_span(struct learned *l, uint32_t number, uint32_t *handles);
+void begin_again(struct learned *l, uint32_t number, int kind, uint64_t weight);
 uint32_t split_span(struct learned *l, uint32_t number, uint32_t place);
 void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles);
 void settle_span(struct learned *l, uint32_t number);

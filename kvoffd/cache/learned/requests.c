@@ -101,6 +101,7 @@ uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t co
 /* Neighbouring keys of a request that get one span. */
 struct segment {
     uint32_t begin, end, sightings;
+    uint32_t renewed; /* the span that has just these keys, and is kept for them; 0 for none */
     int kind;
 };
 
@@ -127,7 +128,7 @@ static void meet(struct learned *l, struct request *r)
         if (first.place != s->low + s->met)
             break;
         s->met += keys;
-        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, first.span };
+        r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, 0, first.span };
         r->met += keys;
     }
 }
@@ -180,7 +181,13 @@ static int new_class(const struct request *r)
     return FIRST + r->new;
 }
 
-/* The known keys came back. */
+/* Whether neighbours get one span. New keys and known ones never do: these were seen more often. */
+static int joined(const struct segment *one, const struct segment *other)
+{
+    return one->kind == other->kind && one->sightings == other->sightings;
+}
+
+/* The known keys came back. Spans of which all did are kept for them. */
 static void take_known(struct learned *l, struct request *r)
 {
     uint32_t lru_hits = 0;
@@ -195,9 +202,20 @@ static void take_known(struct learned *l, struct request *r)
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
         found->sightings = s->sightings + (s->sightings < MOST_COUNTED);
-        take_keys(l, number, keys, r->handles + found->begin);
+        found->renewed = number;
     }
     r->lru_hits = lru_hits;
+    for (uint32_t i = 0; i < r->made; i++) {
+        struct segment *found = &r->segments[i];
+        uint32_t number = found->renewed, keys = found->end - found->begin;
+        int joins = (i && joined(found - 1, found)) || (i + 1 < r->made && joined(found, found + 1));
+        if (!joins && keys == l->spans[number].high - l->spans[number].low) {
+            lift_span(l, number, r->handles + found->begin);
+        } else {
+            take_keys(l, number, keys, r->handles + found->begin);
+            found->renewed = 0;
+        }
+    }
     while (r->hits < r->met && r->handles[r->hits])
         r->hits++;
 }
@@ -221,22 +239,22 @@ static void take_strays(struct learned *l, struct request *r)
 static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kind)
 {
     if (begin < end)
-        r->segments[r->made++] = (struct segment){ begin, end, 1, kind };
+        r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind };
 }
 
 /* Joins neighbours that are of one class and were seen as often. */
 static void join_segments(struct request *r)
 {
-    uint32_t joined = 0;
+    uint32_t made = 0;
 
     for (uint32_t i = 1; i < r->made; i++) {
-        struct segment *last = &r->segments[joined], *one = &r->segments[i];
-        if (last->kind == one->kind && last->sightings == one->sightings)
+        struct segment *last = &r->segments[made], *one = &r->segments[i];
+        if (joined(last, one))
             last->end = one->end;
         else
-            r->segments[++joined] = *one;
+            r->segments[++made] = *one;
     }
-    r->made = joined + 1;
+    r->made = made + 1;
 }
 
 /* Makes the spans of the request, the last one first in the order of forgetting. */
@@ -246,8 +264,11 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
 
     for (uint32_t i = 0; i < r->made; i++) {
         const struct segment *one = &r->segments[i];
-        uint32_t keys = one->end - one->begin, number;
-        number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight);
+        uint32_t keys = one->end - one->begin, number = one->renewed;
+        if (number)
+            begin_again(l, number, one->kind, weight);
+        else
+            number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight);
         struct span *s = &l->spans[number];
         l->accessed[one->kind] += keys * weight;
         s->sightings = one->sightings;
@@ -260,8 +281,9 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
             if (l->admission_worth[b->floor] < l->admission_worth[s->kind])
                 s->floor = b->floor;
         }
-        memcpy(handles_of(s), r->handles + one->begin, keys * sizeof *r->handles);
-        for (uint32_t at = 0; at < keys; at++)
+        if (!one->renewed)
+            memcpy(handles_of(s), r->handles + one->begin, keys * sizeof *r->handles);
+        for (uint32_t at = 0; at < keys && !one->renewed; at++)
             if (r->handles[one->begin + at]) {
                 s->held++;
                 s->top = at + 1;

@@ -219,8 +219,8 @@ void link_young(struct learned *l, uint32_t number)
     age_recent(l);
 }
 
-/* A span has no keys any more. */
-static void bury(struct learned *l, uint32_t number)
+/* A span is no part of its request any more. */
+static void leave_request(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
 
@@ -232,6 +232,15 @@ static void bury(struct learned *l, uint32_t number)
         l->spans[s->before].child = s->child;
     if (s->child)
         l->spans[s->child].before = s->before;
+    s->before = s->child = 0;
+}
+
+/* A span has no keys any more. */
+static void bury(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+
+    leave_request(l, number);
     free_arrays(l, s);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
@@ -364,6 +373,34 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     if (s->low < s->high)
         compact(l, s);
     settle_span(l, number);
+}
+
+/* Takes a span with all its keys and blocks out of all orders, and writes the handles. It begins again then. */
+void lift_span(struct learned *l, uint32_t number, uint32_t *handles)
+{
+    struct span *s = &l->spans[number];
+
+    memcpy(handles, handles_of(s) + (s->low - s->base), (s->high - s->low) * sizeof *handles);
+    l->known.known_bytes -= bytes_of(s);
+    if (s->held) {
+        add_blocks(l, s, -(int64_t)s->held);
+        leave_cell(l, number);
+    }
+    leave_request(l, number);
+}
+
+/* As `begin_span`, for a span that was lifted. */
+void begin_again(struct learned *l, uint32_t number, int kind, uint64_t weight)
+{
+    struct span *s = &l->spans[number];
+
+    s->weight = weight < l->known.lifetime ? weight : l->known.lifetime;
+    s->since = l->known.now;
+    s->seen = 0;
+    s->kind = s->floor = kind;
+    s->age_bin = s->old = s->closed = 0;
+    l->known.known_bytes += bytes_of(s);
+    begin_lives(l, s, s->high - s->low);
 }
 
 /* Forgets the keys that are remembered longest while they are too many, about `most` of them. */
