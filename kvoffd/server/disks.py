@@ -16,7 +16,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.table_format import digest
 from kvoffd.server.engine_memory import Post
-from kvoffd.server.kept_shared import KeptShared
+from kvoffd.server.kept_resets import KeptResets
 from kvoffd.settings import DiskSize
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TierEvents, TieringManager
@@ -47,7 +47,7 @@ HARMLESS_ERRORS = {
 """Kinds of what a disk tier reports that are no fault of the drive now."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
-OpenShared = Callable[[TierListener, KeptShared], list[SharedTier]]
+OpenShared = Callable[[TierListener, KeptResets], list[SharedTier]]
 
 
 @dataclass(eq=False)
@@ -80,17 +80,15 @@ class Disks:
     _disks: dict[str, Disk] = field(default_factory=dict, init=False)
     """By directory."""
     _tiers: CompositeTier = field(default_factory=CompositeTier, init=False)
-    _reset_count: int = field(default=0, init=False)
-    _resets: dict[bytes, int] = field(default_factory=dict, init=False)
-    """By namespace, the number of its last reset: 1 for the first reset of this life, and so on."""
-    _away_since: dict[str, int] = field(default_factory=dict, init=False)
-    """By directory that was given up, the resets that it has seen."""
     _stopping: bool = field(default=False, init=False)
     shared: list[SharedTier] = field(default_factory=list, init=False)
     """The tiers that nodes share, where any are configured."""
-    _kept: KeptShared | None = field(default=None, init=False)
+    _kept: KeptResets = field(init=False)
     tiering: TieringManager | None = field(default=None, init=False)
     """None until the first directory or the shared tier is there: until then nothing knows of tiers."""
+
+    def __post_init__(self) -> None:
+        self._kept = KeptResets.of(self._config.directory)
 
     def attach(self, size: DiskSize) -> None:
         """Begin to open a directory. Raises KvoffdError where it is there already."""
@@ -128,7 +126,6 @@ class Disks:
             deadline_s=config.shared_deadline_s,
             trickle_bytes=TRICKLE_BYTES_A_CORE * (os.cpu_count() or 1),
         )
-        self._kept = KeptShared.of(config.directory)
         self.shared = open_shared(self.tiering, self._kept)
         for tier in self.shared:
             self.tiering.share(tier, settings, self._kept.left)
@@ -161,16 +158,14 @@ class Disks:
         """A namespace's blocks are stale, as when its weights changed: also those in directories that are coming,
         going or away. (Those that serve are reached through the cache.) ``everywhere``: on all nodes.
         """
-        self._reset_count += 1
-        self._resets[fingerprint] = self._reset_count
         for shared in self.tiering.shared if self.tiering is not None else ():
             if everywhere:
                 shared.rejoin(fingerprint)
             else:
                 shared.leave(fingerprint)
-        if self._kept is not None:
-            generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
-            self._kept.note(fingerprint, None if not everywhere else generations)
+        generations = {tier.name: tier.generation(fingerprint) for tier in self.shared}
+        open_ones = [disk.size.directory for disk in self if disk.tier is not None]
+        self._kept.note(fingerprint, generations if everywhere else None, open_ones)
         for disk in self._disks.values():
             if disk.state is DiskState.CLOSING and disk.tier is not None:
                 disk.tier.remove_namespace(fingerprint)
@@ -194,7 +189,6 @@ class Disks:
             busy = figures.queued_reads + figures.queued_writes + figures.running_reads + figures.running_writes
             if not busy and disk.tier.close(CLOSE_STEP_S):
                 del self._disks[disk.size.directory]
-                self._away_since[disk.size.directory] = self._reset_count
                 logger.info("%s is detached; its blocks stay in its file.", disk.size.directory)
 
     @property
@@ -312,10 +306,8 @@ class Disks:
             format_size(disk.size.size_bytes),
             "" if report.direct else ", through the page cache, since it refuses O_DIRECT",
         )
-        seen = self._away_since.pop(disk.size.directory, 0)
-        for fingerprint, number in self._resets.items():
-            if number > seen:
-                tier.remove_namespace(fingerprint)
+        for fingerprint in self._kept.take_missed(disk.size.directory):
+            tier.remove_namespace(fingerprint)
         known = {fingerprint for fingerprint, _ in tier.groups()}
         for fingerprint in known if None in disk.cleared else known & disk.cleared:
             tier.remove_namespace(fingerprint)
@@ -343,7 +335,7 @@ def opener(pool: Pool, post: Post) -> OpenDisk:
 def shared_opener(config: Config, pool: Pool, post: Post) -> OpenShared:
     """Opens the shared tiers of a configuration; raises KvoffdError where one cannot be used as it is configured."""
 
-    def opened(listener: TierListener, kept: KeptShared) -> list[SharedTier]:
+    def opened(listener: TierListener, kept: KeptResets) -> list[SharedTier]:
         credentials = Credentials.read(config.shared_password_file, len(config.shared))
         openers = list(map(open_store, config.shared, credentials))
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,13 +69,13 @@ class FakeDisk:
 class DisksRig:
     """Disks whose directories a test opens as it likes, in the threads that Disks makes for that."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self.rig = CacheHarness()
         self.calls: list[Callable[[], None]] = []
         self.go = threading.Event()
         self.result: FakeDisk | Exception = FakeDisk()
         self.disks = Disks(
-            Config(),
+            Config(directory=directory),
             self.rig.cache,
             FoldedTierEvents(),
             self.rig.clock,
@@ -105,8 +106,8 @@ class DisksRig:
 
 
 @pytest.fixture
-def rig() -> Iterator[DisksRig]:
-    made = DisksRig()
+def rig(tmp_path: Path) -> Iterator[DisksRig]:
+    made = DisksRig(tmp_path)
     yield made
     made.disks._stopping = True
 
@@ -210,7 +211,14 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
     cache, disks = rig.rig.cache, rig.disks
     recent = Recent(cache, time.monotonic)
     context = SimpleNamespace(
-        cache=cache, disks=disks, tiering=disks.tiering, recent=recent, epoch=1, sessions=[], clock=time.monotonic
+        curve=SimpleNamespace(namespace_forgotten=lambda _: None),
+        cache=cache,
+        disks=disks,
+        tiering=disks.tiering,
+        recent=recent,
+        epoch=1,
+        sessions=[],
+        clock=time.monotonic,
     )
     assert list(clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace)))  # type: ignore[arg-type]
 
@@ -243,3 +251,21 @@ def test_a_reset_reaches_directories_that_come_go_or_are_away(rig: DisksRig) -> 
     rig.attach()
     rig.opened()
     assert disk.names == {b"one", b"other"}, "those resets it has seen"
+
+
+def test_a_directory_that_was_away_over_a_reset_and_a_restart_brings_nothing_back(
+    rig: DisksRig, tmp_path: Path
+) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    rig.opened()
+    rig.disks.detach(SIZE.directory)
+    rig.disks.tick()
+    rig.disks.namespace_reset(b"one", everywhere=True)
+    for left in ({b"other"}, {b"one", b"other"}):
+        again = DisksRig(tmp_path)
+        again.result = disk
+        again.attach()
+        again.opened()
+        assert disk.names == left
+        disk.names = {b"one", b"other"}

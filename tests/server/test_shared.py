@@ -13,7 +13,7 @@ from support.daemon import DaemonProcess
 from support.redis_server import RedisServer, needs_redis
 from support.waiting import wait_until
 
-from kvoffd.server.kept_shared import KeptShared
+from kvoffd.server.kept_resets import KeptResets
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
@@ -149,7 +149,7 @@ def test_a_node_that_was_down_when_the_fleet_was_reset_follows_after_its_start(
         wait_until(lambda: second.ready_blocks == 0, DEADLINE_S)
         assert second.engine.lookup(KEYS) == 0
         assert server.objects == BLOCKS + 1, "it has written nothing stale under the new generation"
-        followed = KeptShared.of(second.daemon.directory).generations_of(server.url)
+        followed = KeptResets.of(second.daemon.directory).generations_of(server.url)
         assert followed[namespace.namespace] > 0, "the next daemon knows that"
 
 

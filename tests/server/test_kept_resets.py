@@ -1,4 +1,4 @@
-"""What is known of shared stores goes from one daemon to the next, and a file that is of no use is no obstacle."""
+"""What is known of resets goes from one daemon to the next, and a file that is of no use is no obstacle."""
 
 from __future__ import annotations
 
@@ -7,48 +7,54 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.server import kept_shared
-from kvoffd.server.kept_shared import FILE, KeptShared
+from kvoffd.server import kept_resets
+from kvoffd.server.kept_resets import FILE, KeptResets
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
 def test_what_was_noted_is_known_again(tmp_path: Path) -> None:
-    kept = KeptShared.of(tmp_path)
+    kept = KeptResets.of(tmp_path)
     assert (kept.left, kept.generations_of("a")) == ([], {})
-    kept.note(ONE, {"a": 3, "b": 0})
-    kept.note(ONE, None)
-    kept.note(OTHER, None)
-    kept.note(OTHER, {"a": 9})
-    again = KeptShared.of(tmp_path)
+    kept.note(ONE, {"a": 3, "b": 0}, [])
+    kept.note(ONE, None, ["/there"])
+    kept.note(OTHER, None, [])
+    kept.note(OTHER, {"a": 9}, [])
+    again = KeptResets.of(tmp_path)
     assert again.left == [ONE]
     assert again.generations_of("a") == {ONE: 3, OTHER: 9}
+    assert again.take_missed("/there") == [OTHER]
+    assert set(again.take_missed("/away")) == {ONE, OTHER}
+    last = KeptResets.of(tmp_path)
+    assert last.take_missed("/there") == last.take_missed("/away") == []
+    last.note(ONE, None, ["/away"])
+    assert (last.take_missed("/there"), last.take_missed("/away")) == ([ONE], [])
     assert os.stat(tmp_path / FILE).st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"left": {"no hex": null}}', '{"generations": {"a": {"0": "x"}}}'])
 def test_a_damaged_file_is_as_none(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE).write_text(text)
-    kept = KeptShared.of(tmp_path)
+    kept = KeptResets.of(tmp_path)
     assert (kept.left, kept.generations_of("a")) == ([], {})
     assert "is of no use" in caplog.text
-    kept.note(ONE, None)
-    assert KeptShared.of(tmp_path).left == [ONE]
+    kept.note(ONE, None, [])
+    assert KeptResets.of(tmp_path).left == [ONE]
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
-    assert KeptShared.of(tmp_path).left == []
+    assert KeptResets.of(tmp_path).left == []
 
 
 def test_no_more_is_kept_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_shared, "MOST_NAMESPACES", 2)
-    kept = KeptShared.of(tmp_path)
+    monkeypatch.setattr(kept_resets, "MOST_NAMES", 2)
+    kept = KeptResets.of(tmp_path)
     for number in range(4):
-        kept.note(bytes([number]), None)
+        kept.note(bytes([number]), None, [f"/{number}"])
     assert kept.left == [b"\2", b"\3"]
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    KeptShared.of(tmp_path / "missing").note(ONE, None)
+    KeptResets.of(tmp_path / "missing").note(ONE, None, [])
     assert "cannot be kept" in caplog.text

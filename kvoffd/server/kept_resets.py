@@ -1,0 +1,114 @@
+"""What a daemon knows of resets, in a file of its directory, from one daemon to the next.
+
+A disk's directory that was away does not bring back what was reset meanwhile. A generation of a shared store that was
+followed is no news after a restart; of others, what pool and disks kept is void. A namespace that an engine reset is
+not shared again. Without the file no reset is known, and no generation was followed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvoffd.server.kept_file import KeptFile
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+FILE = "kvoffd.resets"
+MOST_BYTES = 16 << 20
+MOST_NAMES = 4096
+"""Namespaces of each store, of those that are left and of resets, and directories: the oldest are forgotten."""
+
+
+class _Record(msgspec.Struct):
+    """The file: fingerprints in hexadecimal, under each store's URL with their generations."""
+
+    generations: dict[str, dict[str, int]] = {}
+    left: dict[str, None] = {}
+    resets: dict[str, int] = {}
+    """By namespace, the number of its last reset."""
+    seen: dict[str, int] = {}
+    """By directory of a disk, the number of the last reset that it has seen."""
+
+
+class KeptResets:
+    """What was known, and what is known now."""
+
+    def __init__(self, file: KeptFile, record: _Record) -> None:
+        self._file = file
+        self._record = record
+
+    @classmethod
+    def of(cls, directory: Path) -> KeptResets:
+        """What an earlier daemon of this directory left, which this user alone may write."""
+        file, record = KeptFile(str(directory / FILE), MOST_BYTES), _Record()
+        try:
+            record = msgspec.json.decode(file.read(), type=_Record)
+            for name in (
+                *record.left,
+                *record.resets,
+                *(one for known in record.generations.values() for one in known),
+            ):
+                bytes.fromhex(name)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            record = _Record()
+            logger.warning("What was known of resets, in %s, is of no use: %s.", file.path, error)
+        return cls(file, record)
+
+    @property
+    def left(self) -> list[bytes]:
+        """Fingerprints of namespaces that engines have reset."""
+        return list(map(bytes.fromhex, self._record.left))
+
+    def generations_of(self, url: str) -> dict[bytes, int]:
+        """By fingerprint, the generations that were followed."""
+        return {bytes.fromhex(name): number for name, number in self._record.generations.get(url, {}).items()}
+
+    def note(self, fingerprint: bytes, followed: Mapping[str, int] | None, directories: Iterable[str]) -> None:
+        """A namespace's blocks are gone here: of generations of stores that were followed, or an engine reset it.
+
+        ``directories``: those that see it.
+        """
+        name = fingerprint.hex()
+        _put(self._record.resets, name, self._last + 1)
+        for directory in directories:
+            _put(self._record.seen, directory, self._last)
+        if followed is None:
+            _put(self._record.left, name, None)
+        else:
+            self._record.left.pop(name, None)
+            for url, generation in followed.items():
+                _put(self._record.generations.setdefault(url, {}), name, generation)
+        self._write()
+
+    def take_missed(self, directory: str) -> list[bytes]:
+        """Fingerprints of namespaces that were reset while a directory was away, which sees that now."""
+        seen = self._record.seen.get(directory, 0)
+        missed = [bytes.fromhex(name) for name, number in self._record.resets.items() if number > seen]
+        if missed:
+            _put(self._record.seen, directory, self._last)
+            self._write()
+        return missed
+
+    @property
+    def _last(self) -> int:
+        return max(self._record.resets.values(), default=0)
+
+    def _write(self) -> None:
+        self._file.write([msgspec.json.encode(self._record)])
+        if (error := self._file.error) is not None:
+            logger.warning("What is known of resets cannot be kept in %s: %s.", self._file.path, error)
+
+
+def _put(known: dict[str, T], name: str, value: T) -> None:
+    known.pop(name, None)
+    known[name] = value
+    if len(known) > MOST_NAMES:
+        del known[next(iter(known))]
