@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.daemon import DaemonProcess
+from .daemon import DaemonProcess
 
 MAIN = Path(__file__).parent / "faulty_main.py"
 

@@ -32,8 +32,14 @@ def test_steps_of_prompts_in_a_row_are_timed() -> None:
 
 
 def test_it_follows_slowly() -> None:
-    rate = rate_after(*[(2048, 0.1)] * STEPS, *[(2048, 0.2)] * STEPS)
+    rate = rate_after(*[(2048, 0.1)] * 2 * STEPS, *[(2048, 0.2)] * STEPS)
     assert rate.tokens_per_second == pytest.approx(0.7 * 20_480 + 0.3 * 10_240)
+
+
+def test_the_first_steps_in_which_an_engine_compiles_are_forgotten() -> None:
+    assert rate_after(*[(2048, 4.0)] * STEPS).tokens_per_second == pytest.approx(512)
+    rate = rate_after(*[(2048, 4.0)] * STEPS, *[(2048, 0.1)] * STEPS)
+    assert rate.tokens_per_second == pytest.approx(20_480)
 
 
 @pytest.mark.parametrize("steps", [[(2048, 0.1)] * (STEPS - 1), [(64, 0.01)] * 50, [(2048, 0.1), (1, 0.01)] * 20])

@@ -120,6 +120,7 @@ class Harm:
         """Since the daemon was told."""
         self._told: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
         self._tell_at = clock() + REPORT_EVERY_S
+        self._say_at = clock()
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -127,8 +128,20 @@ class Harm:
         return self.prefill.tokens_per_second, self.loads.tokens_per_second
 
     def load_pays(self, tokens: int) -> bool:
-        """Whether to load so many tokens."""
-        return not self._active or self.loads.pays(tokens)
+        """Whether to load so many tokens. Where that begins to be left out, the log says so."""
+        if not self._active or self.loads.pays(tokens):
+            return True
+        if (now := self._clock()) >= self._say_at:
+            self._say_at = now + SAMPLE_AGE_S
+            logger.warning(
+                "kvoffd: loads of about %d tokens take %.2f s here, and computing them %.2f s: they are computed until "
+                "loads are tried again %.0f s after the last one.",
+                tokens,
+                self.loads.seconds_for(tokens),
+                tokens / self.prefill.tokens_per_second,
+                SAMPLE_AGE_S,
+            )
+        return False
 
     def leave_store_out(self) -> bool:
         """Whether to leave a store out; counts it."""

@@ -26,6 +26,8 @@ class PrefillRate:
         self._began = 0.0
         self._tokens: list[int] = []
         """Of the steps since then."""
+        self._is_warm = False
+        """Whether more was measured than an engine's first steps, in which it compiles: these count until then."""
         self.tokens_per_second = 0.0
         """0 before it is known."""
 
@@ -34,7 +36,8 @@ class PrefillRate:
         if len(self._tokens) == STEPS:
             seconds, before = self._clock() - self._began, self.tokens_per_second
             rate = sum(self._tokens) / max(seconds, 1e-6)
-            self.tokens_per_second = OLD_WEIGHT * before + (1 - OLD_WEIGHT) * rate if before else rate
+            self.tokens_per_second = OLD_WEIGHT * before + (1 - OLD_WEIGHT) * rate if self._is_warm else rate
+            self._is_warm = before > 0
             self._tokens.clear()
         if tokens < LEAST_STEP_TOKENS:
             self._tokens.clear()
