@@ -19,7 +19,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SOURCES = [
     "kvoffd/cache/adopt.c",
     "kvoffd/cache/curve.c",
-    "kvoffd/cache/key_states.c",
+    "kvoffd/cache/key_index.c",
     "kvoffd/cache/learned/blocks.c",
     "kvoffd/cache/learned/cells.c",
     "kvoffd/cache/learned/lifetimes.c",

@@ -45,8 +45,10 @@ class Admitter:
 
         ``starts``: numbers of the keys at which chains begin; None to admit all, whatever the policy says.
         """
-        index = self.blocks.index[self.namespace][self.group]
-        fresh = [number for number in lacking if keys[number] not in index] if starts is not None else []
+        fresh: list[int] = []
+        if starts is not None and lacking:
+            states = self.namespace.index[self.group].states(b"".join([keys[number] for number in lacking]))
+            fresh = [number for number, state in zip(lacking, states, strict=True) if not state]
         found = Admission()
         with on_error(lambda: self.blocks.return_slots(found.offsets)):
             self._admit(keys, lacking, fresh, starts or (), found)

@@ -89,7 +89,7 @@ class Blocks(Room):
 
     def add_namespace(self, namespace: Namespace) -> None:
         """Make room for a namespace in the index."""
-        self.index[namespace] = tuple({} for _ in namespace.groups)
+        self.index[namespace] = namespace.index
 
     def remove_namespace(self, namespace: Namespace) -> None:
         """Undo ``add_namespace``. It may have no block any more."""
@@ -110,11 +110,9 @@ class Blocks(Room):
         first_blocks: Sequence[int],
     ) -> list[Block]:
         """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        index, half_stored = self.index[namespace][group], self.half_stored
-        fresh = [Block(namespace, group, key) for key in keys if key not in index]
-        index.update((block.key, block) for block in fresh)
-        self._move(fresh, ABSENT, WRITING)
-        blocks = [index[key] for key in keys]
+        half_stored, known = self.half_stored, namespace.index[group].find(b"".join(keys))
+        blocks = [block or Block(namespace, group, key) for key, block in zip(keys, known, strict=True)]
+        self._move([block for block in blocks if block.state is ABSENT], ABSENT, WRITING)
         at, added = 2 * rank, []
         for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
             if half_stored:
@@ -200,8 +198,7 @@ class Blocks(Room):
             self.add_namespace(namespace)
         made: list[Block] = []
         for namespace, (first, *_) in blocks:
-            block = self.index[namespace][first.group][first.key] = Block(namespace, first.group, first.key)
-            made.append(block)
+            made.append(Block(namespace, first.group, first.key))
         grouped = _group(made)
         for _, alike in grouped:
             self._move(alike, ABSENT, READY)
@@ -296,10 +293,7 @@ class Blocks(Room):
     def _leave(self, blocks: Sequence[Block]) -> _Grouped:
         """Take blocks out of the index and free the slots that nothing holds. Returns them by their state before."""
         grouped = _group(blocks)
-        for (namespace, group, state), alike in grouped:
-            index = self.index[namespace][group]
-            for block in alike:
-                del index[block.key]
+        for (_, _, state), alike in grouped:
             self._move(alike, state, LEAVING)
         self._free_written([block for block in blocks if not block.pins])
         for block in blocks:
@@ -342,10 +336,7 @@ class Blocks(Room):
             self.quarantined_bytes += slot_bytes
         self.holders.remove(offsets)
         self._slots.free(free)
-        for (namespace, group, state), alike in _group(gone):
-            if state is WRITING:
-                for block in alike:
-                    del self.index[namespace][group][block.key]
+        for (_, _, state), alike in _group(gone):
             self._move(alike, state, ABSENT)
 
     # --- state and pins --------------------------------------------------------------------------
@@ -355,9 +346,7 @@ class Blocks(Room):
         self.hints.used(blocks)
         if self.shares:
             self.shares.note_use(namespace)
-            index = self.index[namespace][group]
-            for block in reversed(blocks):
-                index[block.key] = index.pop(block.key)
+            self.shares.used(namespace, blocks)
 
     def _move(self, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
         """Change the state of blocks of one group that are all in ``before``, and with it what is counted by state."""
@@ -373,9 +362,16 @@ class Blocks(Room):
         namespace.blocks_in[after] += len(blocks)
         namespace.bytes_in[after] += nbytes
         self._known_bytes += len(blocks) * namespace.index_bytes_per_block * ((before is ABSENT) - (after is ABSENT))
+        if self.shares:
+            self.shares.moved(namespace, blocks, before, after)
         if before in INDEXED or after in INDEXED:
-            keys = b"".join([block.key for block in blocks])
-            namespace.key_states[blocks[0].group].set(keys, after if after in INDEXED else ABSENT)
+            index, keys = namespace.index[blocks[0].group], b"".join([block.key for block in blocks])
+            if before not in INDEXED:
+                index.add(keys, blocks, after)
+            elif after in INDEXED:
+                index.set(keys, after)
+            else:
+                index.remove(keys)
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Keep the bytes of complete blocks where they are, once more for each time a block is named."""

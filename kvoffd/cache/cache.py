@@ -212,16 +212,16 @@ class BlockCache(LeasedBlocks):
         """
         slot_bytes = namespace.slot_bytes(rank, group)
         blocks = self.blocks
-        index = blocks.index[namespace][group] if not namespace.clearing else {}
+        known = namespace.index[group].find(b"".join(keys)) if not namespace.clearing else [None] * len(keys)
         ticket = StoreTicket(namespace, rank, group)
         present, lacking, again = ticket.present, [], ticket.again
         wanted: set[bytes] = set()
         narrow: list[tuple[int, Block]] = []
-        for number, key in enumerate(keys):
+        for number, (key, block) in enumerate(zip(keys, known, strict=True)):
             if key in wanted:
                 again.append(number)
                 continue
-            if (block := index.get(key)) is not None:
+            if block is not None:
                 present.append(block)
                 if block.words[2 * rank]:
                     if block.holds_less(rank, first_blocks.get(number, 0)) and not block.pins:
@@ -353,8 +353,8 @@ class BlockCache(LeasedBlocks):
                 yield
                 if self.find_namespace(namespace.fingerprint) is not namespace:
                     break
-            index = self.blocks.index[namespace][group]
-            found = [index[key] for key in keys if key in index]
+            there = self.blocks.index[namespace][group].find(b"".join(keys))
+            found = [block for block in there if block is not None]
             readable = [block.key for block in found if block.state is READY]
             self.blocks.drop(found)
             if readable:
@@ -402,7 +402,7 @@ class BlockCache(LeasedBlocks):
     def _clear(self, namespace: Namespace, tiering: TieringHooks | None) -> Steps:
         dropped = 0
         try:
-            there = [block for index in self.blocks.index[namespace] for block in index.values()]
+            there = [block for index in self.blocks.index[namespace] for block in index.blocks()]
             for start in range(0, len(there), CLEARED_AT_ONCE):
                 if start:
                     yield

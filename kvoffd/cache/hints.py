@@ -14,7 +14,6 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from kvoffd.cache.namespace import Block, BlockState, Namespace
-from kvoffd.cache.shares import Spaces
 
 RETAINED_PART = 8
 """Of each namespace, blocks of one part in so many of the pool are passed over; the latest marks count."""
@@ -95,11 +94,11 @@ class Hints:
         self._late.pop(namespace, None)
         self._first.pop(namespace, None)
 
-    def order(self, candidates: Iterator[Block], spaces: Spaces, worth: float) -> Iterator[Block]:
+    def order(self, candidates: Iterator[Block], worth: float) -> Iterator[Block]:
         """The candidates as marks have them; what is to stay comes last, where room is wanted at any cost."""
         now = self._clock()
         given: set[Block] = set()
-        for block in self._that_may_go(spaces, now):
+        for block in self._that_may_go(now):
             given.add(block)
             yield block
         passed: list[tuple[int, Block]] = []
@@ -117,7 +116,7 @@ class Hints:
         if worth == inf:
             yield from (block for _, block in sorted(passed, key=itemgetter(0)))
 
-    def _that_may_go(self, spaces: Spaces, now: float) -> list[Block]:
+    def _that_may_go(self, now: float) -> list[Block]:
         found: list[tuple[int, Block]] = []
         left = LOOKED_AT_IN_ALL
         for namespace, marks in list(self._first.items()):
@@ -125,7 +124,7 @@ class Hints:
             left -= len(looked_at)
             for name, mark in looked_at:
                 _, group, key = name
-                block = spaces[namespace][group].get(key)
+                block = namespace.index[group].get(key)
                 if block is not None and block.state is BlockState.READY:
                     found.append((mark.priority, block))
                 elif mark.until <= now:

@@ -96,12 +96,13 @@ class LeasedBlocks:
 
     def _apply_deferred_pins(self, deferred: _DeferredPins) -> None:
         self.__deferred = None
-        lease, index = deferred.lease, self.__blocks.index[deferred.lease.namespace]
-        for (group, all_keys), states in zip(deferred.groups, deferred.states, strict=True):
-            keys = lease.namespace.split(group, all_keys)
-            if states.count(READY) < len(keys):
-                keys = [key for key, state in zip(keys, states, strict=True) if state == READY]
-            blocks = list(map(index[group].__getitem__, keys))
+        lease = deferred.lease
+        for (group, keys), states in zip(deferred.groups, deferred.states, strict=True):
+            index = lease.namespace.index[group]
+            if states.count(READY) < len(states):
+                split = lease.namespace.split(group, keys)
+                keys = b"".join([key for key, state in zip(split, states, strict=True) if state == READY])
+            blocks = index.all(keys)
             if blocks:
                 self.__blocks.pin(blocks)
                 lease.add(group, blocks)
@@ -128,10 +129,9 @@ class LeasedBlocks:
         blocks, leases = self.blocks, self.__leases
         lease = _live_lease(leases, lease_id, owner, namespace)
         if lease is not None and not extend:
-            index = blocks.index[namespace]
             states = [
-                _states_under(leases.by_key(lease, group), namespace.split(group, keys), index[group])
-                for group, keys in groups
+                _states_under(leases.by_key(lease, group), namespace.split(group, keys), one)
+                for (group, keys), one in zip(groups, found, strict=True)
             ]
             return LookupAnswer(states, lease.keys)
         states = found
@@ -183,8 +183,8 @@ class LeasedBlocks:
         lease = _live_lease(self.leases, lease_id, owner, namespace)
         if lease is not None:
             return list(map(self.leases.by_key(lease, group).get, split))
-        index = self.blocks.index[namespace][group] if not namespace.clearing else {}
-        found = [block if block is not None and block.state is READY else None for block in map(index.get, split)]
+        there = self.blocks.index[namespace][group].find(keys) if not namespace.clearing else [None] * len(split)
+        found = [block if block is not None and block.state is READY else None for block in there]
         blocks = list(dict.fromkeys(block for block in found if block is not None))
         if blocks:
             nbytes = sum(block.slot_bytes for block in blocks)
@@ -221,9 +221,8 @@ class LeasedBlocks:
         """Pool bytes of the ready blocks that nothing pins."""
         nbytes = 0
         for (group, keys), one in zip(groups, states, strict=True):
-            index = self.__blocks.index[namespace][group]
-            ready = (key for key, state in zip(namespace.split(group, keys), one, strict=True) if state == READY)
-            nbytes += sum(block.slot_bytes for block in map(index.__getitem__, ready) if not block.pins)
+            blocks = zip(namespace.index[group].find(keys), one, strict=True)
+            nbytes += sum(b.slot_bytes for b, state in blocks if state == READY and b is not None and not b.pins)
         return nbytes
 
     def _share_left(self, owner: int, bounds: LeaseBounds, wanted: int) -> int:
@@ -345,12 +344,7 @@ def _live_lease(leases: LeaseTable, lease_id: int, owner: int, namespace: Namesp
     return lease
 
 
-def _states_under(held: Mapping[bytes, Block], keys: Sequence[bytes], index: Mapping[bytes, Block]) -> bytes:
+def _states_under(held: Mapping[bytes, Block], keys: Sequence[bytes], states: bytes) -> bytes:
     """The states a lookup tells that is asked again. A block that became ready since is not under the lease: absent."""
-    states = bytearray(len(keys))
-    for number, key in enumerate(keys):
-        if key in held:
-            states[number] = READY
-        elif (block := index.get(key)) is not None and block.state is WRITING:
-            states[number] = WRITING
-    return bytes(states)
+    told = states.replace(_READY_BYTE, _ABSENT_BYTE)
+    return bytes([READY if key in held else state for key, state in zip(keys, told, strict=True)])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvoffd.cache.key_states import KeyStates, Table
 from kvoffd.cache.namespace import BlockState, MissReason, Namespace
 from kvoffd.system.native import native
 
@@ -25,14 +23,13 @@ class Misses:
     def __init__(self) -> None:
         self._native = native()
         self._entries = np.zeros(ENTRIES, dtype=np.uint64)
-        self._tables: WeakKeyDictionary[KeyStates, Table] = WeakKeyDictionary()
         self._asked: list[tuple[Namespace, _Groups, Sequence[bytes], Sequence[bytes]]] = []
         self._keys_asked = 0
 
     def note(self, namespace: Namespace, group: int, keys: Sequence[bytes], reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
-        table = self._table(namespace, group)
-        self._native.note_reasons(ctypes.byref(table), b"".join(keys), len(keys), reason)
+        index, table = namespace.index[group].at, self._entries
+        self._native.note_reasons(index, table.ctypes.data, len(table), b"".join(keys), len(keys), reason)
 
     def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], told: Sequence[bytes]) -> None:
         """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those it told."""
@@ -52,17 +49,11 @@ class Misses:
                     after = bytes(map(max, before, after))
                 if writing := after.count(BlockState.WRITING):
                     misses[MissReason.HALF_STORED] += writing
-                table = self._table(namespace, group)
-                self._native.count_reasons(ctypes.byref(table), keys, len(after), after, counts)
+                index, table = namespace.index[group].at, self._entries
+                self._native.count_reasons(index, table.ctypes.data, len(table), keys, len(after), after, counts)
             for reason, number in enumerate(counts):
                 if number:
                     misses[MissReason(reason)] += number
                     counts[reason] = 0
         self._asked.clear()
         self._keys_asked = 0
-
-    def _table(self, namespace: Namespace, group: int) -> Table:
-        states = namespace.key_states[group]
-        if (table := self._tables.get(states)) is None:
-            table = self._tables[states] = states.over(self._entries)
-        return table

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.key_states import KeyStates
+from kvoffd.cache.key_index import KeyIndex
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto import messages
@@ -220,8 +220,8 @@ class Namespace:
         """By state, the number of blocks. ABSENT, where blocks come from and go to, is minus all others."""
         self.bytes_in = [0] * (max(BlockState) + 1)
         """By state, the pool bytes of its blocks."""
-        self.key_states = tuple(KeyStates(key_bytes) for _ in self.groups)
-        """By group: the states of the keys in the index."""
+        self.index: tuple[KeyIndex[Block], ...] = tuple(KeyIndex(key_bytes) for _ in self.groups)
+        """By group: the blocks that are WRITING or READY."""
         self.nodes: dict[int, int | None] = {}
         """By rank, the NUMA node that its last store asked slots on: what comes up from a tier goes there too."""
         self._shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
@@ -288,7 +288,7 @@ class Namespace:
         self.check_keys(group, keys)
         if self.clearing:
             return bytes([BlockState.ABSENT]) * (len(keys) // self.key_bytes)
-        return self.key_states[group].of(keys)
+        return self.index[group].states(keys)
 
     def split(self, group: int, keys: bytes, *, distinct: bool = False) -> list[bytes]:
         """Cut ``keys`` of ``group`` into single keys.

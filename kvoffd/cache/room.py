@@ -9,6 +9,7 @@ from math import inf
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
+from kvoffd.cache.key_index import KeyIndex
 from kvoffd.cache.namespace import SLOT_BYTES, Block, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
@@ -20,8 +21,8 @@ class Room(ABC):
     """Takes slots, and chooses what goes where there are too few."""
 
     def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_index_bytes: int) -> None:
-        self.index: dict[Namespace, tuple[dict[bytes, Block], ...]] = {}
-        """By namespace and group: the blocks that are WRITING or READY."""
+        self.index: dict[Namespace, tuple[KeyIndex[Block], ...]] = {}
+        """The ``index`` of each namespace."""
         self.holders = SlotHolders(slots.region_bytes)
         self.shares = Shares(slots.pool_bytes, clock)
         self.hints = Hints(slots.pool_bytes, clock)
@@ -122,7 +123,7 @@ class Room(ABC):
 
     def _ordered(self, worth: float) -> Iterator[Block]:
         candidates = self._policy.candidates(worth)
-        return self.hints.order(candidates, self.index, worth) if self.hints else candidates
+        return self.hints.order(candidates, worth) if self.hints else candidates
 
     def _room_in_index(
         self, namespace: Namespace, count: int, protected: Set[Block], worth: float, claim: Claim | None

@@ -8,9 +8,8 @@ Within that blocks go in the policy's order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import chain, zip_longest
 from math import inf, isfinite
 
 from kvoffd.cache.namespace import Block, BlockState, Namespace
@@ -30,9 +29,6 @@ MAX_PASSED = 1024
 MAX_WEIGHT = 1000.0
 NO_LIMITS = NamespaceLimits()
 
-Spaces = Mapping[Namespace, tuple[dict[bytes, Block], ...]]
-"""All namespaces with their blocks by group and key; where there are limits, the least recently used come first."""
-
 
 class Shares:
     """The limits of namespaces, by fingerprint, and what follows from them."""
@@ -45,6 +41,8 @@ class Shares:
         self._weighted = False
         self._used_at: dict[Namespace, float] = {}
         """The namespaces in use, where weights make that matter: the one that has not been used for longest first."""
+        self._by_use: dict[Namespace, dict[Block, None]] = {}
+        """Ready blocks, the least recently used first, of namespaces that are in use while there are limits."""
 
     def __bool__(self) -> bool:
         return bool(self._limits)
@@ -68,6 +66,8 @@ class Shares:
         self._weighted = any(one.weight is not None for one in self._limits.values())
         if not self._weighted:
             self._used_at.clear()
+        if not self._limits:
+            self._by_use.clear()
 
     def _problem(self, fingerprint: bytes, limits: NamespaceLimits) -> str:
         """Why these cannot be the limits of a namespace; empty where they can."""
@@ -97,6 +97,32 @@ class Shares:
     def forget(self, namespace: Namespace) -> None:
         """The namespace is gone; its limits hold for the next one of its fingerprint."""
         self._used_at.pop(namespace, None)
+        self._by_use.pop(namespace, None)
+
+    def by_use(self, namespace: Namespace) -> dict[Block, None]:
+        """The namespace's ready blocks, the least recently used first; those used before there were limits come first,
+        in no order."""
+        if (known := self._by_use.get(namespace)) is None:
+            blocks = [block for index in namespace.index for block in index.blocks() if block.state is BlockState.READY]
+            known = self._by_use[namespace] = dict.fromkeys(blocks)
+        return known
+
+    def used(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
+        """A request found these blocks, root first."""
+        known = self.by_use(namespace)
+        for block in reversed(blocks):
+            del known[block]
+            known[block] = None
+
+    def moved(self, namespace: Namespace, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
+        """Blocks, the oldest first, are in another state."""
+        if (known := self._by_use.get(namespace)) is None:
+            return
+        if after is BlockState.READY:
+            known.update(dict.fromkeys(blocks))
+        elif before is BlockState.READY:
+            for block in blocks:
+                del known[block]
 
     def weights(self) -> float:
         """The weights of all namespaces in use together, for ``kept_bytes``."""
@@ -130,10 +156,10 @@ class Whose(Enum):
 class Claim:
     """One namespace that wants room, and what it may take from whom. For one change of the cache."""
 
-    def __init__(self, shares: Shares, namespace: Namespace, spaces: Spaces) -> None:
+    def __init__(self, shares: Shares, namespace: Namespace, namespaces: Iterable[Namespace]) -> None:
         self._shares = shares
         self._namespace = namespace
-        self._spaces = spaces
+        self._namespaces = namespaces
         self._held: dict[Namespace, int] = {}
         self._weights = shares.weights()
 
@@ -191,10 +217,10 @@ class Claim:
                 break
         else:
             return
-        for owner in sorted(self._spaces, key=lambda one: one is not self._namespace):
+        for owner in sorted(self._namespaces, key=lambda one: one is not self._namespace):
             if self._is_meant(owner, whose):
-                for block in chain.from_iterable(zip_longest(*[index.values() for index in self._spaces[owner]])):
-                    if block is None or block.state is not BlockState.READY or block in given:
+                for block in self._shares.by_use(owner):
+                    if block in given:
                         continue
                     if not self._may_take(owner, block.slot_bytes):
                         break

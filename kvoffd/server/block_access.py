@@ -84,7 +84,7 @@ class BlockAccess:
                 found = [key for key in found if len(key) > len(whole) and key[len(whole)] >> 4 == odd]
             self._keep_listing(session, found)
         listing, end = session.listing, start + limit
-        present = [block for key in listing[start:end] if (block := index.get(key)) is not None]
+        present = [block for block in index.find(b"".join(listing[start:end])) if block is not None]
         if end >= len(listing):
             self._keep_listing(session, [])
             end = 0

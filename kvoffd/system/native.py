@@ -34,9 +34,12 @@ class Native:
             self.group_slots = without_gil.kvoffd_group_slots
             # These take microseconds, less than to get the GIL back from whoever else wants it.
             self.copied = with_gil.kvoffd_copied
-            self.states = with_gil.kvoffd_states
-            self.set_states = with_gil.kvoffd_set_states
-            self.move_states = with_gil.kvoffd_move_states
+            self.index_new = with_gil.kvoffd_index_new
+            self.index_free = with_gil.kvoffd_index_free
+            self.index_find = with_gil.kvoffd_index_find
+            self.index_add = with_gil.kvoffd_index_add
+            self.index_set = with_gil.kvoffd_index_set
+            self.index_remove = with_gil.kvoffd_index_remove
             self.note_reasons = with_gil.kvoffd_note_reasons
             self.count_reasons = with_gil.kvoffd_count_reasons
             self.curve_new = with_gil.kvoffd_curve_new
@@ -71,11 +74,16 @@ class Native:
         self.group_slots.argtypes, self.group_slots.restype = (address,), None
         self.scan.argtypes, self.scan.restype = (address, address, count, count), None
         self.copied.argtypes, self.copied.restype = (address,), count
-        self.states.argtypes, self.states.restype = (address, text, count, address), None
-        self.set_states.argtypes, self.set_states.restype = (address, text, count, ctypes.c_uint8), None
-        self.move_states.argtypes, self.move_states.restype = (address, address), None
-        self.note_reasons.argtypes, self.note_reasons.restype = (address, text, count, count), None
-        self.count_reasons.argtypes, self.count_reasons.restype = (address, text, count, text, address), None
+        state = ctypes.c_uint8
+        self.index_new.argtypes, self.index_new.restype = (count, text), address
+        self.index_free.argtypes, self.index_free.restype = (address,), None
+        self.index_find.argtypes, self.index_find.restype = (address, text, count, address, address), None
+        self.index_add.argtypes, self.index_add.restype = (address, text, count, state, address), count
+        self.index_set.argtypes, self.index_set.restype = (address, text, count, state), count
+        self.index_remove.argtypes, self.index_remove.restype = (address, text, count, address), count
+        self.note_reasons.argtypes, self.note_reasons.restype = (address, address, count, text, count, count), None
+        self.count_reasons.argtypes = (address, address, count, text, count, text, address)
+        self.count_reasons.restype = None
         real = ctypes.c_double
         keys = (count, text, count, count)  # whose, end to end, how many, bytes of each
         self.curve_new.argtypes, self.curve_new.restype = (address, text), address

@@ -16,7 +16,7 @@ from kvoffd.tiering.promotion import Promoter, prefix_run, run_end, window_run
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
-from kvoffd_proto.messages import ABSENT, PENDING
+from kvoffd_proto.messages import ABSENT, PENDING, WRITING
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class TieringManager:
             if spec.window_tokens or "mamba" in spec.kind:
                 windows.append(number)
                 continue
-            available = self._available(namespace, group)
+            available = self._available(namespace, group, keys, states[number])
             places = prefix_run(states[number], keys, available) if available is not None else []
             self._request(namespace, group, keys, places, answer[number])
             end = run_end(answer[number]) * spec.tokens_per_block
@@ -105,7 +105,7 @@ class TieringManager:
             spec = namespace.groups[group]
             known = limit_tokens is not None and spec.tokens_per_block
             limit = limit_tokens // spec.tokens_per_block if known and limit_tokens is not None else len(keys)
-            if (available := self._available(namespace, group)) is not None:
+            if (available := self._available(namespace, group, keys, states[number])) is not None:
                 places = window_run(states[number], keys, spec, limit, available)
                 self._request(namespace, group, keys, places, answer[number])
         for shared in self.shared:
@@ -287,14 +287,16 @@ class TieringManager:
         if gone:
             self._events.removed_from_tier(namespace, group, gone)
 
-    def _available(self, namespace: Namespace, group: int) -> Callable[[bytes], bool] | None:
+    def _available(
+        self, namespace: Namespace, group: int, keys: Sequence[bytes], states: bytes
+    ) -> Callable[[bytes], bool] | None:
         """Tells of a key that is not ready whether it comes up or could; None where no key of the group does."""
         requested = self.promoter.requested(namespace, group)
         index = self.tier.readable(namespace.fingerprint, group)
         if not index and not requested:
             return None
-        in_pool = self._cache.blocks.index[namespace][group]
-        return lambda key: key in requested or (key in index and key not in in_pool)
+        writing = {key for key, state in zip(keys, states, strict=True) if state == WRITING}
+        return lambda key: key in requested or (key in index and key not in writing)
 
     def _request(
         self, namespace: Namespace, group: int, keys: Sequence[bytes], places: Iterable[int], states: bytearray

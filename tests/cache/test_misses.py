@@ -106,7 +106,7 @@ def test_a_forgotten_namespace_leaves_nothing() -> None:
     rig = CacheHarness()
     namespace = rig.open()
     missed(rig, namespace, 1)
-    states = weakref.ref(namespace.key_states[0])
+    states = weakref.ref(namespace.index[0])
     rig.cache.forget_namespace(namespace)
     del namespace
     assert states() is None

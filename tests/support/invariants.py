@@ -59,9 +59,10 @@ def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
                 assert block.state in (BlockState.WRITING, BlockState.READY)
                 assert block.shards, "an empty block in the index"
             states = namespace.states_of(group, b"".join(index))
+            assert index.find(b"".join(index)) == index.blocks()
+            assert len(index) == len(index.blocks())
             told = [BlockState.ABSENT if namespace.clearing else block.state for block in index.values()]
             assert list(states) == told, "lookups tell other states"
-            assert len(namespace.key_states[group]) == len(index), "lookups find keys that are not there"
     assert indexed == sum(block.state is not BlockState.LEAVING for block in blocks)
     candidates = list(cache.policy.candidates())
     assert len(candidates) == len(cache.policy)

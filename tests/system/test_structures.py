@@ -13,7 +13,6 @@ from support.cuda_abi import compiler
 
 import kvoffd
 from kvoffd.cache.adopt import Grouping, Owner
-from kvoffd.cache.key_states import Table
 from kvoffd.cache.policies.learned import Known
 from kvoffd.pool.records import Kind
 from kvoffd.pool.scan import Scanner
@@ -24,7 +23,6 @@ from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
     "known": ("cache/learned/learned.h", Known),
-    "table": ("cache/key_states.c", Table),
     "grouping": ("cache/adopt.c", Grouping),
     "owner": ("cache/adopt.c", Owner),
     "scan": ("pool/scan.c", Scanner),
@@ -86,7 +84,6 @@ def test_no_structure_is_left_out() -> None:
         *(
             "cache/policies/learned.py",
             "cache/adopt.py",
-            "cache/key_states.py",
             "pool/records.py",
             "pool/scan.py",
             "transfer/host_engine.py",
