@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -44,9 +45,9 @@ class Integrity:
         """Slots that are never used again."""
         return len(self._cache.blocks.quarantined)
 
-    def slots(self) -> list[int]:
+    def slots(self) -> array[int]:
         """Offsets of all slots in use, for ``checks_at``."""
-        return list(self._cache.blocks.holders)
+        return array("Q", self._cache.blocks.holders)
 
     def checks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
         """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.

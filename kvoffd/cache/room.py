@@ -34,7 +34,7 @@ class Room(ABC):
     @property
     def index_bytes(self) -> int:
         """Memory of what is known of all blocks."""
-        return self._known_bytes + SLOT_BYTES * len(self.holders)
+        return self._known_bytes + SLOT_BYTES * len(self.holders) + self.shares.nbytes
 
     @abstractmethod
     def evict(self, blocks: Sequence[Block]) -> None:

@@ -27,6 +27,8 @@ IDLE_AFTER_S = 600.0
 MAX_PASSED = 1024
 """Blocks in the policy's order that may not go and are passed over; behind them the least recently used go."""
 MAX_WEIGHT = 1000.0
+USE_BYTES = 104
+"""What is known of a block's use: a place in a dict."""
 NO_LIMITS = NamespaceLimits()
 
 
@@ -106,6 +108,11 @@ class Shares:
             blocks = [block for index in namespace.index for block in index.blocks() if block.state is BlockState.READY]
             known = self._by_use[namespace] = dict.fromkeys(blocks)
         return known
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what is known of the use of blocks."""
+        return USE_BYTES * sum(map(len, self._by_use.values()))
 
     def used(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
         """A request found these blocks, root first."""

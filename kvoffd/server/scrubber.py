@@ -28,7 +28,7 @@ class _Run:
     """One pass over the slots that were in use when it began."""
 
     started_at: float
-    offsets: list[int]
+    offsets: Sequence[int]
     done: int = 0
     checked_slots: int = 0
     checked_bytes: int = 0
