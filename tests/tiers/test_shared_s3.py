@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -160,6 +163,24 @@ def test_a_quota_stops_writes_and_is_no_matter_of_credentials(
     assert rig.kinds == {"full": 1}
     rig.block(1)
     assert rig.load(block) is DONE, "reading goes on"
+
+
+def test_without_descriptors_nothing_is_written_until_there_are_some_again(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    block = rig.block(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "new_event_loop", refuse)
+        assert rig.write(block) is not DONE
+    rig.reachable()
+    assert set(rig.tier.counters.errors) == {"unreachable"}
+    assert "Too many open files" in rig.tier.problem
+    rig.store(block)
+    assert rig.ask_anew(block) == [Answer.YES]
+    assert rig.load(block) is DONE
 
 
 def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> None:

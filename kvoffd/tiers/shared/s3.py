@@ -93,7 +93,10 @@ class S3(Store):
 
     def connect(self) -> None:
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            try:
+                self._loop = asyncio.new_event_loop()
+            except OSError as error:  # no descriptors
+                raise self._error(error) from error
 
     def close(self) -> None:
         if (loop := self._loop) is not None:
