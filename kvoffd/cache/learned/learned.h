@@ -132,6 +132,7 @@ struct learned {
 /* places.c */
 void make_places(struct learned *l);
 void free_places(struct learned *l);
+void expect_places(struct learned *l, uint64_t keys);
 void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place);
 void remove_place(struct learned *l, uint64_t hash, uint32_t span);
 

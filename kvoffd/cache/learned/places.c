@@ -33,16 +33,26 @@ void free_places(struct learned *l)
     free(l->parts);
 }
 
-static void more_room(struct learned *l, struct places *part)
+static void more_room(struct learned *l, struct places *part, uint32_t count)
 {
     struct places before = *part;
 
-    make_room(l, part, before.room + before.room / GROWTH_PART);
+    make_room(l, part, count);
     for (uint32_t at = 0; at < before.room; at++)
         if (before.places[at].hash)
             *find_in(part, before.places[at].hash) = before.places[at];
     l->place_room -= before.room;
     free(before.places);
+}
+
+/* So many keys will be entered: there is room for them then, where hashes are spread evenly. */
+void expect_places(struct learned *l, uint64_t keys)
+{
+    uint64_t count = keys / (l->part_mask + 1) * 3 / 2;
+
+    for (uint64_t at = 0; at <= l->part_mask; at++)
+        if (l->parts[at].room < count)
+            more_room(l, &l->parts[at], count);
 }
 
 /* Says where a key is, wherever it was. */
@@ -53,7 +63,7 @@ void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
 
     if (!there->hash) {
         if (4 * ((uint64_t)part->keys + 1) > 3 * (uint64_t)part->room) {
-            more_room(l, part);
+            more_room(l, part, part->room + part->room / GROWTH_PART);
             there = find_in(part, hash);
         }
         part->keys++;

@@ -160,6 +160,21 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     return l->known.known_keys == known + kept.keys ? GOOD : BAD_KEYS;
 }
 
+/* A span will be read soon. Returns what is behind it, or NULL where it ends too early. */
+static const uint8_t *fetch_span(const struct learned *l, const uint8_t *from, const uint8_t *end)
+{
+    struct kept_span kept;
+    uint64_t hash, left = end - from;
+
+    if (left < sizeof kept + sizeof hash)
+        return NULL;
+    memcpy(&kept, from, sizeof kept);
+    memcpy(&hash, from + sizeof kept, sizeof hash);
+    fetch_place(l, hash);
+    left -= sizeof kept;
+    return kept.keys <= left / sizeof hash ? from + sizeof kept + kept.keys * sizeof hash : NULL;
+}
+
 /* Goes on with a record, before anything else. Returns why not, or 0; what it was given is of no use any more if so. */
 uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t nbytes)
 {
@@ -187,7 +202,14 @@ uint64_t kvoffd_learned_go_on(struct learned *l, const uint8_t *record, uint64_t
     memcpy(l->forgotten, counts->forgotten, sizeof l->forgotten);
     memcpy(l->open, counts->open, sizeof l->open);
     memcpy(l->accessed, counts->accessed, sizeof l->accessed);
+    uint64_t heads = counts->spans * sizeof(struct kept_span);
+    if (heads > (uint64_t)(end - from))
+        return CUT_OFF;
+    expect_places(l, (end - from - heads) / sizeof(uint64_t));
+    const uint8_t *ahead = from;
     for (uint64_t read = 0; read < counts->spans; read++) {
+        while (ahead && ahead <= from + AHEAD * sizeof(struct kept_span))
+            ahead = fetch_span(l, ahead, end);
         enum refusal refused = read_span(l, &last, &from, end);
         if (refused)
             return refused;
