@@ -22,6 +22,7 @@ struct index {
     struct part **parts; /* by the upper `bits` of a hash; neighbours may be one and the same */
     uint32_t bits;
     uint64_t key_bytes, stride;
+    uint64_t entries; /* of all parts */
     uint64_t seed[2]; /* so that nobody can choose keys that fall together */
 };
 
@@ -102,15 +103,23 @@ static void remove_at(const struct index *x, struct part *p, uint64_t place)
     p->used--;
 }
 
-static struct part *new_part(const struct index *x, uint64_t entries, uint32_t bits)
+static struct part *new_part(struct index *x, uint64_t entries, uint32_t bits)
 {
     struct part *p = calloc(1, sizeof *p + entries * x->stride);
 
     if (p) {
+        x->entries += entries;
         p->mask = entries - 1;
         p->bits = bits;
     }
     return p;
+}
+
+static void free_part(struct index *x, struct part *p)
+{
+    if (p)
+        x->entries -= p->mask + 1;
+    free(p);
 }
 
 /* Enters all that `from` has into `low` or, where a bit after `bits` of the hash is set, into `high`. */
@@ -140,7 +149,7 @@ static int make_room(struct index *x, struct part *p, uint64_t hashed)
         for (uint64_t at = 0; at < 1ULL << x->bits; at++)
             if (x->parts[at] == p)
                 x->parts[at] = larger;
-        free(p);
+        free_part(x, p);
         return 1;
     }
     if (p->bits == x->bits) {
@@ -155,15 +164,15 @@ static int make_room(struct index *x, struct part *p, uint64_t hashed)
     }
     struct part *low = new_part(x, entries, p->bits + 1), *high = new_part(x, entries, p->bits + 1);
     if (!low || !high) {
-        free(low);
-        free(high);
+        free_part(x, low);
+        free_part(x, high);
         return 0;
     }
     move_entries(x, p, low, high, p->bits);
     uint64_t count = 1ULL << (x->bits - p->bits), first = upper(hashed, p->bits) * count;
     for (uint64_t at = 0; at < count; at++)
         x->parts[first + at] = at < count / 2 ? low : high;
-    free(p);
+    free_part(x, p);
     return 1;
 }
 
@@ -203,6 +212,12 @@ void kvoffd_index_free(struct index *x)
 {
     free_parts(x);
     free(x);
+}
+
+/* Memory of all parts. */
+uint64_t kvoffd_index_nbytes(const struct index *x)
+{
+    return x->entries * x->stride + (sizeof *x->parts << x->bits);
 }
 
 /* Writes the state of each of `count` keys, which lie end to end, and the number of its block where `numbers` is not

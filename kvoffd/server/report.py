@@ -9,7 +9,9 @@ from collections import Counter
 from msgspec import structs
 
 from kvoffd import __version__
+from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.namespace import Namespace
+from kvoffd.memory_needs import max_index_bytes
 from kvoffd.server.context import Context, answers, filled
 from kvoffd.server.disks import Disk
 from kvoffd.server.health import health_of, health_reply
@@ -165,6 +167,8 @@ def _shown_sessions(context: Context) -> list[Session]:
 def _pool_stats(context: Context) -> m.PoolStats:
     cache, pinning = context.cache, context.memory.pinning
     usage = cache.pool_usage()
+    held = sum(namespace.held_blocks for namespace in cache.namespaces)
+    index_bytes = index_memory(cache.blocks, cache.policy)
     return filled(
         m.PoolStats,
         usage,
@@ -174,6 +178,10 @@ def _pool_stats(context: Context) -> m.PoolStats:
         page_locked_bytes=pinning.pinned_bytes,
         unlockable_bytes=pinning.refused_bytes,
         page_locking_gpu_bytes=pinning.gpu_bytes,
+        index_bytes=index_bytes,
+        index_block_bytes=index_bytes / held if held else 0.0,
+        index_counted_bytes=cache.blocks.index_bytes,
+        index_limit_bytes=max_index_bytes(context.config),
     )
 
 

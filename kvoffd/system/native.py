@@ -36,6 +36,7 @@ class Native:
             self.copied = with_gil.kvoffd_copied
             self.index_new = with_gil.kvoffd_index_new
             self.index_free = with_gil.kvoffd_index_free
+            self.index_nbytes = with_gil.kvoffd_index_nbytes
             self.index_find = with_gil.kvoffd_index_find
             self.index_add = with_gil.kvoffd_index_add
             self.index_set = with_gil.kvoffd_index_set
@@ -77,6 +78,7 @@ class Native:
         state = ctypes.c_uint8
         self.index_new.argtypes, self.index_new.restype = (count, text), address
         self.index_free.argtypes, self.index_free.restype = (address,), None
+        self.index_nbytes.argtypes, self.index_nbytes.restype = (address,), count
         self.index_find.argtypes, self.index_find.restype = (address, text, count, address, address), None
         self.index_add.argtypes, self.index_add.restype = (address, text, count, state, address), count
         self.index_set.argtypes, self.index_set.restype = (address, text, count, state), count

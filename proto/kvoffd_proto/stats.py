@@ -240,6 +240,21 @@ class PoolStats(Wire, frozen=True):
             help="Memory of the first GPU that locking the pool's pages took there.",
         ),
     ] = 0
+    index_bytes: Annotated[
+        ByteCount,
+        gauge(
+            "Memory of what is known of the blocks in the pool, and, where the policy is learned, of its knowledge the "
+            "part for keys with blocks."
+        ),
+    ] = 0
+    index_block_bytes: Annotated[float, gauge("The same for each block; 0 where there is none.")] = 0.0
+    index_counted_bytes: Annotated[
+        ByteCount,
+        gauge("What blocks count towards index_limit_bytes, more than they take: 600 bytes for one of one shard."),
+    ] = 0
+    index_limit_bytes: Annotated[
+        ByteCount, gauge("Memory for the index (index_size): blocks are evicted that would count beyond it.")
+    ] = 0
 
 
 class IntegrityStats(Wire, frozen=True):

@@ -9,11 +9,13 @@ import pytest
 
 from kvoffd_client.cli.disk_commands import disks_page
 from kvoffd_client.cli.shared_commands import SHARED_ERRORS, shared_page
-from kvoffd_client.cli.stats_page import StatsPage
+from kvoffd_client.cli.stats_page import TITLE_CELLS, StatsPage
 from kvoffd_proto.messages import DiskFault, HealthLevel, StatsReply
 
 Render = Callable[..., str]
 WIDTHS = (80, 100, 120, 200)
+
+MIB = 1 << 20
 
 
 def line_with(text: str, start: str) -> str:
@@ -55,6 +57,17 @@ def test_the_numbers_are_those_of_the_reply(busy: StatsReply, render: Render) ->
     line = " ".join(text.splitlines()[lookups + 1].split())
     assert line == "all 102,400 85.0 µs 240 µs 1.25 ms 24 14 1,102,400 812"
     assert line_with(render(StatsPage(busy), 80), "all") == "all 102,400 85.0 µs 240 µs 1.25 ms 24 14 1,102,400"
+
+
+def test_what_the_index_takes_is_told_with_its_bound(fresh: StatsReply, render: Render) -> None:
+    assert "index" not in render(StatsPage(fresh))
+    figures = {"index_bytes": 46 * MIB, "index_block_bytes": 462.4, "index_counted_bytes": 57 * MIB}
+    for limit, full in ((128 * MIB, False), (58 * MIB, True)):
+        pool = msgspec.structs.replace(fresh.pool, **figures, index_limit_bytes=limit)
+        text = render(StatsPage(msgspec.structs.replace(fresh, pool=pool)), 80)
+        told = f"index 46.0 MiB, 462 bytes a block; counts 57.0 MiB of {limit // MIB}"
+        assert line_with(text, " " * TITLE_CELLS + "index").startswith(told)
+        assert ("since the index is full: raise index_size" in text) is full
 
 
 def test_speeds_and_ratios_are_over_windows(busy: StatsReply, render: Render) -> None:

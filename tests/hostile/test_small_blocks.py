@@ -34,7 +34,11 @@ def test_small_blocks_fill_the_index_and_no_more(target: Target) -> None:
                 worker.ask(m.Heartbeat(worker.next_id(), worker.token, 2**62, []), m.HeartbeatReply)
 
     target.attack(attack)
-    known = {found.label: found for found in target.stats().namespaces}
+    stats = target.stats()
+    known, pool = {found.label: found for found in stats.namespaces}, stats.pool
     blocks = sum(found.ready_blocks + found.writing_blocks for found in known.values())
     assert SLOTS // 2 < blocks <= SLOTS
+    assert pool.index_limit_bytes // 2 < pool.index_counted_bytes <= pool.index_limit_bytes
+    assert 200 * blocks < pool.index_bytes < pool.index_counted_bytes
+    assert pool.index_block_bytes == pytest.approx(pool.index_bytes / blocks)
     assert known["test"].evicted_blocks > BATCH

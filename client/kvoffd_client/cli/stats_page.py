@@ -15,7 +15,6 @@ from kvoffd_client.cli.console import (
     GAP,
     add_numbers,
     bar_characters,
-    count_blocks,
     fitting,
     percent,
     plural,
@@ -23,6 +22,7 @@ from kvoffd_client.cli.console import (
     section,
     short_fingerprint,
 )
+from kvoffd_client.cli.pool_notes import index_notes, unusual_notes
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     BlockAccessStats,
@@ -196,26 +196,9 @@ def _pool(pool: PoolStats, options: ConsoleOptions) -> Iterator[Table | Text]:
 
 
 def _pool_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[Text]:
-    """What is unusual about the pool, a line each."""
-    for note, style in _unusual(pool, blocks):
+    """What its index takes, and what is unusual about the pool, a line each."""
+    for note, style in (*index_notes(pool), *unusual_notes(pool, blocks)):
         yield fitting(" " * TITLE_CELLS + note, style)
-
-
-def _unusual(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
-    if pool.spilled_slots:
-        yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
-    if 0 < pool.page_locked_bytes < pool.pool_bytes:
-        locked = format_size(pool.page_locked_bytes)
-        yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
-    if blocks.pinned_blocks:
-        pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
-        yield f"{pinned} pinned by operators; see block ls --pinned", "dim"
-    if pool.quarantined_bytes:
-        lost = format_size(pool.quarantined_bytes)
-        yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"
-    touched = pool.usable_bytes + pool.quarantined_bytes
-    if touched < pool.pool_bytes:
-        yield f"starting: {percent(touched, pool.pool_bytes)} of the pool's memory is touched", "yellow"
 
 
 def _bar(pool: PoolStats, cells: int, characters: tuple[str, str, str]) -> Text:

@@ -80,7 +80,10 @@ def main(arguments: Sequence[str]) -> int:
         f"python -m tests.bench.scale {' '.join(arguments)}".strip(),
         machine() | {"load average": round(os.getloadavg()[0], 1)},
     )
-    publish_report(given, TITLE, facts, found, page(found))
+    picture = (
+        f"![bytes, lookups, stores and restarts by the number of blocks]({given.plot.name})\n\n" if given.plot else ""
+    )
+    publish_report(given, TITLE, facts, found, picture + page(found))
     if given.plot:
         draw(found, given.plot, f"{TITLE}: kvoffd {facts['commit']}, {machine()['cpu']}, policy {given.policy}")
     return 0

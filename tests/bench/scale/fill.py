@@ -14,6 +14,7 @@ import tracemalloc
 from collections.abc import Sequence
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.index_memory import index_memory
 from kvoffd.cache.misses import ENTRIES
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policies import DEFAULT_POLICY, make_policy
@@ -154,7 +155,7 @@ def measure(books: Books, policy: str, samples: int) -> dict[str, object]:
     base = private_bytes()
 
     def block_bytes() -> dict[str, float]:
-        held, ghosts = books.namespace.held_blocks, books.ghost_bytes()
+        held, ghosts = max(1, books.namespace.held_blocks), books.ghost_bytes()
         used = private_bytes() - base
         return {
             "held_blocks": held,
@@ -163,6 +164,8 @@ def measure(books: Books, policy: str, samples: int) -> dict[str, object]:
             "policy": (books.cache.policy.nbytes - ghosts) / held,
             "ghosts": books.cache.policy.ghosts,
             "ghost_bytes": ghosts,
+            "told": index_memory(books.cache.blocks, books.cache.policy) / held,
+            "counted": books.cache.blocks.index_bytes / held,
         }
 
     started = time.perf_counter()

@@ -10,9 +10,9 @@ import pytest
 from kvoffd.cache.policies import DEFAULT_POLICY
 from tests.bench.scale.__main__ import child
 from tests.bench.scale.fill import Books, allocations
-from tests.bench.scale.page import draw, growth, page
+from tests.bench.scale.page import bound_of, draw, growth, page
 
-FEW, MANY, SHARDED = 6000, 24000, 1500
+FEW, MANY, SHARDED = 6000, 24000, 5000
 """Four times as many: what doubles when it is full is as full at both."""
 SAMPLES = ("--samples", "20")
 
@@ -20,13 +20,20 @@ SAMPLES = ("--samples", "20")
 @pytest.fixture(scope="module")
 def filled() -> list[dict[str, Any]]:
     """Results of pools of few blocks, of more, and of few of eight shards."""
-    return child("fill", f"{FEW}x1", f"{MANY}x1", f"{SHARDED}x8", *SAMPLES)
+    return [*child("fill", f"{FEW}x1", f"{MANY}x1", *SAMPLES), *child("fill", f"{SHARDED}x8", *SAMPLES)]
 
 
 def test_a_block_costs_no_more_than_is_promised(filled: list[dict[str, Any]]) -> None:
-    _, many, sharded = filled
-    assert 128 < many["filled"]["without_ghosts"] <= 1150
-    assert sharded["filled"]["without_ghosts"] <= 1150 + 7 * 450
+    for one in filled[1:]:
+        for measured in (one["filled"], one["churned"]):
+            assert measured["without_ghosts"] <= bound_of(one["shards"])
+            assert measured["without_ghosts"] <= measured["counted"] <= bound_of(one["shards"])
+
+
+def test_stats_tell_what_is_taken(filled: list[dict[str, Any]]) -> None:
+    for one in filled[1:]:
+        for measured in (one["filled"], one["churned"]):
+            assert measured["told"] == pytest.approx(measured["without_ghosts"], rel=0.2)
 
 
 def test_a_block_costs_the_same_among_more_blocks(filled: list[dict[str, Any]]) -> None:

@@ -1,0 +1,39 @@
+"""Lines about the pool for the page of statistics: each a sentence and its style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvoffd_client.cli.console import count_blocks, percent
+from kvoffd_proto.messages import BlockAccessStats, PoolStats
+from kvoffd_proto.units import format_count, format_size
+
+FULL_INDEX = 0.98
+"""From this share of its limit on the index makes blocks go, and not the pool."""
+
+
+def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+    """What the index of the blocks takes, and what it may."""
+    if pool.index_block_bytes:
+        taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
+        yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counts {counted} of {limit}", "dim"
+        if pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes:
+            yield "blocks are evicted since the index is full: raise index_size", "yellow"
+
+
+def unusual_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
+    """What there is not in every pool."""
+    if pool.spilled_slots:
+        yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
+    if 0 < pool.page_locked_bytes < pool.pool_bytes:
+        locked = format_size(pool.page_locked_bytes)
+        yield f"{locked} are page-locked for GPUs so far; the rest is copied slowly", "yellow"
+    if blocks.pinned_blocks:
+        pinned = f"{count_blocks(blocks.pinned_blocks)} ({format_size(blocks.pinned_bytes)})"
+        yield f"{pinned} pinned by operators; see block ls --pinned", "dim"
+    if pool.quarantined_bytes:
+        lost = format_size(pool.quarantined_bytes)
+        yield f"{lost} in quarantine: not as they were stored; see kvoffd-cli health", "red"
+    touched = pool.usable_bytes + pool.quarantined_bytes
+    if touched < pool.pool_bytes:
+        yield f"starting: {percent(touched, pool.pool_bytes)} of the pool's memory is touched", "yellow"

@@ -1,0 +1,32 @@
+"""What the index of the blocks takes of memory now: a sum over the structures that it is made of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from kvoffd.cache.blocks import Blocks
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import EvictionPolicy
+
+SLOT_BYTES = 8 + 1
+"""Of a slot, the place that names its block (``holders``) and the one that says that it is taken (``pool/slots``)."""
+
+
+def index_memory(blocks: Blocks, policy: EvictionPolicy) -> int:
+    """Bytes. Of what the policy counts as its own the part for keys with blocks is in it."""
+    nbytes = SLOT_BYTES * len(blocks.holders) + blocks.shares.nbytes
+    for namespace, indices in blocks.index.items():
+        nbytes += namespace.held_blocks * _nbytes_of_block(namespace) + sum(index.nbytes for index in indices)
+    return nbytes + policy.nbytes * len(policy) // max(1, len(policy) + policy.ghosts)
+
+
+def _nbytes_of_block(namespace: Namespace) -> int:
+    """Of a block's own objects."""
+    block = Block(namespace, 0, bytes(namespace.key_bytes))
+    return _allocated((block, block.key, block.words, 1 << 20))
+
+
+def _allocated(objects: Iterable[object]) -> int:
+    """Python gives an object a multiple of 16 bytes."""
+    return sum(-(-sys.getsizeof(one) // 16) * 16 for one in objects)
