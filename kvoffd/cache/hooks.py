@@ -31,6 +31,9 @@ class TieringHooks(Protocol):
     the cache's index, but it must not change the cache.
     """
 
+    def may_have(self, namespace: Namespace) -> bool:
+        """Whether ``find`` can find anything of a namespace now."""
+
     def find(
         self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
     ) -> list[bytes]:

@@ -137,8 +137,9 @@ class LeasedBlocks:
         states = found
         ready = sum(one.count(READY) for one in found)
         if blocks.tiering is not None and ready < sum(map(len, found)) and not namespace.clearing:
-            split = [(group, namespace.split(group, keys)) for group, keys in groups]
-            states = blocks.tiering.find(namespace, split, found)
+            if blocks.tiering.may_have(namespace):
+                split = [(group, namespace.split(group, keys)) for group, keys in groups]
+                states = blocks.tiering.find(namespace, split, found)
             if not again:
                 namespace.counters.keys_pending += sum(one.count(state) for one in states for state in COMING)
         if ready:

@@ -83,6 +83,12 @@ class TieringManager:
 
     # --- what the cache calls: see TieringHooks --------------------------------------------------
 
+    def may_have(self, namespace: Namespace) -> bool:
+        return any(shared.serves(namespace) for shared in self.shared) or any(
+            self.promoter.requested(namespace, group) or self.tier.readable(namespace.fingerprint, group)
+            for group in range(len(namespace.groups))
+        )
+
     def find(
         self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
     ) -> list[bytes]:

@@ -51,7 +51,7 @@ class SharedTiering:
 
     def find(self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: list[bytearray]) -> None:
         """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
-        if not self._serves(namespace):
+        if not self.serves(namespace):
             return
         limit_tokens: int | None = None
         windows: list[int] = []
@@ -75,7 +75,8 @@ class SharedTiering:
             part = memoryview(states[number])[start:stop]
             self._find_window(namespace, group, keys[start:stop], part, wait=asking)
 
-    def _serves(self, namespace: Namespace) -> bool:
+    def serves(self, namespace: Namespace) -> bool:
+        """Whether the tier can be asked for keys of a namespace."""
         sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
         return self.tier.reachable and None not in sizes and namespace.fingerprint not in self.left
 

@@ -1,13 +1,15 @@
-"""What a shared server that fails costs: ``python -m tests.bench.shared_faults`` (needs a redis-server; two minutes).
+"""What a shared server that fails costs: ``python -m tests.bench.shared_faults`` (needs a redis-server; five minutes).
 
-For each fault two daemons with the server and one without: what one stored the other loads, then the fault, lookups of
-keys that nobody has, the fault's end, and the load again. Lookups of the daemon whose server is dark and of the one
-without a server take turns, so that both see the same machine. Prints a row for each fault.
+For each fault, or those whose names have one of the words that are given, two daemons with the server and one without:
+what one stored the other loads, then the fault, lookups of keys that nobody has, the fault's end, and the load again.
+Lookups of the daemon whose server is dark and of the one without a server take turns, so that both see the same
+machine. Prints a row for each fault; the ratio of the 99th percentiles has its interval of 95 %.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -17,13 +19,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 from support.daemon import DaemonProcess  # noqa: E402
+from support.faulty_bucket import FaultyBucket  # noqa: E402
 from support.redis_server import RedisCluster, RedisServer  # noqa: E402
 from support.waiting import wait_until  # noqa: E402
 
@@ -32,7 +35,9 @@ from kvoffd_client.testing import FakeEngine  # noqa: E402
 from kvoffd_proto.messages import SharedStats  # noqa: E402
 
 PAGE, BLOCKS, KEYS_A_LOOKUP = 65536, 32, 64
-FIRST_LOOKUPS, LOOKUPS = 40, 5000
+FIRST_LOOKUPS, LOOKUPS = 40, 10_000
+PARTS, DRAWN = 40, 1000
+"""The interval of a ratio: of so many parts of the lookups, one after another in time, drawn anew so often."""
 DARK_S = 3.0
 """How long after a fault a daemon may take to give its server up, where it does."""
 numbers = count(10**6)
@@ -88,6 +93,19 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[int(share * (len(times) - 1))]
 
 
+def p99_ratio(ours: list[float], others: list[float]) -> tuple[float, float, float]:
+    """The ratio of the 99th percentiles, between the ends of its interval of 95 %."""
+    size = len(ours) // PARTS
+    parts = [(ours[at : at + size], others[at : at + size]) for at in range(0, PARTS * size, size)]
+    found = []
+    for _ in range(DRAWN):
+        drawn = random.choices(parts, k=PARTS)
+        first, second = (sorted(chain.from_iterable(part[side] for part in drawn)) for side in (0, 1))
+        found.append(first[int(0.99 * len(first))] / second[int(0.99 * len(second))])
+    found.sort()
+    return found[DRAWN // 40], percentile(ours, 0.99) / percentile(others, 0.99), found[-DRAWN // 40]
+
+
 def row(name: str, url: str, begin: Callable[[], None], end: Callable[[], None], *, lost: bool) -> str:
     """Play one fault; ``lost``: the server has nothing afterwards."""
     with ExitStack() as running:
@@ -103,9 +121,10 @@ def row(name: str, url: str, begin: Callable[[], None], end: Callable[[], None],
         while second.shared.reachable and time.monotonic() < until:
             early.append(second.lookup_s())
         dark, alone = [], []
-        for _ in range(LOOKUPS):
-            dark.append(second.lookup_s())
-            alone.append(without.lookup_s())
+        for number in range(LOOKUPS):
+            turns = [(second, dark), (without, alone)]
+            for node, times in turns if number % 2 else reversed(turns):
+                times.append(node.lookup_s())
         gave_up = not second.shared.reachable
         end()
         started = time.monotonic()
@@ -114,11 +133,12 @@ def row(name: str, url: str, begin: Callable[[], None], end: Callable[[], None],
         loaded = second.load(0.2 if lost else 10.0)
         assert loaded == (None if lost else sums), name
         assert second.shared.mismatches == 0
-        ratio = percentile(dark, 0.99) / percentile(alone, 0.99)
+        low, ratio, high = p99_ratio(dark, alone)
+        interval = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
         return (
             f"| {name} | {1e3 * percentile(healthy, 0.5):.1f} | {1e3 * max(early):.0f} | "
-            f"{1e3 * percentile(dark, 0.5):.2f}; {1e3 * percentile(dark, 0.99):.2f} | {ratio:.2f} | "
-            f"{'yes' if gave_up else 'no'} | {back_s:.1f} | {second.peak_mib - without.peak_mib:.0f} |"
+            f"{1e3 * percentile(dark, 0.5):.2f}; {1e3 * percentile(dark, 0.99):.2f} | {interval} | "
+            f"{f'yes | {back_s:.1f}' if gave_up else 'no | '} | {second.peak_mib - without.peak_mib:.0f} |"
         )
 
 
@@ -146,6 +166,14 @@ def restart(server: RedisServer) -> None:
     server.start()
 
 
+def fill(server: RedisServer) -> None:
+    server.command("CONFIG", "SET", "maxmemory", "1")
+
+
+def make_room(server: RedisServer) -> None:
+    server.command("CONFIG", "SET", "maxmemory", "0")
+
+
 def emptied(server: RedisServer) -> None:
     server.command("FLUSHALL")
 
@@ -155,23 +183,44 @@ FAULTS: dict[str, tuple[Act, Act, bool]] = {
     "killed, back empty": (RedisServer.kill, restart, True),
     "stopped (SIGSTOP)": (lambda one: one.signal(signal.SIGSTOP), lambda one: one.signal(signal.SIGCONT), False),
     "emptied": (emptied, emptied, True),
+    "full": (fill, make_room, False),
     "another password": (lock, unlock, False),
     "cut off (iptables)": (lambda server: cut(server.port, "-I"), lambda server: cut(server.port, "-D"), False),
 }
 """What begins and ends each, and whether the server has nothing afterwards."""
 
 
+S3_FAULTS = {
+    "S3: a quota": ("write_error", (403, "QuotaExceeded")),
+    "S3: a clock off by an hour": ("error", (403, "RequestTimeTooSkewed")),
+    "S3: no key is right": ("error", (403, "InvalidAccessKeyId")),
+    "S3: an error each time": ("error", (500, "InternalError")),
+}
+"""Which error a bucket is told to answer with, and to what."""
+
+
 def main() -> None:
+    only = sys.argv[1:]
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {KEYS_A_LOOKUP} keys a lookup, times in ms")
     print(
         "| fault | healthy, median | longest at first | dark, median; p99 | p99 to without | given up | back, s | MiB |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, (begin, end, lost) in FAULTS.items():
+        if only and not any(word in name for word in only):
+            continue
         if "iptables" in name and (os.geteuid() or shutil.which("iptables") is None):
             continue
         with RedisServer() as server:
             print(row(name, server.url, partial(begin, server), partial(end, server), lost=lost), flush=True)
+    os.environ |= {"AWS_ACCESS_KEY_ID": "user", "AWS_SECRET_ACCESS_KEY": "secret"}
+    for name, (kind, error) in S3_FAULTS.items():
+        if not only or any(word in name for word in only):
+            with FaultyBucket() as bucket:
+                end = partial(setattr, bucket, kind, None)
+                print(row(name, bucket.url, partial(setattr, bucket, kind, error), end, lost=False), flush=True)
+    if only and "masters" not in only:
+        return
     with RedisCluster() as cluster:
         victim = cluster.servers[1]
         print(row("one of three masters killed", cluster.url, victim.kill, lambda: None, lost=True), flush=True)
