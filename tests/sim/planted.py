@@ -233,8 +233,8 @@ PLANTED = (
         "lookups go on finding what is gone",
         "kvoffd.cache.blocks",
         "Blocks._move",
-        "after if after in INDEXED else ABSENT",
-        "READY",
+        "index.remove(keys)",
+        "index.set(keys, READY)",
     ),
     Planted(
         "a successor serves half a block",
