@@ -17,7 +17,7 @@ them: a written shard is held by the block's pins, a shard that is being written
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, takewhile
 from typing import TypeAlias
@@ -71,8 +71,8 @@ class Blocks(Room):
         self.without_checksum: dict[int, tuple[Block, int]] = {}
         """By offset: shards whose checksum is still to be taken, block and rank; oldest first. One that is written anew
         has a new entry."""
-        self.adopted: deque[Block] = deque()
-        """Blocks of an earlier daemon with shards that are not verified, and others; oldest first."""
+        self.adopted = array("Q")
+        """Offsets of the slots of an earlier daemon that are not verified, and others; oldest last."""
         self.operator_pinned: dict[Block, None] = {}
         """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
@@ -214,7 +214,7 @@ class Blocks(Room):
             self.unverified_slots += len(slots)
             block.namespace.bytes_in[READY] += block.slot_bytes
             block.missing = 0
-        self.adopted.extend(made)
+        self.adopted.extend([slot.offset for _, slots in reversed(blocks) for slot in slots])
         for _, alike_in_age in groupby(made, key=lambda block: (block.namespace, block.group)):
             self._policy.insert(list(alike_in_age))
         for namespace in self.index:

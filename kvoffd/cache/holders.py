@@ -50,7 +50,8 @@ class SlotHolders:
         region = self._regions.get(number)
         if region is None or within % region.slot_bytes:
             return None
-        return region.blocks[within // region.slot_bytes]
+        at = within // region.slot_bytes  # may be past the last where slots of another size were before
+        return region.blocks[at] if at < len(region.blocks) else None
 
     def put(self, slot_bytes: int, slots: Sequence[tuple[int, Block]]) -> None:
         """Slots of one size, which no block has, are these blocks' from now on."""

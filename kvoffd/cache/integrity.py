@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvoffd.cache.lookup import LeasedBlocks
-from kvoffd.cache.namespace import UNVERIFIED, Block, Shard
+from kvoffd.cache.namespace import OFFSET_AT, PAGES, UNVERIFIED, Block, Shard
 from kvoffd.cache.pins import LoadTicket
+
+LOOKED_AT_ONCE = 4096
+"""Slots of an earlier daemon that are looked at in one step: a few milliseconds where none needs a check any more."""
 
 
 class ChecksumCheck(NamedTuple):
@@ -41,6 +44,11 @@ class Integrity:
         return self._cache.blocks.unverified_slots
 
     @property
+    def has_unverified(self) -> bool:
+        """Whether ``unverified`` has something to look at, if only to find that it needs no check any more."""
+        return bool(self._cache.blocks.unverified_slots or self._cache.blocks.adopted)
+
+    @property
     def quarantined_slots(self) -> int:
         """Slots that are never used again."""
         return len(self._cache.blocks.quarantined)
@@ -65,34 +73,33 @@ class Integrity:
         ]
 
     def unverified(self, limit_bytes: int) -> list[ChecksumCheck]:
-        """Shards that are not verified yet, oldest first, together about ``limit_bytes``."""
+        """Shards that are not verified yet, oldest first, about ``limit_bytes``; maybe none though there are some."""
         blocks, checks = self._cache.blocks, []
         for since in blocks.without_checksum.values():
             block, rank = since
             checks.append(_check(block, rank, block.shard(rank))._replace(since=since))
             if (limit_bytes := limit_bytes - checks[-1].length) <= 0:
                 return checks
-        adopted, again = blocks.adopted, []
-        while adopted and limit_bytes > 0:
-            block = adopted.popleft()
-            if any(word & UNVERIFIED for word in block.words[::2]):
-                again.append(block)
-                found = [_check(block, rank, shard) for rank, shard in block.shards.items() if not shard.verified]
-                checks += [check for check in found if check.checksum]
-                limit_bytes -= block.slot_bytes
-        adopted.extendleft(reversed(again))
+        adopted, again, least = blocks.adopted, [], max(0, len(blocks.adopted) - LOOKED_AT_ONCE)
+        while len(adopted) > least and limit_bytes > 0:
+            offset = adopted.pop()
+            if (check := self._check_at(offset)) is not None and check.block.words[2 * check.rank] & UNVERIFIED:
+                again.append(offset)
+                checks.append(check)
+                limit_bytes -= check.length
+        adopted.extend(reversed(again))
         return checks
 
     def checks_at(self, offsets: Iterable[int]) -> list[ChecksumCheck]:
         """What there is to check in these slots by now: none that was freed meanwhile, or is being written."""
-        holders = self._cache.blocks.holders
-        return [
-            _check(block, rank, shard)
-            for offset in offsets
-            if (block := holders.get(offset)) is not None
-            for rank, shard in block.shards.items()
-            if shard.offset == offset and shard.written and shard.checksum and not shard.corrupt
-        ]
+        return [check for offset in offsets if (check := self._check_at(offset)) is not None]
+
+    def _check_at(self, offset: int) -> ChecksumCheck | None:
+        if (block := self._cache.blocks.holders.get(offset)) is None:
+            return None
+        rank = next(rank for rank, word in enumerate(block.words[::2]) if word and word >> OFFSET_AT & PAGES == offset)
+        shard = block.shard(rank)
+        return _check(block, rank, shard) if shard.written and shard.checksum and not shard.corrupt else None
 
     def apply(self, check: ChecksumCheck, checksum: int) -> bool:
         """Act on the ``checksum`` that a slot's bytes have; False where it is wrong. The block is dropped then.

@@ -338,12 +338,13 @@ class Daemon:
     async def _scrub(self) -> None:
         """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
         scrubber = self._service.context.scrubber
-        while not self._stop.is_set() and (checks := scrubber.next_step()):
+        while not self._stop.is_set() and scrubber.has_work:
             started = time.monotonic()
-            slots = [(check.offset, check.length) for check in checks]
-            checksums = await asyncio.to_thread(self._pool.digests, slots)
-            scrubber.finish_step(checks, checksums)
-            self._transport.wake()
+            if checks := scrubber.next_step():
+                slots = [(check.offset, check.length) for check in checks]
+                checksums = await asyncio.to_thread(self._pool.digests, slots)
+                scrubber.finish_step(checks, checksums)
+                self._transport.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 
     async def _finish_jobs(self) -> None:

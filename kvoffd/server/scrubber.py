@@ -53,7 +53,7 @@ class Scrubber:
     @property
     def has_work(self) -> bool:
         """Whether ``next_step`` has something to read, or may have."""
-        return bool(self._cache.integrity.unverified_slots) or (self._run is not None and self._run.running)
+        return self._cache.integrity.has_unverified or (self._run is not None and self._run.running)
 
     def start(self) -> None:
         """Begin a pass over all slots, unless one is running."""
@@ -61,7 +61,7 @@ class Scrubber:
             self._run = _Run(self._clock(), self._cache.integrity.slots())
 
     def next_step(self) -> list[ChecksumCheck]:
-        """Slots to read now, about ``STEP_BYTES``; none when there is nothing left. End it by ``finish_step``."""
+        """Slots to read now, about ``STEP_BYTES``; none where nothing was found. End it by ``finish_step``."""
         integrity = self._cache.integrity
         checks: list[ChecksumCheck] = integrity.unverified(STEP_BYTES)
         run = self._run

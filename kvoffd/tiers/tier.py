@@ -10,6 +10,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, cast
 
+MOST_FIRST_BLOCK = 0xFFFF
+"""The last engine block of a key that a shard may begin with: the cache has no room for more."""
+
 
 class TierKey(NamedTuple):
     """Identifies a block among those of all namespaces."""

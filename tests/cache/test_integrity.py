@@ -12,6 +12,7 @@ from kvoffd.cache.integrity import ChecksumCheck
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import NotReady
+from kvoffd.server.scrubber import Scrubber
 
 
 def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
@@ -140,7 +141,7 @@ def looks_unchecked(rig: CacheHarness) -> ChecksumCheck:
     """A look at the only shard, which has no checksum."""
     ((_, block),) = rig.cache.blocks.index[rig.cache.namespaces[0]][0].items()
     shard = block.shards[0]
-    return ChecksumCheck(block, 0, shard, shard.offset, SLOT_UNIT, shard.checksum)
+    return ChecksumCheck(block, 0, shard.offset, SLOT_UNIT, shard.checksum)
 
 
 def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None:
@@ -221,6 +222,39 @@ def test_an_adopted_slot_that_goes_unread_is_forgotten() -> None:
     made(heir.cache.clear_all())
     assert heir.cache.integrity.unverified_slots == 0
     check_invariants(heir.cache)
+
+
+def test_offsets_of_slots_that_have_another_size_by_now_are_none() -> None:
+    """The last of ten slots of a page begins where a fourth of three pages would, which the region has no room for."""
+    rig = CacheHarness(regions=1, region_bytes=10 * SLOT_UNIT)
+    small, large = rig.open("small"), rig.open("large", shard_bytes=(3 * SLOT_UNIT,))
+    store(rig, small, keys_of(*range(10)))
+    offsets = rig.cache.integrity.slots()
+    made(rig.cache.clear(small))
+    assert rig.put(large, keys_of(1, 2, 3)) == 0
+    assert len(rig.cache.integrity.checks_at(offsets)) == 0
+    assert rig.cache.integrity.slots().tolist() == [0, 3 * SLOT_UNIT, 6 * SLOT_UNIT]
+
+
+def test_adopted_slots_that_need_no_check_any_more_are_passed_over_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvoffd.cache.integrity.LOOKED_AT_ONCE", 8)
+    rig = CacheHarness(regions=5)
+    store(rig, rig.open(world_size=2), keys_of(*range(10)))
+    heir = heir_of(rig)
+    (namespace,) = heir.cache.namespaces
+    made(heir.cache.invalidate(namespace, [(0, keys_of(*range(1, 9)))]))
+    store(heir, namespace, keys_of(*range(21, 29)))
+    check_invariants(heir.cache)
+    scrubber, steps = Scrubber(heir.cache, Clock()), []
+    while scrubber.has_work:
+        checks = scrubber.next_step()
+        steps.append(sorted(check.block.key for check in checks))
+        scrubber.finish_step(checks, [check.checksum for check in checks])
+        check_invariants(heir.cache)
+    assert steps == [[keys_of(9)] * 2, [], [keys_of(0)] * 2, []]
+    assert heir.cache.integrity.checked_slots == 4
 
 
 def test_a_slot_without_a_checksum_is_not_adopted() -> None:

@@ -40,7 +40,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     assert all_blocks.unverified_slots == len(unverified)
     without = {shard.offset: at for at, shard in unverified.items() if not shard.checksum}
     assert all_blocks.without_checksum == without
-    assert {block for (block, _), shard in unverified.items() if shard.checksum} <= set(all_blocks.adopted)
+    assert {shard.offset for shard in unverified.values() if shard.checksum} <= set(all_blocks.adopted)
 
 
 def _check_index(cache: BlockCache, blocks: set[Block]) -> None:

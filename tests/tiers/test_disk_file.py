@@ -16,11 +16,11 @@ from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk import index
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped, default_region_bytes
-from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, SlotShape
+from kvoffd.tiers.disk.file_format import FILE_NAME, FORMAT_VERSION, Record, SlotShape, pack_record, read_record
 from kvoffd.tiers.disk.index import AGE_STEP_S
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.regions import DiskRegions
-from kvoffd.tiers.tier import TierResult
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierResult
 
 NUMBERS = range(12)
 
@@ -281,6 +281,16 @@ def test_memory_that_is_no_slot_is_a_bug_of_the_caller(tmp_path: Path) -> None:
     unsummed = block._replace(shards=(block.shards[0]._replace(checksum=0),))
     with pytest.raises(ValueError, match="checksum"):
         rig.tier.write(unsummed, [0], lambda result: None)
+
+
+def test_a_record_with_a_first_block_that_no_cache_has_room_for_does_not_count() -> None:
+    block = block_of(1)
+    shape = SlotShape.of(block)
+    for first_block in (MOST_FIRST_BLOCK, MOST_FIRST_BLOCK + 1):
+        odd = block._replace(shards=tuple(shard._replace(first_block=first_block) for shard in block.shards))
+        packed = pack_record(Record(odd, 1, 0.0), 7, shape.record_bytes)
+        found = read_record(packed, 0, shape, 7)
+        assert (found.block if found is not None else None) == (odd if first_block == MOST_FIRST_BLOCK else None)
 
 
 def test_the_youngest_of_two_records_of_a_block_counts(tmp_path: Path) -> None:

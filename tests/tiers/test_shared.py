@@ -19,7 +19,7 @@ from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import Redis
 from kvoffd.tiers.shared.store import Credentials, open_store
-from kvoffd.tiers.tier import Answer, TierResult
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE
@@ -98,6 +98,15 @@ def test_what_is_not_the_block_is_a_miss_and_is_removed(store: FaultyStore, rig:
     assert rig.kinds["mismatch"] == 1
     rig.until(lambda: not store.values)
     assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
+
+
+def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
+    """It would be taken for a part of the slot's place."""
+    block = rig.block(1, (5000, 300))
+    for first_block, result in ((MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, TierResult.CORRUPT)):
+        odd = block._replace(shards=tuple(shard._replace(first_block=first_block) for shard in block.shards))
+        rig.store(odd)
+        assert rig.load(odd) is result
 
 
 def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:

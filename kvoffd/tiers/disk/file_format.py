@@ -33,7 +33,7 @@ from typing import NamedTuple
 import xxhash
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
-from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierBlock, TierKey, TierShard
 
 FILE_NAME = "kvoffd.disk"
 FORMAT_VERSION = 2
@@ -230,6 +230,8 @@ def read_record(records: bytes, at: int, shape: SlotShape, seed: int) -> Record 
         TierShard(length, first_block, checksum)
         for length, checksum, first_block in _SHARD.iter_unpack(records[shards_at:end])
     )
+    if any(shard.first_block > MOST_FIRST_BLOCK for shard in shards):
+        return None
     block = TierBlock(TierKey(fingerprint[: lengths[0]], group, key[: lengths[1]]), shards)
     return Record(block, generation, written_at) if SlotShape.of(block) == shape else None
 

@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 
-from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
+from kvoffd.tiers.tier import MOST_FIRST_BLOCK, TierBlock, TierKey, TierShard
 
 MAGIC = b"kvoffdO1"
 _HEAD = struct.Struct("<8sQIHHI")
@@ -70,5 +70,5 @@ def decode_header(
         shards.append(TierShard(length, first_block, checksum))
         at += _SHARD.size
     block = TierBlock(block_id, tuple(shards))
-    whole = all(shard.checksum for shard in shards) and encode_header(block, generation, digest) == data
-    return block if whole else None
+    sound = all(shard.checksum and shard.first_block <= MOST_FIRST_BLOCK for shard in shards)
+    return block if sound and encode_header(block, generation, digest) == data else None
