@@ -102,11 +102,10 @@ def test_what_is_not_the_block_is_a_miss_and_is_removed(store: FaultyStore, rig:
 
 def test_a_first_block_that_no_cache_has_room_for_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
     """It would be taken for a part of the slot's place."""
-    block = rig.block(1, (5000, 300))
-    for first_block, result in ((MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, TierResult.CORRUPT)):
-        odd = block._replace(shards=tuple(shard._replace(first_block=first_block) for shard in block.shards))
-        rig.store(odd)
-        assert rig.load(odd) is result
+    for number, (first, result) in enumerate([(MOST_FIRST_BLOCK, DONE), (MOST_FIRST_BLOCK + 1, TierResult.CORRUPT)]):
+        block = rig.block(number, (5000, 300), first=first)
+        rig.store(block)
+        assert rig.load(block) is result
 
 
 def test_another_blocks_object_under_its_key_is_a_miss(store: FaultyStore, rig: SharedRig) -> None:
