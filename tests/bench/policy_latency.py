@@ -52,10 +52,11 @@ class Side:
         self._engine = stack.enter_context(SyntheticEngine(self.daemon.directory, "latency", 1, KEYS, PAGE_BYTES))
         self._load = stack.enter_context(LoadGenerators("copies", self.daemon.directory, ENGINE_KEYS, engines))
         self._ready, self._absent = random_keys(KEYS), random_keys(KEYS)
+        beside = "an engine" if engines == 1 else f"{engines} engines"
         self.cases: dict[str, Callable[[int], NDArray[np.float64]]] = {
             f"{KEYS:,} keys, all hits": lambda samples: self._look_up(self._ready, samples),
             f"{KEYS:,} keys, all misses": lambda samples: self._look_up(self._absent, samples),
-            f"{KEYS:,} keys beside {engines} engine{'s' * (engines != 1)} that store and load": self._beside,
+            f"{KEYS:,} keys, stores and loads of {beside}": self._beside,
         }
 
     def _store(self) -> None:
