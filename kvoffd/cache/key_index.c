@@ -2,9 +2,9 @@
  * key_index.py knows the block by. Asked and changed for many keys at once.
  *
  * The table is in parts, chosen by the upper bits of a key's hash. A part grows up to PART_ENTRIES and is split then, so
- * that no call makes all of a large table anew. In a part: open addressing with linear probing. An entry is a key, behind
- * it the state, 0 where the entry is empty, and at its end the number. Nothing is ever left behind by a removal: what
- * follows moves up.
+ * that no call makes all of a large table anew; one that is nearly empty shrinks. In a part: open addressing with linear
+ * probing. An entry is a key, behind it the state, 0 where the entry is empty, and at its end the number. Nothing is ever
+ * left behind by a removal: what follows moves up.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -136,22 +136,28 @@ static void move_entries(const struct index *x, struct part *from, struct part *
     }
 }
 
+/* Gives the part of a hash another number of entries; returns whether there was the memory. */
+static int resize(struct index *x, struct part *p, uint64_t hashed, uint64_t entries)
+{
+    struct part *other = new_part(x, entries, p->bits);
+
+    if (!other)
+        return 0;
+    move_entries(x, p, other, other, p->bits);
+    uint64_t count = 1ULL << (x->bits - p->bits), first = upper(hashed, p->bits) * count;
+    for (uint64_t at = 0; at < count; at++)
+        x->parts[first + at] = other;
+    free_part(x, p);
+    return 1;
+}
+
 /* Makes room in a part that is nearly full; returns whether there was the memory. */
 static int make_room(struct index *x, struct part *p, uint64_t hashed)
 {
     uint64_t entries = p->mask + 1;
 
-    if (entries < PART_ENTRIES) {
-        struct part *larger = new_part(x, 2 * entries, p->bits);
-        if (!larger)
-            return 0;
-        move_entries(x, p, larger, larger, p->bits);
-        for (uint64_t at = 0; at < 1ULL << x->bits; at++)
-            if (x->parts[at] == p)
-                x->parts[at] = larger;
-        free_part(x, p);
-        return 1;
-    }
+    if (entries < PART_ENTRIES)
+        return resize(x, p, hashed, 2 * entries);
     if (p->bits == x->bits) {
         struct part **parts = malloc((2ULL << x->bits) * sizeof *parts);
         if (!parts)
@@ -301,6 +307,8 @@ uint64_t kvoffd_index_remove(struct index *x, const uint8_t *keys, uint64_t coun
             return i;
         memcpy(&numbers[i], number_of(x, there), sizeof *numbers);
         remove_at(x, p, place);
+        if (p->mask >= FEWEST && 8 * p->used <= p->mask)
+            resize(x, p, hashed, (p->mask + 1) / 4 < FEWEST ? FEWEST : (p->mask + 1) / 4); /* if there is the memory */
     }
     return count;
 }

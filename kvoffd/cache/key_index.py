@@ -101,7 +101,9 @@ class KeyIndex(Mapping[bytes, KeyedT]):
             self._unused.extend(range(first, first + lacking))
         numbers = self._unused[len(self._unused) - len(blocks) :]
         added = self._native.index_add(self.at, keys, len(blocks), state, numbers.buffer_info()[0])
-        assert added == len(blocks), "a key is there, or there is no memory"
+        if added < len(blocks):
+            self._native.index_remove(self.at, keys, added, numbers.buffer_info()[0])
+            raise AssertionError("a key is there, or there is no memory")
         del self._unused[len(self._unused) - len(blocks) :]
         for number, block in zip(numbers, blocks, strict=True):
             self._by_number[number] = block

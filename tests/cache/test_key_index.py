@@ -89,11 +89,26 @@ def test_what_may_not_be_is_noticed() -> None:
     index.add(one.key, [one], 1)
     with pytest.raises(AssertionError):
         index.add(other.key + one.key, [other, one], 1)
+    assert (list(index.states(other.key + one.key)), len(index)) == ([0, 1], 1), "none or all"
     for change in (index.remove, index.all, lambda keys: index.set(keys, 2)):
         with pytest.raises(AssertionError):
             change(bytes(8))
     assert one.key in index
     assert index.get(b"short") is None
+
+
+def test_a_table_that_is_nearly_empty_is_small() -> None:
+    """Else each group that once filled the index, and of which one block is held, would take memory for ever."""
+    index: KeyIndex[Item] = KeyIndex(32)
+    made = [Item(os.urandom(32)) for _ in range(PARTS)]
+    index.add(joined(made), made, 1)
+    full, taken = index.nbytes, index._native.index_nbytes(index.at)
+    index.remove(joined(made[1:]))
+    assert index._native.index_nbytes(index.at) < taken / 50
+    assert index.nbytes < full
+    assert index.all(made[0].key) == made[:1]
+    index.add(joined(made[1:]), made[1:], 1)
+    assert index.all(joined(made)) == made
 
 
 def test_an_empty_question_has_an_empty_answer() -> None:
