@@ -55,7 +55,7 @@ class Integrity:
 
     def slots(self) -> array[int]:
         """Offsets of all slots in use, for ``checks_at``."""
-        return array("Q", self._cache.blocks.holders)
+        return self._cache.blocks.holders.offsets()
 
     def checks_of_load(self, ticket: LoadTicket, every: bool) -> list[ChecksumCheck]:
         """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.

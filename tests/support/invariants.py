@@ -26,6 +26,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
     assert held == dict(all_blocks.holders.items()), "slots and shards differ"
+    assert sorted(held) == sorted(all_blocks.holders.offsets())
     known_bytes = sum(b.namespace.index_bytes_per_block for b in blocks) + all_blocks.shares.nbytes
     assert all_blocks.index_bytes == SLOT_BYTES * len(held) + known_bytes
     assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
