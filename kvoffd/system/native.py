@@ -97,7 +97,7 @@ class Native:
         self.learned_note.argtypes, self.learned_note.restype = (address, *keys, count, count), count
         self.learned_pass.argtypes, self.learned_pass.restype = (address, count, count), count
         self.learned_learn.argtypes, self.learned_learn.restype = (address, real), None
-        self.learned_insert.argtypes, self.learned_insert.restype = (address, *keys, count, address), count
+        self.learned_insert.argtypes, self.learned_insert.restype = (address, *keys, count, address, count), count
         self.learned_remove.argtypes, self.learned_remove.restype = (address, *keys, address), count
         self.learned_candidates.argtypes, self.learned_candidates.restype = (address, real, address, count), count
         self.learned_offers.argtypes = (address, *keys, count, address, count, address)

@@ -28,12 +28,24 @@ static void link_in(struct learned *l, uint32_t number, uint32_t before, int ord
     *(s->next[order] ? &l->spans[s->next[order]].previous[order] : &row->last) = number;
 }
 
-/* Puts a span into an order, by age as far as that is near. */
-static void link_by_age(struct learned *l, uint32_t number, int order)
+static uint64_t between(uint64_t earlier, uint64_t later)
+{
+    return earlier < later ? later - earlier : 0;
+}
+
+/* Puts a span into an order, by age as far as that is near. `older`: before what is as old, from the end that is nearer. */
+static void link_by_age(struct learned *l, uint32_t number, int order, int older)
 {
     uint64_t since = l->spans[number].since;
-    uint32_t before = row_of(l, &l->spans[number], order)->last;
+    const struct row *row = row_of(l, &l->spans[number], order);
+    uint32_t before = row->last, next = row->first;
 
+    if (older && before && between(l->spans[next].since, since) <= between(since, l->spans[before].since)) {
+        for (int steps = 0; next && l->spans[next].since < since && steps < NEAR; steps++)
+            next = l->spans[next].next[order];
+        link_in(l, number, next ? l->spans[next].previous[order] : before, order);
+        return;
+    }
     for (int steps = 0; before && l->spans[before].since > since && steps < NEAR; steps++)
         before = l->spans[before].previous[order];
     link_in(l, number, before, order);
@@ -56,11 +68,11 @@ static void set_filled(struct learned *l, uint32_t cell)
     *word = l->cells[cell].first ? *word | bit : *word & ~bit;
 }
 
-/* A span has got blocks. */
-void fill_cell(struct learned *l, uint32_t number)
+/* A span has got blocks; `older`: that became ready before all that others have. */
+void fill_cell(struct learned *l, uint32_t number, int older)
 {
-    link_by_age(l, number, BY_WORTH);
-    link_by_age(l, number, BY_AGE);
+    link_by_age(l, number, BY_WORTH, older);
+    link_by_age(l, number, BY_AGE, older);
     set_filled(l, cell_of(&l->spans[number]));
 }
 
@@ -103,7 +115,7 @@ void move_cells(struct learned *l)
             add_blocks(l, &l->spans[number], -(int64_t)l->spans[number].held);
             l->spans[number].age_bin++;
             add_blocks(l, &l->spans[number], l->spans[number].held);
-            link_by_age(l, number, BY_WORTH);
+            link_by_age(l, number, BY_WORTH, 0);
             set_filled(l, kind * BINS + bin + 1);
         }
     }

@@ -184,19 +184,20 @@ uint32_t *handles_of(const struct span *s);
 void free_spans(struct learned *l);
 uint32_t new_span(struct learned *l);
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
-uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight);
+uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since);
 void lift_span(struct learned *l, uint32_t number, uint32_t *handles);
 void begin_again(struct learned *l, uint32_t number, int kind, uint64_t weight);
 uint32_t split_span(struct learned *l, uint32_t number, uint32_t place);
 void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles);
 void settle_span(struct learned *l, uint32_t number);
 void link_young(struct learned *l, uint32_t number);
+void link_old(struct learned *l, uint32_t number);
 void forget_oldest(struct learned *l, uint64_t most);
 void forget_some(struct learned *l, uint64_t added);
 void go_back(struct learned *l);
 
 /* cells.c */
-void fill_cell(struct learned *l, uint32_t number);
+void fill_cell(struct learned *l, uint32_t number, int older);
 void leave_cell(struct learned *l, uint32_t number);
 void add_blocks(struct learned *l, const struct span *s, int64_t blocks);
 void link_behind(struct learned *l, uint32_t number, uint32_t before);

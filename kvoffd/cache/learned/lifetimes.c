@@ -50,7 +50,10 @@ uint64_t epoch_bytes(const struct learned *l)
 
 void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
 {
-    l->open[s->kind][s->since / epoch_bytes(l) % EPOCHS_KEPT] += keys * s->weight;
+    uint64_t epoch = s->since / epoch_bytes(l);
+
+    if (epoch + EPOCHS_KEPT > l->epoch)
+        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * s->weight;
 }
 
 /* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */

@@ -268,7 +268,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         if (number)
             begin_again(l, number, one->kind, weight);
         else
-            number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight);
+            number = begin_span(l, r->hashes + one->begin, keys, one->kind, weight, l->known.now);
         struct span *s = &l->spans[number];
         l->accessed[one->kind] += keys * weight;
         s->sightings = one->sightings;
@@ -289,7 +289,7 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
                 s->top = at + 1;
             }
         if (s->held) {
-            fill_cell(l, number);
+            fill_cell(l, number, 0);
             add_blocks(l, s, s->held);
         }
         before = number;
@@ -412,7 +412,7 @@ uint64_t kvoffd_learned_offers(struct learned *l, uint64_t name, const uint8_t *
             struct place first;
             uint32_t length = run_length(l, hashes + i, end - i, &first), number = first.span;
             if (!number) {
-                number = begin_span(l, hashes + i, length, STORED, weight);
+                number = begin_span(l, hashes + i, length, STORED, weight, l->known.now);
                 link_young(l, number);
             }
             double own = l->known.as_lru ? INFINITY : l->admission_worth[l->spans[number].floor];

@@ -138,14 +138,14 @@ void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32
     enter_keys(l, number);
 }
 
-/* A new span, whose keys' lives begin now. It is in no order yet. */
-uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight)
+/* A new span, whose keys' lives begin or began then. It is in no order yet. */
+uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since)
 {
     uint32_t number = new_span(l);
     struct span *s = &l->spans[number];
 
     s->weight = weight < l->known.lifetime ? weight : l->known.lifetime;
-    s->since = l->known.now;
+    s->since = since;
     s->sightings = 1;
     s->kind = s->floor = kind;
     set_keys(l, number, hashes, count);
@@ -217,6 +217,20 @@ void link_young(struct learned *l, uint32_t number)
     if (!l->recent)
         l->recent = number;
     age_recent(l);
+}
+
+/* Puts a span into the order as the oldest. An LRU would have it if it had all others, and has room. */
+void link_old(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+    uint32_t younger = l->oldest.first;
+
+    link_before(l, number, younger);
+    s->recent = l->recent == younger && l->recent_bytes + bytes_of(s) <= l->known.lifetime;
+    if (s->recent) {
+        l->recent = number;
+        l->recent_bytes += bytes_of(s);
+    }
 }
 
 /* A span is no part of its request any more. */

@@ -68,8 +68,11 @@ class EvictionPolicy(Protocol):
     def requested(self, chains: Sequence[Chain]) -> None:
         """Note a request, by its groups. A chain's tail becomes older than its root, so that leaves go first."""
 
-    def insert(self, blocks: Sequence[Block]) -> None:
-        """Add blocks of one group that became ready, the oldest first: a chain's tail before its root."""
+    def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
+        """Add blocks of one group that became ready, the oldest first: a chain's tail before its root.
+
+        ``older``: they became ready, in an earlier daemon, before all that are here.
+        """
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
         """Remove blocks. ``evicted`` says that they went for lack of room, which a policy may remember."""

@@ -32,9 +32,23 @@ class Policy(AdmitsAll):
         self._target = 0.0
         self._capacity = 0
 
-    def insert(self, blocks: Sequence[Block]) -> None:
+    def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
+        if older:
+            return self._insert_older(blocks)
         for block in blocks:
             self._insert(block)
+
+    def _insert_older(self, blocks: Sequence[Block]) -> None:
+        """Nobody asked for them since the daemon began: they tell nothing of the shares."""
+        for block in reversed(blocks):
+            assert block not in self._once
+            assert block not in self._again
+            ghost = (block.namespace, block.group, block.key)
+            self._once_ghosts.pop(ghost, None)
+            self._again_ghosts.pop(ghost, None)
+            self._once[block] = None
+            self._once.move_to_end(block, last=False)
+        self._keep_in_bounds()
 
     def _insert(self, block: Block) -> None:
         assert block not in self._once

@@ -158,7 +158,7 @@ class Policy:
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def insert(self, blocks: Sequence[Block]) -> None:
+    def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
         if not blocks:
             return
         namespace, group = blocks[0].namespace, blocks[0].group
@@ -171,7 +171,7 @@ class Policy:
         for handle, block in zip(handles, chain, strict=True):
             self._by_handle[handle] = block
         keys = _keys(namespace, group, b"".join([block.key for block in chain]))
-        twice = self._native.learned_insert(self._at, *keys, namespace.block_bytes(group), _address(handles))
+        twice = self._native.learned_insert(self._at, *keys, namespace.block_bytes(group), _address(handles), older)
         assert not twice, "inserted twice"
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:

@@ -23,10 +23,14 @@ class Policy(AdmitsAll):
         for chain in chains:
             _do_all(map(self._queue.move_to_end, reversed(chain.ready)))
 
-    def insert(self, blocks: Sequence[Block]) -> None:
+    def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
         before = len(self._queue)
         self._queue.update(dict.fromkeys(blocks))
         assert len(self._queue) == before + len(blocks)
+        if older:
+            move_to_end = self._queue.move_to_end
+            for block in reversed(blocks):
+                move_to_end(block, last=False)
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
         _do_all(map(self._queue.__delitem__, blocks))

@@ -18,8 +18,8 @@ from support.learned_check import check_learned
 from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policies import learned, make_policy
+from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.policies import Chain, learned, make_policy
 from kvoffd.cache.policies.learned import BadRecord, Policy
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
@@ -77,6 +77,60 @@ def test_its_books_are_right_whatever_is_asked_for_stored_and_dropped(order: lis
             made(rig.cache.invalidate(namespace, [(group, keys_of(*chain))]))
         check(rig)
     check_invariants(rig.cache)
+
+
+orders = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.one_of(chains, prefixes)),
+        st.tuples(st.sampled_from(["insert", "older", "remove"]), st.integers(1, 12)),
+    ),
+    max_size=50,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(orders, st.randoms(use_true_random=False))
+def test_its_books_are_right_whatever_is_taken_over_meanwhile(
+    order: list[tuple[str, list[int] | int]], rng: random.Random
+) -> None:
+    """With a record of what was asked for: keys that it knows are as old as it says."""
+    rig = CacheHarness(regions=3, region_bytes=4096 * 4, policy="learned")
+    namespace, policy = rig.open(), policy_of(rig)
+    inside: dict[int, Block] = {}
+    for what, chain in order:
+        if isinstance(chain, list):
+            keys = keys_of(*chain)
+            policy.requested([Chain(namespace, 0, keys, [inside[key] for key in chain if key in inside])])
+        elif what == "remove":
+            gone = rng.sample(sorted(inside), min(chain, len(inside)))
+            policy.remove([inside.pop(key) for key in gone], evicted=rng.random() < 0.5)
+        else:
+            fresh = [key for key in rng.sample(range(60), chain) if key not in inside]
+            inside.update((key, Block(namespace, 0, keys_of(key))) for key in fresh)
+            policy.insert([inside[key] for key in fresh], older=what == "older")
+        check(rig)
+
+
+def test_newest_first_or_oldest_first_blocks_are_taken_over_into_one_order() -> None:
+    """A prefix that all share was stored first and used last."""
+    rig = CacheHarness(regions=40, region_bytes=4096 * 16, policy="learned")
+    namespace = rig.open()
+    chains = [[*range(8), *range(100 * number, 100 * number + 4)] for number in range(1, 100)]
+    for chain in chains:
+        ask(rig, namespace, chain)
+        rig.put(namespace, keys_of(*chain))
+    newest_first, at_once = (make_policy("learned", rig.slots.pool_bytes) for _ in range(2))
+    stored = [*range(8), *(key for chain in chains for key in chain[8:])]
+    blocks = {key: Block(namespace, 0, keys_of(key)) for key in stored}
+    for heir in (newest_first, at_once):
+        heir.go_on(policy_of(rig).record())
+    for start in range(len(stored), 0, -16):
+        newest_first.insert([blocks[key] for key in stored[max(0, start - 16) : start]], older=True)
+    at_once.insert([blocks[key] for key in stored])
+    assert isinstance(newest_first, Policy)
+    check_learned(newest_first)
+    assert list(newest_first.candidates()) == list(at_once.candidates())
+    assert {int.from_bytes(block.key, "big") for block in list(at_once.candidates())[-8:]} == set(range(8))
 
 
 def trace_of(requests: list[list[int]], tokens: int = 512) -> Trace:

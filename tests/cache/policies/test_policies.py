@@ -49,6 +49,41 @@ def test_untouched_blocks_go_in_the_order_they_came(policy: EvictionPolicy) -> N
     assert list(policy.candidates()) == blocks
 
 
+def test_older_blocks_go_before_all_others_in_their_order(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(12)
+    fill(policy, blocks[6:8])
+    policy.insert(blocks[4:6], older=True)
+    fill(policy, blocks[8:10])
+    policy.insert(blocks[1:4], older=True)
+    policy.insert(blocks[:1], older=True)
+    fill(policy, blocks[10:])
+    assert list(policy.candidates()) == blocks
+    assert len(policy) == 12
+    with pytest.raises(AssertionError):
+        policy.insert(blocks[:1], older=True)
+
+
+def test_older_blocks_go_before_what_was_used_since(policy: EvictionPolicy) -> None:
+    blocks = blocks_of(9)
+    fill(policy, blocks[3:6])
+    touch(policy, blocks[4:6])
+    policy.insert(blocks[:3], older=True)
+    fill(policy, blocks[6:])
+    assert list(policy.candidates())[:3] == blocks[:3]
+    touch(policy, [blocks[0]])
+    assert list(policy.candidates())[:2] == blocks[1:3]
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_key_that_went_may_come_again_as_an_older_block(policy: EvictionPolicy, evicted: bool) -> None:
+    blocks, (again,) = blocks_of(3), blocks_of(1)
+    fill(policy, blocks)
+    policy.remove(blocks[:1], evicted)
+    policy.insert([again], older=True)
+    assert list(policy.candidates()) == [again, *blocks[1:]]
+    assert policy.ghosts == 0 or not isinstance(policy, ArcPolicy)
+
+
 def test_a_touched_block_goes_after_the_untouched(policy: EvictionPolicy) -> None:
     blocks = blocks_of(5)
     fill(policy, blocks)
