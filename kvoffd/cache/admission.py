@@ -109,3 +109,11 @@ def count_refused(blocks: Blocks, namespace: Namespace, group: int, keys: Sequen
     for numbers, reason in ((found.dropped, MissReason.NO_ROOM), (found.declined, MissReason.DECLINED)):
         if numbers:
             blocks.misses.note(namespace, group, [keys[number] for number in numbers], reason)
+
+
+def with_again(keys: Sequence[bytes], numbers: list[int], again: Sequence[int]) -> list[int]:
+    """The numbers, ascending, with those under which one of these keys comes again."""
+    if not numbers or not again:
+        return sorted(numbers)
+    names = {keys[number] for number in numbers}
+    return sorted([*numbers, *(number for number in again if keys[number] in names)])

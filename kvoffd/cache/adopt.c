@@ -16,8 +16,8 @@ struct grouping {
     uint64_t slots, blocks;
     const struct owner *owners; /* by kind */
     uint32_t *kind_of; /* by slot its kind, by block that of one of its slots */
-    uint64_t *identities; /* the same for the shards of one block */
-    int64_t *generations; /* by block, the highest of its slots */
+    uint64_t *identities; /* by slot, the same for the shards of one block; by block the highest of their generations */
+    const int64_t *generations; /* by slot */
     uint32_t *table; /* by identity, the numbers of blocks, from 1; zeros */
     uint64_t mask; /* of its places, a power of two and more than there are slots */
     uint32_t *block_of; /* by slot, from 1; zeros */
@@ -51,12 +51,10 @@ static uint64_t find_blocks(struct grouping *g)
         if (!block) {
             block = g->table[at] = ++blocks;
             g->identities[block - 1] = identity;
-            g->generations[block - 1] = g->generations[slot];
             g->firsts[block - 1] = kind << 32;
         } else if (g->owners[g->firsts[block - 1] >> 32].group != g->owners[kind].group) {
             continue; /* another block with the same identity */
         } else if (g->generations[block - 1] < g->generations[slot]) {
-            g->generations[block - 1] = g->generations[slot];
         }
         g->block_of[slot] = block;
         g->firsts[block - 1]++;
@@ -64,37 +62,52 @@ static uint64_t find_blocks(struct grouping *g)
     return blocks;
 }
 
-/* Finds the blocks that have exactly one slot for each rank, `blocks` of them. */
+/* Enters the slots of each block at the places of their ranks: of two for one rank the one that was written last. */
+static void enter(struct grouping *g)
+{
+    for (uint64_t slot = 0; slot < g->slots; slot++) {
+        uint64_t block = g->block_of[slot];
+        if (!block || g->firsts[block - 1] == NOWHERE)
+            continue;
+        uint32_t *place = &g->places[(uint32_t)g->firsts[block - 1] + g->owners[g->kind_of[slot]].rank];
+        if (!*place || g->generations[*place - 1] < g->generations[slot])
+            *place = slot + 1;
+    }
+}
+
+/* Finds the blocks that have a slot for each rank, `blocks` of them. */
 void kvoffd_group_slots(struct grouping *g)
 {
     uint64_t found = find_blocks(g), place = 0;
 
     for (uint64_t block = 0; block < found; block++) {
         uint64_t kind = g->firsts[block] >> 32, world_size = g->owners[kind].world_size;
-        if ((uint32_t)g->firsts[block] != world_size) {
+        if ((uint32_t)g->firsts[block] < world_size) {
             g->firsts[block] = NOWHERE;
             continue;
         }
         g->firsts[block] = kind << 32 | place;
         place += world_size;
     }
-    for (uint64_t slot = 0; slot < g->slots; slot++)
-        if (g->block_of[slot] && g->firsts[g->block_of[slot] - 1] != NOWHERE)
-            g->places[(uint32_t)g->firsts[g->block_of[slot] - 1] + g->owners[g->kind_of[slot]].rank] = slot + 1;
+    enter(g);
     g->blocks = 0;
     for (uint64_t block = 0; block < found; block++) {
         if (g->firsts[block] == NOWHERE)
             continue;
         uint32_t kind = g->firsts[block] >> 32, first = g->firsts[block], world_size = g->owners[kind].world_size, rank;
+        int64_t newest = 0;
         for (rank = 0; rank < world_size && g->places[first + rank]; rank++)
             ;
         if (rank < world_size)
-            continue; /* another rank came twice */
-        for (rank = 0; rank < world_size; rank++)
-            g->served[--g->places[first + rank]] = 1;
+            continue;
+        for (rank = 0; rank < world_size; rank++) {
+            uint32_t slot = --g->places[first + rank];
+            g->served[slot] = 1;
+            newest = g->generations[slot] > newest ? g->generations[slot] : newest;
+        }
         g->blocks_of[kind]++;
         g->kind_of[g->blocks] = kind;
-        g->generations[g->blocks] = g->generations[block];
+        g->identities[g->blocks] = newest;
         g->firsts[g->blocks] = first;
         g->blocks++;
     }

@@ -1,34 +1,37 @@
-"""Takes over the blocks that an earlier daemon left whole."""
+"""Takes over the blocks that an earlier daemon left whole: step by step while others are served, the newest first."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.blocks import Blocks
-from kvoffd.cache.namespace import Namespace
-from kvoffd.errors import KvoffdError
+from kvoffd.cache.left import LeftBlocks, SomeBlocks
+from kvoffd.cache.namespace import (
+    FIRST_BLOCK_AT,
+    HELD,
+    OFFSET_AT,
+    UNVERIFIED,
+    WRITTEN,
+    BlockState,
+    MissReason,
+    Namespace,
+)
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import Ints, Kind, LeftSlots, NamespaceRecord, SlotRecord
+from kvoffd.pool.records import LeftSlots, NamespaceRecord
 from kvoffd.pool.table_format import keys_of
-from kvoffd.system.native import native
 from kvoffd_proto.blocks import shard_bytes_of
-
-Numbers: TypeAlias = npt.NDArray[np.intp]
-
-_MIN_KEY_BYTES = 8
-_MAX_KEY_BYTES = 64
 
 
 class Adoption(NamedTuple):
     """What became of the slots that an earlier daemon left."""
 
     blocks: int
-    """Blocks that are ready again."""
+    """Blocks that are ready again, or will be."""
     slot_bytes: int
     """Pool bytes of these blocks."""
     namespaces: int
@@ -37,133 +40,76 @@ class Adoption(NamedTuple):
     """Slots that were freed: of blocks that lack a shard, or at odds with their namespace or with another slot."""
 
 
-class Grouping(ctypes.Structure):
-    """``struct grouping`` of adopt.c."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("slots", "blocks")),
-        *((name, ctypes.c_void_p) for name in ("owners", "kind_of", "identities", "generations", "table")),
-        ("mask", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("block_of", "firsts", "places", "served", "blocks_of")),
-    )
-
-
-class Owner(ctypes.Structure):
-    """``struct owner`` of adopt.c."""
-
-    _fields_ = (("group", ctypes.c_uint32), ("rank", ctypes.c_uint16), ("world_size", ctypes.c_uint16))
-
-
-class BlockSlots(NamedTuple):
-    """Blocks, and the slots of each: one for each rank, by rank."""
-
-    owner_of: Numbers
-    """By block, the number of its namespace and group."""
-    offsets: Ints
-    """Of the slots, end to end."""
-
-
-class Plan:
-    """Sorts out what may be served: whatever is doubtful is refused.
-
-    A block is whole when each rank of its namespace has one slot for it, of the size and length that the rank's shards
-    have, with a checksum of its bytes. Of two slots for one shard neither is believed.
-
-    Args:
-        left: owned from here on.
-        slot_bytes: size of the slot for so many bytes; raises ShardTooLarge.
-    """
-
-    def __init__(
-        self, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slot_bytes: Callable[[int], int]
-    ) -> None:
-        sound = {record.fingerprint: record for record in namespaces if _is_sound(record, slot_bytes)}
-        numbers: dict[tuple[bytes, int], int] = {}
-        owners = (Owner * len(left.kinds))()
-        for owner, kind in zip(owners, left.kinds, strict=True):
-            name = left.names[kind.name]
-            if _fits(kind, sound.get(name), slot_bytes):
-                owner.group = numbers.setdefault((name, kind.group), len(numbers))
-                owner.rank, owner.world_size = kind.rank, kind.world_size
-        self._owner_of_kind = np.array([owner.group for owner in owners], np.intp)
-        world_sizes = {owner.group: owner.world_size for owner in owners if owner.world_size}
-        self._world_sizes = np.array([world_sizes[number] for number in range(len(numbers))], np.intp)
-        self._offsets = left.offsets
-        self.owners = list(numbers)
-        """Fingerprint of the namespace, and group, by number."""
-        counts = np.bincount(self._owner_of_kind, self._group(owners, left), len(numbers)).astype(int)
-        having = {name for number, (name, _) in enumerate(numbers) if counts[number]}
-        self.namespaces = [record for name, record in sound.items() if name in having]
-        """Those that have blocks."""
-
-    def _group(self, owners: ctypes.Array[Owner], left: LeftSlots) -> Numbers:
-        """Finds the whole blocks; returns how many there are by the kind of one of their slots."""
-        slots = len(left.offsets)
-        table = np.zeros(1 << (slots + slots // 2).bit_length(), np.uint32)
-        block_of, places = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
-        firsts, served = np.empty(slots, np.uint64), np.zeros(slots, np.uint8)
-        blocks_of = np.zeros(len(owners), np.intp)
-        arrays = (left.kind_of, left.identities, left.generations, table)
-        grouping = Grouping(
-            slots, 0, ctypes.addressof(owners), *(array.ctypes.data for array in arrays), len(table) - 1,
-            *(array.ctypes.data for array in (block_of, firsts, places, served, blocks_of)),
-        )  # fmt: skip
-        native().group_slots(ctypes.byref(grouping))
-        self._places, self._firsts, self._kind_of = places, firsts, left.kind_of
-        self._newest = np.argsort(left.generations[: grouping.blocks])[::-1]
-        """Numbers of the blocks that are left, the one that became ready last first."""
-        self.refused = left.offsets[served == 0]
-        """Offsets of the slots to free."""
-        return blocks_of
-
-    def __len__(self) -> int:
-        """Blocks that are left."""
-        return len(self._newest)
-
-    def take(self, count: int) -> BlockSlots:
-        """The next ``count`` blocks, those that became ready last."""
-        chosen, self._newest = self._newest[:count], self._newest[count:]
-        owner_of = self._owners(chosen)
-        counts = self._world_sizes[owner_of]
-        begins = np.cumsum(counts) - counts
-        places = np.repeat(self._firsts[chosen].astype(np.intp) - begins, counts) + np.arange(counts.sum())
-        return BlockSlots(owner_of, self._offsets[self._places[places]])
-
-    def _owners(self, blocks: Numbers) -> Numbers:
-        return self._owner_of_kind[self._kind_of[blocks]]
-
-
-def adopt(
-    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], left: LeftSlots
+def begin_adoption(
+    blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slots_at_once: int
 ) -> tuple[dict[bytes, Namespace], Adoption]:
-    """Enter what may be served and free the other slots. Returns the namespaces that have blocks, by fingerprint."""
-    plan = Plan(namespaces, left, store.slot_bytes)
-    store.free(plan.refused.tolist())
-    opened = {record.fingerprint: _open(record, store) for record in plan.namespaces}
-    found = list(_read(plan, store, opened))
-    blocks.adopt(opened.values(), found[::-1])
-    nbytes = sum(namespace.ready_bytes for namespace in opened.values())
-    return opened, Adoption(len(found), nbytes, len(opened), len(plan.refused))
+    """Find out what may be served, free the other slots, and take the newest blocks over: those of one step.
+
+    Returns the namespaces that have blocks, by fingerprint.
+    """
+    found = LeftBlocks(namespaces, left, store.slot_bytes, slots_at_once)
+    store.free(found.refused.tolist())
+    opened = {record.fingerprint: _open(record, store) for record in found.namespaces}
+    adoption = Adoption(len(found), blocks.expect(found, opened), len(opened), len(found.refused))
+    adopt_some(blocks, store)
+    return opened, adoption
 
 
-def _read(plan: Plan, store: Pool, opened: Mapping[bytes, Namespace]) -> Iterator[tuple[Namespace, list[SlotRecord]]]:
-    """The blocks of a plan, each with the records of its slots."""
-    while plan:
-        owners, offsets = plan.take(1)
-        name, group = plan.owners[owners[0]]
-        namespace, rows = opened[name], store.rows(offsets)
-        keys = keys_of(rows, namespace.key_bytes)
-        columns = [rows[name].tolist() for name in ("first_block", "length", "checksum", "generation")]
-        yield (
-            namespace,
-            [
-                SlotRecord(
-                    *(offset, namespace.slot_bytes(rank, group), name, group, keys[rank], rank, namespace.world_size),
-                    *content,
-                )
-                for rank, (offset, *content) in enumerate(zip(offsets.tolist(), *columns, strict=True))
-            ],
-        )
+def adopt_some(blocks: Blocks, store: Pool) -> None:
+    """Take more of the blocks over that are left, those of one step: the ones that became ready last."""
+    left = blocks.left
+    if left is None:
+        return
+    if blocks.index_is_full:
+        for some in left.give_up(left.slots_at_once, range(len(left.groups))):
+            blocks.let_go(some, MissReason.EVICTED)
+    else:
+        for some in left.take():
+            _adopt(blocks, store, some)
+    blocks.left = left or None
+
+
+def adopt_all(blocks: Blocks, store: Pool, namespace: Namespace) -> Iterator[None]:
+    """Take blocks over, step by step, until none of a namespace are left."""
+    while namespace.left_blocks:
+        adopt_some(blocks, store)
+        yield
+
+
+def forget_left(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int, list[bytes]]]:
+    """Let all blocks of a namespace go that are left, step by step. Yields group and keys of each step."""
+    numbers = [number for number, (owner, _) in blocks.left_owners.items() if owner is namespace]
+    for step in blocks.left.remove(numbers) if blocks.left is not None else ():
+        for some in step:
+            yield blocks.left_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)
+
+
+def _adopt(blocks: Blocks, store: Pool, some: SomeBlocks) -> None:
+    """Make blocks of one group ready, but for those that were stored anew or that are to be forgotten."""
+    namespace, group = blocks.left_owners[some.number]
+    if namespace.clearing:
+        blocks.let_go(some, MissReason.INVALIDATED)
+        return
+    ranks = some.offsets.shape[1]
+    rows = store.rows(some.offsets.reshape(-1))
+    keys = keys_of(rows, namespace.key_bytes)
+    # Keys of one identity need not be one key.
+    alike = [keys[at : at + ranks] == [keys[at]] * ranks for at in range(0, len(keys), ranks)] if ranks > 1 else []
+    keys = keys[::ranks]
+    states = blocks.index[namespace][group].states(b"".join(keys))
+    if any(states) or not all(alike):
+        stays = (np.frombuffer(states, np.uint8) == BlockState.ABSENT) & np.array(alike or True)
+        blocks.let_go(SomeBlocks(some.number, some.offsets[~stays]), None)
+        some = SomeBlocks(some.number, some.offsets[stays])
+        rows, keys = rows[np.repeat(stays, ranks)], list(compress(keys, stays.tolist()))
+    words = np.empty((len(rows), 2), np.uint64)
+    words[:, 0] = some.offsets.reshape(-1) << OFFSET_AT | rows["first_block"].astype(np.int64) << FIRST_BLOCK_AT
+    words[:, 0] |= HELD | WRITTEN | UNVERIFIED
+    words[:, 1] = rows["checksum"]
+    data, size = words.tobytes(), 16 * ranks
+    its_words = [array("Q", data[at : at + size]) for at in range(0, len(data), size)]
+    if keys:
+        blocks.adopt(namespace, group, keys, its_words, some.offsets)
 
 
 def _open(record: NamespaceRecord, store: Pool) -> Namespace:
@@ -178,32 +124,3 @@ def _open(record: NamespaceRecord, store: Pool) -> Namespace:
         if shards is not None and tuple(map(shard_bytes_of, shards)) == record.shard_bytes[rank]:
             namespace.describe_shards(rank, shards)
     return namespace
-
-
-def _is_sound(namespace: NamespaceRecord, slot_bytes: Callable[[int], int]) -> bool:
-    """Whether this pool could have such a namespace."""
-    if not (
-        namespace.world_size == len(namespace.shard_bytes) >= 1
-        and _MIN_KEY_BYTES <= namespace.key_bytes <= _MAX_KEY_BYTES
-        and len(namespace.groups) >= 1
-    ):
-        return False
-    for sizes in namespace.shard_bytes:
-        if sizes is not None and (len(sizes) != len(namespace.groups) or min(sizes) < 0):
-            return False
-        try:
-            slot_bytes(max(sizes or (0,)))
-        except KvoffdError:
-            return False
-    return True
-
-
-def _fits(kind: Kind, namespace: NamespaceRecord | None, slot_bytes: Callable[[int], int]) -> bool:
-    """Whether slots of a kind can hold shards of that namespace, and can be checked."""
-    if namespace is None or kind.world_size != namespace.world_size or kind.rank >= namespace.world_size:
-        return False
-    sizes = namespace.shard_bytes[kind.rank]
-    if sizes is None or kind.group >= len(sizes) or kind.key_bytes != namespace.key_bytes or not kind.has_checksum:
-        return False
-    nbytes = sizes[kind.group]
-    return kind.length == nbytes and kind.slot_bytes == slot_bytes(max(nbytes, 1))

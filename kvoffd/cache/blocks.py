@@ -9,7 +9,9 @@ A block's life, and the steps that take it from state to state::
     WRITING -> LEAVING   drop: invalidated, corrupt, half stored for too long
     READY   -> LEAVING   drop, evict
     LEAVING -> ABSENT    at once; or with the last unpin, finish_shards or abandon_shards that it waits for
-    ABSENT  -> READY     adopt: an earlier daemon left it whole
+    ABSENT  -> LEFT      expect: an earlier daemon left it whole
+    LEFT    -> READY     adopt
+    LEFT    -> ABSENT    let_go: it was stored anew, invalidated, or others needed the room
 
 WRITING and READY blocks are in the index. A LEAVING block has left it at once, and keeps its slots until nothing holds
 them: a written shard is held by the block's pins, a shard that is being written by its store.
@@ -18,11 +20,14 @@ them: a written shard is held by the block's pins, a shard that is being written
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby, takewhile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
+import numpy as np
+
 from kvoffd.cache.hooks import CacheListener, TieringHooks
+from kvoffd.cache.left import LeftBlocks, SomeBlocks
 from kvoffd.cache.misses import Misses
 from kvoffd.cache.namespace import (
     CORRUPT,
@@ -41,12 +46,13 @@ from kvoffd.cache.namespace import (
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.room import Room
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotRecord
+from kvoffd.pool.records import Ints
+from kvoffd.pool.table_format import keys_of
 
-ABSENT, WRITING, READY, LEAVING = BlockState
+ABSENT, WRITING, READY, LEAVING, LEFT = BlockState
 INDEXED = (WRITING, READY)
-MAX_KEYS_PER_EVENT = 1000
-"""Adopted keys in one call of the listener."""
+UNKNOWN = (ABSENT, LEFT)
+"""States in which there is no ``Block``."""
 
 _Grouped: TypeAlias = Iterable[tuple[tuple[Namespace, int, BlockState], list[Block]]]
 """Blocks by namespace, group and state: what is counted, indexed and published together."""
@@ -72,7 +78,7 @@ class Blocks(Room):
         """By offset: shards whose checksum is still to be taken, block and rank; oldest first. One that is written anew
         has a new entry."""
         self.adopted = array("Q")
-        """Offsets of the slots of an earlier daemon that are not verified, and others; oldest last."""
+        """Offsets of the slots of an earlier daemon that are not verified, and others; as they were taken over."""
         self.operator_pinned: dict[Block, None] = {}
         """Ready blocks with a pin of an operator, the earliest first. The pin ends when the block is dropped."""
         self.quarantined: dict[int, int] = {}
@@ -192,37 +198,43 @@ class Blocks(Room):
             if block.state is WRITING and not block.writers:
                 self.half_stored[block] = self._clock()
 
-    def adopt(self, namespaces: Iterable[Namespace], blocks: Sequence[tuple[Namespace, Sequence[SlotRecord]]]) -> None:
-        """Enter whole blocks that an earlier daemon wrote, each given by its slots; oldest first."""
-        for namespace in namespaces:
+    def expect(self, left: LeftBlocks, opened: Mapping[bytes, Namespace]) -> int:
+        """Have blocks taken over that are in these new namespaces, by fingerprint. Returns their bytes."""
+        for namespace in opened.values():
             self.add_namespace(namespace)
-        made: list[Block] = []
-        for namespace, (first, *_) in blocks:
-            made.append(Block(namespace, first.group, first.key))
-        grouped = _group(made)
-        for _, alike in grouped:
-            self._move(alike, ABSENT, READY)
-        for block, (_, slots) in zip(made, blocks, strict=True):
-            for slot in slots:
-                at = 2 * slot.rank
-                block.words[at] = (
-                    slot.offset << OFFSET_AT | slot.first_block << FIRST_BLOCK_AT | HELD | WRITTEN | UNVERIFIED
-                )
-                block.words[at + 1] = slot.checksum
-                block.slot_bytes += slot.slot_bytes
-                self.holders.put(slot.slot_bytes, [(slot.offset, block)])
-            self.unverified_slots += len(slots)
-            block.namespace.bytes_in[READY] += block.slot_bytes
-            block.missing = 0
-        self.adopted.extend([slot.offset for _, slots in reversed(blocks) for slot in slots])
-        for _, alike_in_age in groupby(made, key=lambda block: (block.namespace, block.group)):
-            self._policy.insert(list(alike_in_age))
+        self.left = left
+        self.left_owners = {
+            number: (opened[group.fingerprint], group.group)
+            for number, group in enumerate(left.groups)
+            if left.counts[number]
+        }
+        for number, (namespace, group) in self.left_owners.items():
+            count = int(left.counts[number])
+            self._count(namespace, ABSENT, LEFT, count, count * namespace.block_bytes(group))
         for namespace in self.index:
             self._listener.cleared(namespace)
-        for (namespace, group, _), alike in grouped:
-            keys = [block.key for block in alike]
-            for start in range(0, len(keys), MAX_KEYS_PER_EVENT):
-                self._listener.stored(namespace, group, keys[start : start + MAX_KEYS_PER_EVENT])
+        return sum(namespace.bytes_in[LEFT] for namespace in opened.values())
+
+    def adopt(
+        self, namespace: Namespace, group: int, keys: list[bytes], words: Sequence[array[int]], offsets: Ints
+    ) -> None:
+        """Enter blocks that are left, with what is known of their shards: the newest first, older than all others.
+
+        ``offsets``: [blocks, ranks], of their slots.
+        """
+        made = [Block(namespace, group, key, its_words) for key, its_words in zip(keys, words, strict=True)]
+        block_bytes = namespace.block_bytes(group)
+        for block in made:
+            block.missing = 0
+            block.slot_bytes = block_bytes
+        oldest_first = made[::-1]
+        self._move(oldest_first, LEFT, READY)
+        for rank, of_rank in enumerate(offsets.T):
+            self.holders.put_all(namespace.slot_bytes(rank, group), of_rank, made)
+        self.unverified_slots += offsets.size
+        self.adopted.frombytes(offsets.astype(np.uint64).tobytes())
+        self._policy.insert(oldest_first, older=True)
+        self._listener.stored(namespace, group, keys)
 
     # --- out -------------------------------------------------------------------------------------
 
@@ -289,6 +301,19 @@ class Blocks(Room):
             self.drop([block], MissReason.CORRUPT)
         if readable:
             self._listener.removed(block.namespace, block.group, [block.key])
+
+    def let_go(self, some: SomeBlocks, reason: MissReason | None) -> list[bytes]:
+        """Free the slots of blocks that were left. Returns their keys; a reason of None says that these are there."""
+        namespace, group = self.left_owners[some.number]
+        keys = keys_of(self._slots.rows(some.offsets[:, 0]), namespace.key_bytes)
+        if reason is not None:
+            self.misses.note(namespace, group, keys, reason)
+        namespace.counters.evicted_blocks += len(keys) * (reason is MissReason.EVICTED)
+        namespace.counters.invalidated_blocks += len(keys) * (reason is MissReason.INVALIDATED)
+        self._count(namespace, LEFT, ABSENT, len(keys), len(keys) * namespace.block_bytes(group))
+        self._slots.free(some.offsets.reshape(-1).tolist())
+        self.left = self.left or None
+        return keys
 
     def _leave(self, blocks: Sequence[Block]) -> _Grouped:
         """Take blocks out of the index and free the slots that nothing holds. Returns them by their state before."""
@@ -357,11 +382,7 @@ class Blocks(Room):
             nbytes += block.slot_bytes
             block.state = after
         namespace = blocks[0].namespace
-        namespace.blocks_in[before] -= len(blocks)
-        namespace.bytes_in[before] -= nbytes
-        namespace.blocks_in[after] += len(blocks)
-        namespace.bytes_in[after] += nbytes
-        self._known_bytes += len(blocks) * namespace.index_bytes_per_block * ((before is ABSENT) - (after is ABSENT))
+        self._count(namespace, before, after, len(blocks), nbytes)
         if self.shares:
             self.shares.moved(namespace, blocks, before, after)
         if before in INDEXED or after in INDEXED:
@@ -372,6 +393,14 @@ class Blocks(Room):
                 index.set(keys, after)
             else:
                 index.remove(keys)
+
+    def _count(self, namespace: Namespace, before: BlockState, after: BlockState, count: int, nbytes: int) -> None:
+        """Count ``count`` blocks of so many bytes as of another state."""
+        namespace.blocks_in[before] -= count
+        namespace.bytes_in[before] -= nbytes
+        namespace.blocks_in[after] += count
+        namespace.bytes_in[after] += nbytes
+        self._known_bytes += count * namespace.index_bytes_per_block * ((before in UNKNOWN) - (after in UNKNOWN))
 
     def pin(self, blocks: Iterable[Block]) -> None:
         """Keep the bytes of complete blocks where they are, once more for each time a block is named."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvoffd.cache.admission import Admission, Admitter, count_refused
-from kvoffd.cache.adopt import Adoption, adopt
+from kvoffd.cache.admission import Admission, Admitter, count_refused, with_again
+from kvoffd.cache.adopt import Adoption, adopt_all, adopt_some, begin_adoption, forget_left
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
+from kvoffd.cache.left import SLOTS_AT_ONCE
 from kvoffd.cache.lookup import LEASES_AT_ONCE, LeasedBlocks
 from kvoffd.cache.namespace import Block, BlockState, MissReason, Namespace, nbytes_of_shards, slots_of
 from kvoffd.cache.operator_pins import OperatorPins
 from kvoffd.cache.pins import Lease, LeaseBounds, LoadTicket, StoreTicket
 from kvoffd.cache.policies import EvictionPolicy
+from kvoffd.cache.usage import PoolUsage
 from kvoffd.errors import KvoffdError, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.records import LeftSlots, NamespaceRecord
@@ -23,25 +24,11 @@ from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupSpec
 
-ABSENT, WRITING, READY, LEAVING = BlockState
+ABSENT, WRITING, READY, LEAVING, LEFT = BlockState
 CLEARED_AT_ONCE = 1000
 """Blocks that are forgotten in one step."""
 Steps: TypeAlias = Generator[None, None, int]
 """Work that is done step by step, others being served in between. Whoever begins it makes all steps."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """Pool bytes by use. free + writing + ready + leaving + quarantined = pool."""
-
-    free_bytes: int
-    writing_bytes: int
-    ready_bytes: int
-    leaving_bytes: int
-    pinned_bytes: int
-    """Of the ready and leaving bytes, those that a lease, an operator or a running copy needs."""
-    quarantined_bytes: int = 0
-    """In slots that lost what was stored in them."""
 
 
 class BlockCache(LeasedBlocks):
@@ -154,14 +141,26 @@ class BlockCache(LeasedBlocks):
         if news:
             self.slots.note_namespace(namespace.record())
 
-    def adopt(self, namespaces: Iterable[NamespaceRecord], left: LeftSlots) -> Adoption:
+    def adopt(
+        self, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slots_at_once: int = SLOTS_AT_ONCE
+    ) -> Adoption:
         """Take over what an earlier daemon left, before anything else. The slot store has handed these slots out.
 
-        Whole blocks are ready at once, and told to the listener; the other slots are freed.
+        Whole blocks are ready, the newest first, after as many calls of ``adopt_some`` as it takes; others are freed.
         """
         assert not self._namespaces
-        self._namespaces, adoption = adopt(self.blocks, self.slots, namespaces, left)
+        self._namespaces, adoption = begin_adoption(self.blocks, self.slots, namespaces, left, slots_at_once)
         return adoption
+
+    def adopt_some(self) -> bool:
+        """Make more blocks ready that an earlier daemon left, and tell the listener; False where none are left then."""
+        adopt_some(self.blocks, self.slots)
+        return self.blocks.left is not None
+
+    @property
+    def left_blocks(self) -> int:
+        """Blocks of an earlier daemon that are still to be taken over."""
+        return len(self.blocks.left or ())
 
     # --- time and operators ----------------------------------------------------------------------
 
@@ -241,8 +240,8 @@ class BlockCache(LeasedBlocks):
         offsets = found.offsets
         ticket.copy = found.admitted
         count_refused(blocks, namespace, group, keys, found)
-        ticket.dropped = _with_again(keys, found.dropped, again)
-        ticket.declined = _with_again(keys, found.declined, again)
+        ticket.dropped = with_again(keys, found.dropped, again)
+        ticket.declined = with_again(keys, found.declined, again)
         if narrow:
             offsets = self._reopen(ticket, narrow, offsets)
         ticket.offsets = offsets
@@ -345,14 +344,15 @@ class BlockCache(LeasedBlocks):
         tiering = self.blocks.tiering
         dropped = 0
         size = CLEARED_AT_ONCE * namespace.key_bytes
+        yield from adopt_all(self.blocks, self.slots, namespace)  # what is left is not known by key
         # Cut part by part: single keys take nine times what the message does.
         parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
         for number, (group, part) in enumerate(parts):
             keys = list(dict.fromkeys(namespace.split(group, part)))
             if number:
                 yield
-                if self.find_namespace(namespace.fingerprint) is not namespace:
-                    break
+            if self.find_namespace(namespace.fingerprint) is not namespace:
+                break
             there = self.blocks.index[namespace][group].find(b"".join(keys))
             found = [block for block in there if block is not None]
             readable = [block.key for block in found if block.state is READY]
@@ -400,8 +400,12 @@ class BlockCache(LeasedBlocks):
         return self._clear(namespace, None if keep_tiers else self.blocks.tiering)
 
     def _clear(self, namespace: Namespace, tiering: TieringHooks | None) -> Steps:
-        dropped = 0
+        dropped = namespace.left_blocks
         try:
+            for group, keys in forget_left(self.blocks, namespace):
+                if tiering is not None:
+                    dropped -= sum(tiering.has(namespace, group, key) for key in keys)
+                yield
             there = [block for index in self.blocks.index[namespace] for block in index.blocks()]
             for start in range(0, len(there), CLEARED_AT_ONCE):
                 if start:
@@ -431,17 +435,9 @@ class BlockCache(LeasedBlocks):
 
     def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""
-        writing, ready, leaving = (
+        writing, ready, leaving, left = (
             sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
-            for state in (WRITING, READY, LEAVING)
+            for state in (WRITING, READY, LEAVING, LEFT)
         )
-        blocks = self.blocks
-        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, blocks.pinned_bytes, blocks.quarantined_bytes)
-
-
-def _with_again(keys: Sequence[bytes], numbers: list[int], again: Sequence[int]) -> list[int]:
-    """The numbers, ascending, with those under which one of these keys comes again."""
-    if not numbers or not again:
-        return sorted(numbers)
-    names = {keys[number] for number in numbers}
-    return sorted([*numbers, *(number for number in again if keys[number] in names)])
+        pinned, quarantined = self.blocks.pinned_bytes, self.blocks.quarantined_bytes
+        return PoolUsage(self.slots.free_bytes, writing, ready, leaving, left, pinned, quarantined)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from kvoffd.cache.namespace import Block
+from kvoffd.pool.records import Ints
 
 
 @dataclass(slots=True)
@@ -76,6 +78,22 @@ class SlotHolders:
             region.blocks[at] = block
             region.held += 1
         self._held += len(slots)
+
+    def put_all(self, slot_bytes: int, offsets: Ints, blocks: Sequence[Block]) -> None:
+        """The same for many slots, and their blocks."""
+        numbers, within = np.divmod(offsets, self._region_bytes)
+        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)]
+        for begin, end in pairwise(bounds):
+            number = int(numbers[begin])
+            region = self._regions.get(number)
+            if region is None:
+                region = self._regions[number] = _Region(slot_bytes, [None] * (self._region_bytes // slot_bytes))
+            holders, places = region.blocks, (within[begin:end] // slot_bytes).tolist()
+            assert [holders[at] for at in places] == [None] * len(places), "one is another block's"
+            for at, block in zip(places, blocks[begin:end], strict=True):
+                holders[at] = block
+            region.held += len(places)
+        self._held += len(blocks)
 
     def remove(self, offsets: Sequence[int]) -> None:
         """The slots are no block's any more."""

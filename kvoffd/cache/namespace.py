@@ -71,6 +71,8 @@ class BlockState(IntEnum):
     """In the index, all shards written: may be read, and evicted when nothing pins it."""
     LEAVING = 4
     """Out of the index for good, its slots still held by a pin or a running write."""
+    LEFT = 5
+    """Left whole by an earlier daemon and still to be taken over: in no index, only counted."""
 
 
 class Shard(NamedTuple):
@@ -104,14 +106,14 @@ class Block:
 
     __slots__ = ("group", "key", "missing", "namespace", "pins", "slot_bytes", "state", "words")
 
-    def __init__(self, namespace: Namespace, group: int, key: bytes) -> None:
+    def __init__(self, namespace: Namespace, group: int, key: bytes, words: array[int] | None = None) -> None:
         self.namespace = namespace
         self.group = group
         self.key = key
         self.state = BlockState.ABSENT
         self.pins = 0
         """Leases, operators, running loads and demotions that need the bytes to stay."""
-        self.words = namespace.no_shards[:]
+        self.words = namespace.no_shards[:] if words is None else words
         """Two words for the shard of each rank, 0 where there is none: an object for each takes more than the rest."""
         self.missing = namespace.world_size
         """Shards that are not written yet; 0 makes the block ready."""
@@ -244,6 +246,11 @@ class Namespace:
     def held_bytes(self) -> int:
         """Pool bytes of all its blocks."""
         return sum(self.bytes_in[state] for state in BlockState if state is not BlockState.ABSENT)
+
+    @property
+    def left_blocks(self) -> int:
+        """Blocks of an earlier daemon that are still to be taken over."""
+        return self.blocks_in[BlockState.LEFT]
 
     @property
     def writing_blocks(self) -> int:

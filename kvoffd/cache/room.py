@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Set
-from math import inf
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from math import ceil, inf
 
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
 from kvoffd.cache.key_index import KeyIndex
-from kvoffd.cache.namespace import SLOT_BYTES, Block, Namespace
+from kvoffd.cache.left import LeftBlocks, SomeBlocks
+from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
@@ -30,11 +31,24 @@ class Room(ABC):
         self._policy = policy
         self._max_index_bytes = max_index_bytes
         self._known_bytes = 0
+        self.left: LeftBlocks | None = None
+        """Blocks that an earlier daemon left and that are still to be taken over; None where there are none."""
+        self.left_owners: dict[int, tuple[Namespace, int]] = {}
+        """Namespace and group of these, by the number of their group."""
 
     @property
     def index_bytes(self) -> int:
         """Memory of what is known of all blocks."""
         return self._known_bytes + SLOT_BYTES * len(self.holders) + self.shares.nbytes
+
+    @property
+    def index_is_full(self) -> bool:
+        """Whether there is memory for no more blocks."""
+        return self.index_bytes >= self._max_index_bytes
+
+    @abstractmethod
+    def let_go(self, some: SomeBlocks, reason: MissReason | None) -> list[bytes]:
+        """Free the slots of blocks that were left. Returns their keys."""
 
     @abstractmethod
     def evict(self, blocks: Sequence[Block]) -> None:
@@ -70,10 +84,11 @@ class Room(ABC):
         offsets = self._slots.take(slot_bytes, count, node)
         with on_error(lambda: self._slots.free(offsets)):
             while (lacking := count - len(offsets)) > 0:
-                victims = self._victims(slot_bytes, lacking, protected, worth, claim)
-                if not victims:
-                    break
-                self.evict(victims)
+                if not self._give_up_left(slot_bytes, lacking, claim):
+                    victims = self._victims(slot_bytes, lacking, protected, worth, claim)
+                    if not victims:
+                        break
+                    self.evict(victims)
                 # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
                 offsets.extend(self._slots.take(slot_bytes, lacking, node))
         if claim is not None:
@@ -100,6 +115,9 @@ class Room(ABC):
         """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
         each = max(slot_bytes, block_bytes)
         victims: list[Block] = []
+        own = [number for number, (owner, _) in self.left_owners.items() if owner is claim.namespace]
+        while claim.room < count * each and self._give_up(ceil((count * each - claim.room) / each), own, claim):
+            pass  # what was left is older than what is here
         if claim.room < count * each:
             for block in _loose(claim.candidates(self._ordered(worth), Whose.OWN), protected):
                 victims.append(block)
@@ -108,6 +126,31 @@ class Room(ABC):
                     break
             self.evict(victims)
         return max(0, min(count, int(claim.room // each))) if block_bytes else count
+
+    def _give_up_left(self, slot_bytes: int, count: int, claim: Claim | None) -> bool:
+        """Free about ``count`` slots of the oldest blocks that are left; False where there are none that may go."""
+        if self.left is None:
+            return False
+        may_go = [
+            number
+            for number, (owner, group) in self.left_owners.items()
+            if slot_bytes in self.left.groups[number].slot_bytes
+            and (claim is None or claim.may_take_from(owner, count * owner.block_bytes(group)))
+        ]
+        each = min((self.left.groups[number].slot_bytes.count(slot_bytes) for number in may_go), default=1)
+        return self._give_up(ceil(count / each), may_go, claim)
+
+    def _give_up(self, most: int, groups: Collection[int], claim: Claim | None) -> bool:
+        """Free the slots of the oldest blocks of groups that are left, ``most`` of them; False where there are none."""
+        if self.left is None or not groups:
+            return False
+        found = list(self.left.give_up(most, groups))
+        for some in found:
+            namespace, group = self.left_owners[some.number]
+            if claim is not None:
+                claim.give_up(namespace, len(some.offsets) * namespace.block_bytes(group))
+            self.let_go(some, MissReason.EVICTED)
+        return bool(found)
 
     def return_slots(self, offsets: Sequence[int]) -> None:
         """Undo ``take_slots``."""

@@ -165,7 +165,7 @@ class Claim:
 
     def __init__(self, shares: Shares, namespace: Namespace, namespaces: Iterable[Namespace]) -> None:
         self._shares = shares
-        self._namespace = namespace
+        self.namespace = namespace
         self._namespaces = namespaces
         self._held: dict[Namespace, int] = {}
         self._weights = shares.weights()
@@ -173,13 +173,13 @@ class Claim:
     @property
     def room(self) -> float:
         """Bytes to the namespace's maximum; below 0 where it has more."""
-        most = self._shares.of(self._namespace.fingerprint).maximum_bytes
-        return inf if most is None else most - self.held(self._namespace)
+        most = self._shares.of(self.namespace.fingerprint).maximum_bytes
+        return inf if most is None else most - self.held(self.namespace)
 
     @property
     def owed(self) -> int:
         """Bytes that the namespace may take from those that have more than they keep."""
-        return max(0, self._kept(self._namespace) - self.held(self._namespace))
+        return max(0, self._kept(self.namespace) - self.held(self.namespace))
 
     def held(self, namespace: Namespace) -> int:
         """Pool bytes of a namespace, less those of the blocks that are to go, with the slots that were taken."""
@@ -192,21 +192,26 @@ class Claim:
 
     def take(self, nbytes: int) -> None:
         """The namespace takes slots."""
-        self._held[self._namespace] = self.held(self._namespace) + nbytes
+        self._held[self.namespace] = self.held(self.namespace) + nbytes
 
     def evict(self, block: Block) -> None:
         """A block is to go."""
-        self._held[block.namespace] = self.held(block.namespace) - block.slot_bytes
+        self.give_up(block.namespace, block.slot_bytes)
+
+    def give_up(self, owner: Namespace, nbytes: int) -> None:
+        """Blocks of so many bytes are to go."""
+        self._held[owner] = self.held(owner) - nbytes
 
     def may_take(self, blocks: Iterable[Block]) -> bool:
         """Whether all these blocks may go for the namespace."""
         wanted: dict[Namespace, int] = {}
         for block in blocks:
             wanted[block.namespace] = wanted.get(block.namespace, 0) + block.slot_bytes
-        return all(self._may_take(owner, nbytes) for owner, nbytes in wanted.items())
+        return all(self.may_take_from(owner, nbytes) for owner, nbytes in wanted.items())
 
-    def _may_take(self, owner: Namespace, nbytes: int) -> bool:
-        if owner is self._namespace:
+    def may_take_from(self, owner: Namespace, nbytes: int) -> bool:
+        """Whether so many bytes of another's blocks, or its own, may go for the namespace."""
+        if owner is self.namespace:
             return True
         # By weight the last region that is passed on may be one too many: shares need not be whole regions.
         least, held = self._shares.of(owner.fingerprint).minimum_bytes, self.held(owner)
@@ -217,21 +222,21 @@ class Claim:
         given: set[Block] = set()
         passed = 0
         for block in ordered:
-            if self._is_meant(block.namespace, whose) and self._may_take(block.namespace, block.slot_bytes):
+            if self._is_meant(block.namespace, whose) and self.may_take_from(block.namespace, block.slot_bytes):
                 given.add(block)
                 yield block
             elif (passed := passed + 1) >= MAX_PASSED:
                 break
         else:
             return
-        for owner in sorted(self._namespaces, key=lambda one: one is not self._namespace):
+        for owner in sorted(self._namespaces, key=lambda one: one is not self.namespace):
             if self._is_meant(owner, whose):
                 for block in self._shares.by_use(owner):
                     if block in given:
                         continue
-                    if not self._may_take(owner, block.slot_bytes):
+                    if not self.may_take_from(owner, block.slot_bytes):
                         break
                     yield block
 
     def _is_meant(self, owner: Namespace, whose: Whose) -> bool:
-        return whose is Whose.BOTH or (owner is self._namespace) == (whose is Whose.OWN)
+        return whose is Whose.BOTH or (owner is self.namespace) == (whose is Whose.OWN)

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.left import SLOTS_AT_ONCE
 from kvoffd.config import Config
 from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
 from kvoffd.pool.pool import Pool
@@ -43,21 +44,23 @@ def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]
     return pool
 
 
-def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy) -> None:
-    """Go on with what an earlier daemon's policy knew, and make that daemon's blocks ready again."""
+def adopt_blocks(cache: BlockCache, pool: Pool, kept: KeptPolicy, slots_at_once: int = SLOTS_AT_ONCE) -> None:
+    """Go on with what an earlier daemon's policy knew, and make the newest of that daemon's blocks ready again."""
     started = time.monotonic()
     kept.go_on()
     if not pool.adopted:
         return
     recovered = pool.take_recovered()
-    adoption = cache.adopt(recovered.namespaces, recovered.left)
+    adoption = cache.adopt(recovered.namespaces, recovered.left, slots_at_once)
     logger.info(
-        "An earlier daemon's pool is taken over: %d blocks (%s) in %d namespaces are ready again after %.3f s. "
+        "An earlier daemon's pool is taken over: of %d blocks (%s) in %d namespaces %d are ready again after %.3f s%s. "
         "Dropped: %d slots that were being written or in doubt, %d of incomplete blocks.",
         adoption.blocks,
         format_size(adoption.slot_bytes),
         adoption.namespaces,
+        adoption.blocks - cache.left_blocks,
         time.monotonic() - started,
+        ", the others while engines are served" if cache.left_blocks else "",
         recovered.discarded,
         adoption.refused_slots,
     )

@@ -175,6 +175,7 @@ def _pool_stats(context: Context) -> m.PoolStats:
         cache.slots,
         context,
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
+        left_blocks=cache.left_blocks,
         page_locked_bytes=pinning.pinned_bytes,
         unlockable_bytes=pinning.refused_bytes,
         page_locking_gpu_bytes=pinning.gpu_bytes,

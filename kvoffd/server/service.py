@@ -97,8 +97,8 @@ class Service:
         )
         self.sessions = self.context.sessions
         cache.watchers.append(self.context.curve.requested)
-        self._left: deque[Iterator[None]] = deque()
-        """What is left to be done of requests whose senders are gone."""
+        self._left: deque[Iterator[None]] = deque([self._take_over()] if cache.left_blocks else [])
+        """What is left to be done of requests whose senders are gone, and of what takes many steps besides."""
         self._half_stored_told: WeakSet[Namespace] = WeakSet()
 
     # --- called by the sockets of requests --------------------------------------------------------
@@ -122,13 +122,21 @@ class Service:
         return None
 
     def go_on(self) -> bool:
-        """Do a part of what is left of ended leases and of a request whose sender is gone; False where nothing is."""
+        """Do a part of what is left of ended leases and of work of many steps; False where nothing is."""
         more = self.context.cache.unpin_some()
         if self._left:
             rest = self._left.popleft()
             if next(rest, rest) is None:
                 self._left.append(rest)
         return more or bool(self._left)
+
+    def _take_over(self) -> Iterator[None]:
+        """Make blocks ready that an earlier daemon left, while engines are served."""
+        context = self.context
+        while context.cache.adopt_some():
+            yield
+        seconds = context.clock() - context.started_at
+        logger.info("All of the earlier daemon's blocks are taken over %.3f s after the first ones.", seconds)
 
     def _parts_of(
         self, sender: Sender, request_id: int, parts: Iterator[m.AnyReply | None], *, whole: bool

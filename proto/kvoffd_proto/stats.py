@@ -255,6 +255,17 @@ class PoolStats(Wire, frozen=True):
     index_limit_bytes: Annotated[
         ByteCount, gauge("Memory for the index (index_size): blocks are evicted that would count beyond it.")
     ] = 0
+    left_bytes: Annotated[
+        ByteCount,
+        gauge(
+            "Bytes in slots of blocks that an earlier daemon left and that are still to be taken over.",
+            "bytes",
+            label=("state", "left"),
+        ),
+    ] = 0
+    left_blocks: Annotated[
+        Count, gauge("Blocks that an earlier daemon left and that are still to be taken over, the newest first.")
+    ] = 0
 
 
 class IntegrityStats(Wire, frozen=True):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, adopt_all, keys_of, made
 from support.invariants import check_invariants
-from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
@@ -35,7 +34,7 @@ def heir_of(rig: CacheHarness) -> CacheHarness:
     records = rig.slots.ready_records()
     heir.slots, heir.events = rig.slots.successor(records), FoldedEvents()
     heir.cache = BlockCache(heir.slots, make_policy("lru", heir.slots.pool_bytes), heir.events, Clock())
-    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
+    adopt_all(heir.cache, heir.slots)
     return heir
 
 
@@ -266,6 +265,6 @@ def test_a_slot_without_a_checksum_is_not_adopted() -> None:
     heir = CacheHarness()
     heir.slots = rig.slots.successor(records)
     heir.cache = BlockCache(heir.slots, make_policy("lru", heir.slots.pool_bytes), heir.events, Clock())
-    adoption = heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
+    adoption = adopt_all(heir.cache, heir.slots)
     assert (adoption.blocks, adoption.refused_slots) == (1, 1)
     check_invariants(heir.cache)

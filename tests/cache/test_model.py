@@ -481,7 +481,9 @@ class CacheMachine(RuleBasedStateMachine):
         events = FoldedEvents()
         slots = self.rig.slots.successor(records)
         heir = BlockCache(slots, make_policy(self.policy, slots.pool_bytes), events, self.rig.clock)
-        heir.adopt(self.rig.slots.namespaces.values(), left_slots(records))
+        heir.adopt(self.rig.slots.namespaces.values(), left_slots(records), slots_at_once=5)
+        while heir.adopt_some():
+            pass
         check_invariants(heir)
         assert events.index == self.rig.events.index
 

@@ -153,8 +153,10 @@ def _adopted_blocks(table: bytes) -> int:
             half_stored_timeout_s=1.0,
             lease_ttl_s=1.0,
         )
-        adopt_blocks(cache, pool, KeptPolicy(cache.policy, Config()))
+        adopt_blocks(cache, pool, KeptPolicy(cache.policy, Config()), slots_at_once=20)
         check_invariants(cache)
+        while cache.adopt_some():
+            check_invariants(cache)
         usage = cache.pool_usage()
         assert usage.free_bytes + usage.ready_bytes == POOL_BYTES, usage
         blocks = sum(namespace.ready_blocks for namespace in cache.namespaces)

@@ -12,6 +12,7 @@ from kvoffd.cache.cache import PoolUsage
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.pool.table_format import keys_of
 from kvoffd.server.disks import Disks
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.session import Job, Peer
@@ -120,7 +121,10 @@ class SimDaemon:
             self._post,
             self._map_segment,
             self._rng.randbytes,
+            self._rng.choice((1, 2, 8, 1000)),
         )
+        self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
+        """Seconds between two steps of the taking over."""
         runner = self.service.context.runner
         self._transfer_done = runner.transfer_done
         self._in_queue = False
@@ -138,6 +142,14 @@ class SimDaemon:
         self._unregistering = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
         self.process.after(TICK_S, self._tick)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """As ``Transport`` does after it has served who waits."""
+        if self.service.go_on():
+            self.process.after(self._rng.uniform(0.0, self._more_at_once), self._go_on)
+        if self.service.context.publisher.has_news:
+            self._schedule_flush()
 
     def _make_disk(self, life: int) -> SimDisk | None:
         device = self._world.device
@@ -455,11 +467,15 @@ class SimDaemon:
         self._world.daemon_died(kept, expected)
 
     def readable(self) -> dict[bytes, Readable]:
-        """For each namespace with readable blocks, these blocks."""
+        """For each namespace with blocks that are readable, or will be once they are taken over, these blocks."""
+        cache = self.service.context.cache
         index = {
-            namespace.fingerprint: readable_in(self.service, namespace.fingerprint)
-            for namespace in self.service.context.cache.namespaces
+            namespace.fingerprint: readable_in(self.service, namespace.fingerprint) for namespace in cache.namespaces
         }
+        for some in cache.blocks.left or ():
+            namespace, group = cache.blocks.left_owners[some.number]
+            keys = keys_of(self._pool.rows(some.offsets[:, 0]), namespace.key_bytes)
+            index[namespace.fingerprint] |= {(group, key) for key in keys}
         return {fingerprint: blocks for fingerprint, blocks in index.items() if blocks}
 
     def discard(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.left import SLOTS_AT_ONCE
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.config import Config
 from kvoffd.pool.backing import MemfdBacking
@@ -111,6 +112,7 @@ def make_service(
     post: Post,
     map_segment: Callable[[int, int], MappedSegment],
     random_bytes: Callable[[int], bytes],
+    slots_at_once: int = SLOTS_AT_ONCE,
 ) -> Service:
     """The daemon's core as ``Daemon`` puts it together."""
     publisher = EventPublisher(config.event_buffer_steps, clock, RouterIndex("sim", ROUTER_INDEX_BYTES))
@@ -122,7 +124,7 @@ def make_service(
         half_stored_timeout_s=config.half_stored_timeout_s,
         lease_ttl_s=config.lease_ttl_s,
     )
-    adopt_blocks(cache, pool, KeptPolicy(cache.policy, config))
+    adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
     return Service(config, cache, publisher, engine, pool_address, 0, clock, post, map_segment, random_bytes)
 
 

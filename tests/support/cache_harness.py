@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from support.slot_table import SlotOwner, rows_of
+from support.slot_table import SlotOwner, left_slots, rows_of
 
+from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
@@ -146,11 +147,16 @@ class FakeSlots:
         successor = FakeSlots(len(self.length), self.region_bytes)
         successor.length = list(self.length)
         successor.pool_bytes = successor.free_bytes = self.pool_bytes
+        successor.namespaces = dict(self.namespaces)
         for record in records:
             region = record.offset // self.region_bytes
             successor.size_of[region] = record.slot_bytes
             successor.used[region].add(record.offset)
-            successor.records[record.offset] = ("left", None, 0, 0)
+            owner = SlotOwner(record.fingerprint, record.group, record.key, record.rank, record.world_size)
+            successor.records[record.offset] = ("ready", owner, record.first_block, record.length)
+            successor.checksums[record.offset] = record.checksum
+            successor.generation[record.offset] = record.generation
+            successor.writes = max(successor.writes, record.generation)
             successor.left[record.offset] = record
             successor.free_bytes -= record.slot_bytes
         for region, size in enumerate(successor.size_of):
@@ -239,6 +245,14 @@ class CacheHarness:
         answer = self.cache.lookup(namespace, 9999, 9999, [(group, keys)])
         self.cache.release(9999, [9999])
         return list(answer.states[0])
+
+
+def adopt_all(cache: BlockCache, slots: FakeSlots) -> Adoption:
+    """Have a cache take over all that another left in ``slots``."""
+    adoption = cache.adopt(list(slots.namespaces.values()), left_slots(slots.ready_records()))
+    while cache.adopt_some():
+        pass
+    return adoption
 
 
 def made(steps: Steps) -> int:

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.cache import BlockCache
-from kvoffd.cache.namespace import SLOT_BYTES, Block, BlockState
+from kvoffd.cache.namespace import SLOT_BYTES, Block, BlockState, Namespace
 from kvoffd.tiering.manager import TieringManager
 
 
@@ -22,7 +22,7 @@ def check_invariants(cache: BlockCache) -> None:
 
 def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> None:
     usage, pool_bytes = cache.pool_usage(), cache.slots.pool_bytes
-    held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes
+    held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes + usage.left_bytes
     assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
     assert held == dict(all_blocks.holders.items()), "slots and shards differ"
@@ -31,7 +31,8 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     assert all_blocks.index_bytes == SLOT_BYTES * len(held) + known_bytes
     assert usage.quarantined_bytes == all_blocks.quarantined_bytes == sum(all_blocks.quarantined.values())
     spans = [(s.offset, s.offset + s.slot_bytes) for block in blocks for s in block.shards.values()]
-    spans = sorted([*spans, *((offset, offset + size) for offset, size in all_blocks.quarantined.items())])
+    spans += [(offset, offset + size) for offset, size in all_blocks.quarantined.items()]
+    spans = sorted([*spans, *_check_left(cache)])
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "slots overlap"
     assert sum(end - start for start, end in spans) == pool_bytes - cache.slots.free_bytes
     for block in blocks:
@@ -42,6 +43,24 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     without = {shard.offset: at for at, shard in unverified.items() if not shard.checksum}
     assert all_blocks.without_checksum == without
     assert {shard.offset for shard in unverified.values() if shard.checksum} <= set(all_blocks.adopted)
+
+
+def _check_left(cache: BlockCache) -> list[tuple[int, int]]:
+    """The slots of blocks that are still to be taken over, by begin and end."""
+    left, spans, counts, nbytes = cache.blocks.left, [], Counter[Namespace](), Counter[Namespace]()
+    assert left is None or left, "nothing is left, and is kept"
+    for some in left or ():
+        namespace, group = cache.blocks.left_owners[some.number]
+        assert namespace in cache.namespaces, "blocks are left of a namespace that was forgotten"
+        counts[namespace] += len(some.offsets)
+        for offsets in some.offsets.tolist():
+            for rank, offset in enumerate(offsets):
+                spans.append((offset, offset + namespace.slot_bytes(rank, group)))
+                nbytes[namespace] += namespace.slot_bytes(rank, group)
+    for namespace in cache.namespaces:
+        assert (namespace.left_blocks, namespace.bytes_in[BlockState.LEFT]) == (counts[namespace], nbytes[namespace])
+    assert cache.left_blocks == sum(counts.values())
+    return spans
 
 
 def _check_index(cache: BlockCache, blocks: set[Block]) -> None:

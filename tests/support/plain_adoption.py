@@ -88,9 +88,11 @@ def plain_plan(
             refused.append(slot)
     blocks: list[list[SlotRecord]] = []
     for (fingerprint, _, _), shards in found.items():
-        shards.sort(key=lambda shard: shard.rank)
-        if [shard.rank for shard in shards] == list(range(known[fingerprint].world_size)):
-            blocks.append(shards)
+        shards.sort(key=lambda shard: shard.generation)
+        last = {shard.rank: shard for shard in shards}
+        if len(last) == known[fingerprint].world_size:
+            blocks.append([last[rank] for rank in sorted(last)])
+            refused += [shard for shard in shards if last[shard.rank] is not shard]
         else:
             refused += shards
     blocks.sort(key=lambda shards: max(shard.generation for shard in shards), reverse=True)

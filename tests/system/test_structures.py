@@ -12,7 +12,7 @@ import pytest
 from support.cuda_abi import compiler
 
 import kvoffd
-from kvoffd.cache.adopt import Grouping, Owner
+from kvoffd.cache.left import Grouping, Owner
 from kvoffd.cache.policies.learned import Known
 from kvoffd.pool.records import Kind
 from kvoffd.pool.scan import Scanner
@@ -83,7 +83,7 @@ def test_no_structure_is_left_out() -> None:
     assert places == {
         *(
             "cache/policies/learned.py",
-            "cache/adopt.py",
+            "cache/left.py",
             "pool/records.py",
             "pool/scan.py",
             "transfer/host_engine.py",

@@ -23,6 +23,9 @@ def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
 
 def unusual_notes(pool: PoolStats, blocks: BlockAccessStats) -> Iterator[tuple[str, str]]:
     """What there is not in every pool."""
+    if pool.left_blocks:
+        left = f"{count_blocks(pool.left_blocks)} ({format_size(pool.left_bytes)})"
+        yield f"{left} of an earlier daemon are still to be taken over", "yellow"
     if pool.spilled_slots:
         yield f"{format_count(pool.spilled_slots)} slots so far lie on another NUMA node than their GPU", "yellow"
     if 0 < pool.page_locked_bytes < pool.pool_bytes:

@@ -12,10 +12,9 @@ from math import inf, nan
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import CacheHarness, FoldedEvents, keys_of, made
+from support.cache_harness import CacheHarness, FoldedEvents, adopt_all, keys_of, made
 from support.invariants import check_invariants
 from support.learned_check import check_learned
-from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
@@ -123,7 +122,7 @@ def test_newest_first_or_oldest_first_blocks_are_taken_over_into_one_order() -> 
     stored = [*range(8), *(key for chain in chains for key in chain[8:])]
     blocks = {key: Block(namespace, 0, keys_of(key)) for key in stored}
     for heir in (newest_first, at_once):
-        heir.go_on(policy_of(rig).record())
+        heir.go_on(b"".join(policy_of(rig).record()))
     for start in range(len(stored), 0, -16):
         newest_first.insert([blocks[key] for key in stored[max(0, start - 16) : start]], older=True)
     at_once.insert([blocks[key] for key in stored])
@@ -334,7 +333,7 @@ def heir_of(rig: CacheHarness, record: bytes) -> CacheHarness:
     policy = make_policy("learned", heir.slots.pool_bytes)
     policy.go_on(record)
     heir.cache = BlockCache(heir.slots, policy, heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
+    adopt_all(heir.cache, heir.slots)
     return heir
 
 
@@ -373,7 +372,7 @@ def test_without_a_record_the_oldest_blocks_of_an_adopted_pool_go_first() -> Non
     heir = CacheHarness(policy="learned")
     heir.slots = rig.slots.successor(records)
     heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(records))
+    adopt_all(heir.cache, heir.slots)
     assert [block.key for block in heir.cache.policy.candidates()] == [record.key for record in records]
 
 
@@ -383,7 +382,7 @@ def test_what_was_adopted_at_once_is_not_cut_in_parts_as_a_whole() -> None:
     heir = CacheHarness(policy="learned")
     heir.slots = rig.slots.successor(rig.slots.ready_records())
     heir.cache = BlockCache(heir.slots, make_policy("learned", heir.slots.pool_bytes), heir.events, heir.clock)
-    heir.cache.adopt(list(rig.slots.namespaces.values()), left_slots(rig.slots.ready_records()))
+    adopt_all(heir.cache, heir.slots)
     policy = policy_of(heir)
     assert len(policy) == 8000
     assert policy.known.spans >= 7, "a request for some of a span's keys takes as long as it has keys"
