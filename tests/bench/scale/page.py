@@ -204,7 +204,10 @@ def draw(results: dict[str, Any], path: Path, title: str) -> None:
                         axes.plot(*zip(*log, strict=True), color=colour, linestyle=":", linewidth=1)
         axes.plot([], [], color="0.35", linestyle=":", label="the logarithm")
         axes.set_xscale("log")
-        axes.set_ylim(bottom=0)
+        if len(figures) > 1:
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
         axes.set_xlabel("blocks")
         axes.set_title(name, fontsize=10)
         axes.grid(alpha=0.3)
