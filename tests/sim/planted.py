@@ -141,7 +141,7 @@ PLANTED = (
     Planted(
         "take what another namespace is promised",
         "kvoffd.cache.shares",
-        "Claim._may_take",
+        "Claim.may_take_from",
         "held > self._kept(owner) and held - nbytes >= least",
         "held > nbytes",
     ),
