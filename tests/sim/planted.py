@@ -289,8 +289,8 @@ PLANTED = (
         "another block's object is served from the shared store",
         "kvoffd.tiers.shared.object_format",
         "decode_header",
-        "whole = all(shard.checksum for shard in shards) and encode_header(block, generation, digest) == data",
-        "whole = all(shard.checksum for shard in shards)",
+        "return block if sound and encode_header(block, generation, digest) == data else None",
+        "return block if sound else None",
     ),
     Planted(
         "a reset leaves the disk as it is",
