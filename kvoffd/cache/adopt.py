@@ -42,17 +42,14 @@ class Adoption(NamedTuple):
 
 def begin_adoption(
     blocks: Blocks, store: Pool, namespaces: Iterable[NamespaceRecord], left: LeftSlots, slots_at_once: int
-) -> tuple[dict[bytes, Namespace], Adoption]:
-    """Find out what may be served, free the other slots, and take the newest blocks over: those of one step.
-
-    Returns the namespaces that have blocks, by fingerprint.
-    """
+) -> Adoption:
+    """Find out what may be served, free the other slots, and take the newest blocks over: those of one step."""
     found = LeftBlocks(namespaces, left, store.slot_bytes, slots_at_once)
     store.free(found.refused.tolist())
     opened = {record.fingerprint: _open(record, store) for record in found.namespaces}
     adoption = Adoption(len(found), blocks.expect(found, opened), len(opened), len(found.refused))
     adopt_some(blocks, store)
-    return opened, adoption
+    return adoption
 
 
 def adopt_some(blocks: Blocks, store: Pool) -> None:
@@ -96,7 +93,7 @@ def _adopt(blocks: Blocks, store: Pool, some: SomeBlocks) -> None:
     # Keys of one identity need not be one key.
     alike = [keys[at : at + ranks] == [keys[at]] * ranks for at in range(0, len(keys), ranks)] if ranks > 1 else []
     keys = keys[::ranks]
-    states = blocks.index[namespace][group].states(b"".join(keys))
+    states = namespace.index[group].states(b"".join(keys))
     if any(states) or not all(alike):
         stays = (np.frombuffer(states, np.uint8) == BlockState.ABSENT) & np.array(alike or True)
         blocks.let_go(SomeBlocks(some.number, some.offsets[~stays]), None)

@@ -94,12 +94,12 @@ class Blocks(Room):
         self._clock = clock
 
     def add_namespace(self, namespace: Namespace) -> None:
-        """Make room for a namespace in the index."""
-        self.index[namespace] = namespace.index
+        """Have blocks of a namespace from now on."""
+        self.namespaces[namespace.fingerprint] = namespace
 
     def remove_namespace(self, namespace: Namespace) -> None:
         """Undo ``add_namespace``. It may have no block any more."""
-        del self.index[namespace]
+        del self.namespaces[namespace.fingerprint]
         self.shares.forget(namespace)
         self.hints.forget(namespace)
 
@@ -211,7 +211,7 @@ class Blocks(Room):
         for number, (namespace, group) in self.left_owners.items():
             count = int(left.counts[number])
             self._count(namespace, ABSENT, LEFT, count, count * namespace.block_bytes(group))
-        for namespace in self.index:
+        for namespace in self.namespaces.values():
             self._listener.cleared(namespace)
         return sum(namespace.bytes_in[LEFT] for namespace in opened.values())
 

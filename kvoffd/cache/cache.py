@@ -63,7 +63,6 @@ class BlockCache(LeasedBlocks):
         self._half_stored_timeout_s = half_stored_timeout_s
         self.max_namespaces_bytes = max_namespaces_bytes
         """Bound on ``namespaces_bytes``, of which one namespace may take an eighth."""
-        self._namespaces: dict[bytes, Namespace] = {}
 
     def attach(self, tiering: TieringHooks) -> None:
         """Have the tiers below the pool looked after from now on. Once."""
@@ -75,12 +74,12 @@ class BlockCache(LeasedBlocks):
     @property
     def namespaces(self) -> list[Namespace]:
         """All namespaces, in the order in which they were opened."""
-        return list(self._namespaces.values())
+        return list(self.blocks.namespaces.values())
 
     def namespace(self, fingerprint: bytes) -> Namespace:
         """The open namespace. Raises UnknownNamespace."""
         try:
-            return self._namespaces[fingerprint]
+            return self.blocks.namespaces[fingerprint]
         except KeyError:
             raise UnknownNamespace(
                 f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
@@ -88,7 +87,7 @@ class BlockCache(LeasedBlocks):
 
     def find_namespace(self, fingerprint: bytes) -> Namespace | None:
         """The namespace, if it is open."""
-        return self._namespaces.get(fingerprint)
+        return self.blocks.namespaces.get(fingerprint)
 
     def open_namespace(
         self,
@@ -100,18 +99,16 @@ class BlockCache(LeasedBlocks):
         description: str,
     ) -> tuple[Namespace, bool]:
         """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
-        if (known := self._namespaces.get(fingerprint)) is not None:
+        if (known := self.blocks.namespaces.get(fingerprint)) is not None:
             known.check_same(world_size, key_bytes, groups)
             return known, False
         namespace = Namespace(fingerprint, label, world_size, key_bytes, groups, description)
-        self._namespaces[fingerprint] = namespace
         self.blocks.add_namespace(namespace)
         return namespace, True
 
     def forget_namespace(self, namespace: Namespace) -> None:
         """Forget a namespace that has no block and that nobody has open; its name is free for another geometry."""
         assert not namespace.held_blocks
-        del self._namespaces[namespace.fingerprint]
         self.blocks.remove_namespace(namespace)
         self.forget_requests(namespace)
         self.slots.forget_namespace(namespace.fingerprint)
@@ -119,7 +116,7 @@ class BlockCache(LeasedBlocks):
     @property
     def namespaces_bytes(self) -> int:
         """Memory that all namespaces take beside their blocks, about."""
-        return sum(namespace.nbytes for namespace in self._namespaces.values())
+        return sum(namespace.nbytes for namespace in self.blocks.namespaces.values())
 
     def set_shard_bytes(
         self, namespace: Namespace, rank: int, shard_bytes: Sequence[int], shards: Sequence[ShardSpec] | None = None
@@ -148,9 +145,8 @@ class BlockCache(LeasedBlocks):
 
         Whole blocks are ready, the newest first, after as many calls of ``adopt_some`` as it takes; others are freed.
         """
-        assert not self._namespaces
-        self._namespaces, adoption = begin_adoption(self.blocks, self.slots, namespaces, left, slots_at_once)
-        return adoption
+        assert not self.blocks.namespaces
+        return begin_adoption(self.blocks, self.slots, namespaces, left, slots_at_once)
 
     def adopt_some(self) -> bool:
         """Make more blocks ready that an earlier daemon left, and tell the listener; False where none are left then."""
@@ -353,7 +349,7 @@ class BlockCache(LeasedBlocks):
                 yield
             if self.find_namespace(namespace.fingerprint) is not namespace:
                 break
-            there = self.blocks.index[namespace][group].find(b"".join(keys))
+            there = namespace.index[group].find(b"".join(keys))
             found = [block for block in there if block is not None]
             readable = [block.key for block in found if block.state is READY]
             self.blocks.drop(found)
@@ -406,7 +402,7 @@ class BlockCache(LeasedBlocks):
                 if tiering is not None:
                     dropped -= sum(tiering.has(namespace, group, key) for key in keys)
                 yield
-            there = [block for index in self.blocks.index[namespace] for block in index.blocks()]
+            there = [block for index in namespace.index for block in index.blocks()]
             for start in range(0, len(there), CLEARED_AT_ONCE):
                 if start:
                     yield
@@ -436,7 +432,7 @@ class BlockCache(LeasedBlocks):
     def pool_usage(self) -> PoolUsage:
         """Where the pool's bytes are."""
         writing, ready, leaving, left = (
-            sum(namespace.bytes_in[state] for namespace in self._namespaces.values())
+            sum(namespace.bytes_in[state] for namespace in self.blocks.namespaces.values())
             for state in (WRITING, READY, LEAVING, LEFT)
         )
         pinned, quarantined = self.blocks.pinned_bytes, self.blocks.quarantined_bytes

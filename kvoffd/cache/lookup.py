@@ -184,7 +184,7 @@ class LeasedBlocks:
         lease = _live_lease(self.leases, lease_id, owner, namespace)
         if lease is not None:
             return list(map(self.leases.by_key(lease, group).get, split))
-        there = self.blocks.index[namespace][group].find(keys) if not namespace.clearing else [None] * len(split)
+        there = namespace.index[group].find(keys) if not namespace.clearing else [None] * len(split)
         found = [block if block is not None and block.state is READY else None for block in there]
         blocks = list(dict.fromkeys(block for block in found if block is not None))
         if blocks:

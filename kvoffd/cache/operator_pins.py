@@ -30,7 +30,7 @@ class OperatorPins:
         """
         split = namespace.split(group, keys)
         blocks = self._cache.blocks
-        found = blocks.index[namespace][group].find(b"".join(dict.fromkeys(split)))
+        found = namespace.index[group].find(b"".join(dict.fromkeys(split)))
         ready = [block for block in found if block is not None and block.state is BlockState.READY]
         if len(ready) < len(found):
             raise KvoffdError(
@@ -55,7 +55,7 @@ class OperatorPins:
         """Undo ``pin``; returns how many pins there were. Keys without one are no error."""
         split = namespace.split(group, keys)
         blocks = self._cache.blocks
-        found = blocks.index[namespace][group].find(b"".join(dict.fromkeys(split)))
+        found = namespace.index[group].find(b"".join(dict.fromkeys(split)))
         pinned = [block for block in found if block is not None and block in blocks.operator_pinned]
         for block in pinned:
             del blocks.operator_pinned[block]

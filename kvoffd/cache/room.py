@@ -9,7 +9,6 @@ from math import ceil, inf
 from kvoffd.cache.eviction import choose_victims
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
-from kvoffd.cache.key_index import KeyIndex
 from kvoffd.cache.left import LeftBlocks, SomeBlocks
 from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
 from kvoffd.cache.policies import EvictionPolicy
@@ -22,8 +21,8 @@ class Room(ABC):
     """Takes slots, and chooses what goes where there are too few."""
 
     def __init__(self, slots: Pool, policy: EvictionPolicy, clock: Callable[[], float], max_index_bytes: int) -> None:
-        self.index: dict[Namespace, tuple[KeyIndex[Block], ...]] = {}
-        """The ``index`` of each namespace."""
+        self.namespaces: dict[bytes, Namespace] = {}
+        """All namespaces by fingerprint, in the order in which they were opened."""
         self.holders = SlotHolders(slots.region_bytes)
         self.shares = Shares(slots.pool_bytes, clock)
         self.hints = Hints(slots.pool_bytes, clock)
@@ -59,7 +58,7 @@ class Room(ABC):
         if not self.shares:
             return None
         self.shares.note_use(namespace)
-        return Claim(self.shares, namespace, self.index)
+        return Claim(self.shares, namespace, self.namespaces.values())
 
     def take_slots(
         self,

@@ -70,7 +70,7 @@ class BlockAccess:
         Raises BadGeometry, BadKeys for a prefix that is not hex digits.
         """
         namespace.check_group(group)
-        index = self._cache.blocks.index[namespace][group]
+        index = namespace.index[group]
         if not start:
             whole, odd = _prefix(prefix)
             if pinned:

@@ -196,7 +196,7 @@ class Promoter:
                 promotion = begun.get(request.source.id.key)
                 if promotion is None:  # the pool has it by now, or no room
                     self._withdraw(request)
-                    if request.source.id.key not in self._cache.blocks.index[namespace][group]:
+                    if request.source.id.key not in namespace.index[group]:
                         self._failed(request, "no_room")
                     continue
                 full = full or not self._begin(request, promotion)

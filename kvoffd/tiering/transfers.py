@@ -67,7 +67,7 @@ class TierTransfers:
         if namespace.clearing:
             return []
         blocks = self._cache.blocks
-        index = blocks.index[namespace][group]
+        index = namespace.index[group]
         absent = [source for source in sources if source.id.key not in index]
         claim = blocks.claim(namespace)
         slots: list[list[int]] = []

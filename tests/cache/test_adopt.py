@@ -63,7 +63,7 @@ class Heir:
         return {
             (namespace.fingerprint, group, key)
             for namespace in self.cache.namespaces
-            for group, index in enumerate(self.cache.blocks.index[namespace])
+            for group, index in enumerate(namespace.index)
             for key in index
         }
 
@@ -101,7 +101,7 @@ def test_adopted_blocks_are_not_verified_and_new_ones_need_not_be() -> None:
     cache = Heir(rig.slots).cache
     (namespace,) = cache.namespaces
     cache.commit_store(cache.begin_store(namespace, 0, 0, keys_of(2)))
-    index = cache.blocks.index[namespace][0]
+    index = namespace.index[0]
     assert [index[keys_of(number)].shards[0].verified for number in (1, 2)] == [False, True]
 
 
@@ -141,7 +141,7 @@ def test_of_two_slots_for_one_shard_the_last_one_counts() -> None:
     heir = Heir(rig.slots, [third._replace(key=second.key), first, second])
     assert {key for _, _, key in heir.ready()} == {first.key, second.key}
     (namespace,) = heir.cache.namespaces
-    assert heir.cache.blocks.index[namespace][0][second.key].shard(0).offset == third.offset
+    assert namespace.index[0][second.key].shard(0).offset == third.offset
     assert heir.adoption.refused_slots == 1
 
 
@@ -226,11 +226,11 @@ def test_the_next_daemon_takes_over_what_this_one_had_and_what_it_had_not_yet() 
     heir = Heir(left_behind().slots, all_at_once=False)
     put(heir, 1, 20)
     (namespace,) = heir.cache.namespaces
-    made_anew = heir.cache.blocks.index[namespace][0][keys_of(1)].shard(0).offset
+    made_anew = namespace.index[0][keys_of(1)].shard(0).offset
     second = Heir(heir.slots)
     assert second.keys() == [*range(1, 13), 20]
     (namespace,) = second.cache.namespaces
-    assert second.cache.blocks.index[namespace][0][keys_of(1)].shard(0).offset == made_anew
+    assert namespace.index[0][keys_of(1)].shard(0).offset == made_anew
     order = [int.from_bytes(block.key, "big") for block in second.cache.policy.candidates()]
     assert order == [*range(2, 13), 20, 1]
 
@@ -409,7 +409,7 @@ def test_whatever_the_records_say_only_whole_blocks_are_served(
         ]
         assert sorted({r.rank for r in fitting}) == list(range(shape.world_size))
     for namespace in heir.cache.namespaces:
-        for index in heir.cache.blocks.index[namespace]:
+        for index in namespace.index:
             for block in index.values():
                 assert not block.missing
                 assert not any(shard.verified for shard in block.shards.values())

@@ -190,10 +190,8 @@ def test_a_region_too_short_for_the_wanted_size_does_not_end_the_search() -> Non
     rig = CacheHarness(regions=1, region_bytes=4 * SLOT_UNIT, last_region_bytes=2 * SLOT_UNIT)
     small, large = rig.open("small"), rig.open("large", shard_bytes=(4 * SLOT_UNIT,))
     rig.put(small, keys_of(*range(6)))
-    in_short_region = [
-        key for key, block in rig.cache.blocks.index[small][0].items() if block.shards[0].offset >= 4 * SLOT_UNIT
-    ]
-    others = [key for key in rig.cache.blocks.index[small][0] if key not in in_short_region]
+    in_short_region = [key for key, block in small.index[0].items() if block.shards[0].offset >= 4 * SLOT_UNIT]
+    others = [key for key in small.index[0] if key not in in_short_region]
     use(rig, small, b"".join(others))
     assert rig.put(large, keys_of(1)) == 0
     assert rig.states(large, keys_of(1)) == [R]

@@ -18,7 +18,7 @@ def mark(rig: CacheHarness, namespace: Namespace, keys: bytes, priority: int, re
 
 
 def there(rig: CacheHarness, namespace: Namespace, count: int = 64) -> list[int]:
-    index = rig.cache.blocks.index[namespace][0]
+    index = namespace.index[0]
     return [number for number in range(count) if keys_of(number) in index]
 
 

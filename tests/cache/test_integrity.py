@@ -138,7 +138,7 @@ def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
 
 def looks_unchecked(rig: CacheHarness) -> ChecksumCheck:
     """A look at the only shard, which has no checksum."""
-    ((_, block),) = rig.cache.blocks.index[rig.cache.namespaces[0]][0].items()
+    ((_, block),) = rig.cache.namespaces[0].index[0].items()
     shard = block.shards[0]
     return ChecksumCheck(block, 0, shard.offset, SLOT_UNIT, shard.checksum)
 

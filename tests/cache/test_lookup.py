@@ -249,7 +249,7 @@ def test_what_a_lookup_just_found_is_pinned_before_anything_else_happens(evictin
     rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2))
-    shards = [rig.cache.blocks.index[namespace][0][keys_of(number)].shards[0] for number in (1, 2)]
+    shards = [namespace.index[0][keys_of(number)].shards[0] for number in (1, 2)]
     assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1, 2))]).pinned == 2
     EVICTING[evicting](rig, namespace)
     assert [rig.slots.records[shard.offset][0] for shard in shards] == ["ready", "ready"], "their slots are held"

@@ -40,7 +40,7 @@ def test_every_way_out_has_its_reason() -> None:
     for _ in rig.cache.invalidate(namespace, [(0, keys_of(1))]):
         pass
     rig.cache.begin_store(namespace, 0, 0, keys_of(6))
-    block = rig.cache.blocks.index[namespace][0][keys_of(2)]
+    block = namespace.index[0][keys_of(2)]
     rig.cache.blocks.quarantine(block, 0)
     assert missed(rig, namespace, 1, 2, 3, 4, 6) == {
         "invalidated": 1,
@@ -59,7 +59,7 @@ def test_what_was_evicted_and_what_found_no_room() -> None:
     slots = rig.cache.slots.pool_bytes // SLOT_UNIT
     rig.put(namespace, keys_of(*range(slots)))
     rig.put(namespace, keys_of(slots + 1))
-    (evicted,) = (n for n in range(slots) if keys_of(n) not in rig.cache.blocks.index[namespace][0])
+    (evicted,) = (n for n in range(slots) if keys_of(n) not in namespace.index[0])
     assert missed(rig, namespace, evicted, slots + 1, slots + 2) == {"evicted": 1, "never_stored": 1}
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(slots + 2)))])
     ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(slots + 3))

@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert name not in self.kept
                 del self.index[name]
             elif name in job:
-                assert keys_of(key) in self.cache.blocks.index[self.spaces[space]][group], "a job evicted its own key"
+                assert keys_of(key) in self.spaces[space].index[group], "a job evicted its own key"
 
     def assert_there_was_no_room(self, taker: Namespace, slot_bytes: int, group: int, job: set[Name]) -> None:
         slots, shares = self.rig.slots, self.cache.blocks.shares
@@ -144,7 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
         for length, size in zip(slots.length, slots.size_of, strict=True):
             assert size or length < slot_bytes, "keys were dropped beside an empty region"
         for space, namespace in enumerate(self.spaces):
-            for part, index in enumerate(self.cache.blocks.index[namespace]):
+            for part, index in enumerate(namespace.index):
                 for key, block in index.items():
                     if (
                         (space, part, int.from_bytes(key, "big")) in job
@@ -172,7 +172,7 @@ class CacheMachine(RuleBasedStateMachine):
             if model.complete and self.index.get(model.name) is model:
                 model.ready = True
                 space, group, key = model.name
-                model.slot_bytes = self.cache.blocks.index[self.spaces[space]][group][keys_of(key)].slot_bytes
+                model.slot_bytes = self.spaces[space].index[group][keys_of(key)].slot_bytes
                 became_ready += 1
         assert self.cache.commit_store(ticket) == became_ready
 
@@ -433,7 +433,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def real_state(self, name: Name) -> BlockState:
         space, group, key = name
-        block = self.cache.blocks.index[self.spaces[space]][group].get(keys_of(key))
+        block = self.spaces[space].index[group].get(keys_of(key))
         return BlockState.ABSENT if block is None else block.state
 
     @invariant()
@@ -445,7 +445,7 @@ class CacheMachine(RuleBasedStateMachine):
         real = {
             (space, group, int.from_bytes(key, "big")): block.state
             for space, namespace in enumerate(self.spaces)
-            for group, index in enumerate(self.cache.blocks.index[namespace])
+            for group, index in enumerate(namespace.index)
             for key, block in index.items()
         }
         assert real == {name: self.model_state(name) for name in self.index}

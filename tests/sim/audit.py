@@ -191,7 +191,7 @@ def readable_in(service: Service, fingerprint: bytes) -> Readable:
     namespace = service.context.cache.namespace(fingerprint)
     return {
         (group, key)
-        for group, index in enumerate(service.context.cache.blocks.index[namespace])
+        for group, index in enumerate(namespace.index)
         for key, block in index.items()
         if block.state is BlockState.READY
     }

@@ -124,9 +124,7 @@ class SimTier(MemoryTier):
         if not job.reading:
             return
         namespace = service.context.cache.find_namespace(name.fingerprint)
-        block = (
-            service.context.cache.blocks.index[namespace][name.group].get(name.key) if namespace is not None else None
-        )
+        block = namespace.index[name.group].get(name.key) if namespace is not None else None
         if block is not None and block.state is BlockState.READY and block.shards[0].offset == job.offsets[0]:
             raise Broken("a block that was dropped while it came up is served")
 

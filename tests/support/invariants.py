@@ -65,15 +65,14 @@ def _check_left(cache: BlockCache) -> list[tuple[int, int]]:
 
 def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
     indexed = 0
-    assert list(cache.blocks.index) == cache.namespaces
-    for namespace, indexes in cache.blocks.index.items():
+    for namespace in cache.namespaces:
         own = [block for block in blocks if block.namespace is namespace]
         for state in (BlockState.WRITING, BlockState.READY, BlockState.LEAVING):
             in_state = [block for block in own if block.state is state]
             assert namespace.blocks_in[state] == len(in_state), f"miscounted {state.name} blocks"
             assert namespace.bytes_in[state] == sum(block.slot_bytes for block in in_state)
         assert sum(namespace.blocks_in) == 0
-        for group, index in enumerate(indexes):
+        for group, index in enumerate(namespace.index):
             indexed += len(index)
             for key, block in index.items():
                 assert (block.namespace, block.group, block.key) == (namespace, group, key)

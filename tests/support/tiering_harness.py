@@ -101,7 +101,7 @@ class TieringHarness(CacheHarness):
     def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
         """Have the tier hold the blocks, and the pool not."""
         self.put(namespace, keys)
-        blocks = [self.cache.blocks.index[namespace][0][key] for key in namespace.split(0, keys)]
+        blocks = [namespace.index[0][key] for key in namespace.split(0, keys)]
         for block in blocks:
             ticket = self.tiering.transfers.begin_demotion(block)
             assert ticket is not None
@@ -128,7 +128,7 @@ class TieringHarness(CacheHarness):
         """Check the cache's invariants, the events folded so far, and the bytes of all ready blocks."""
         check_invariants(self.cache)
         for namespace in self.cache.namespaces:
-            for group, index in enumerate(self.cache.blocks.index[namespace]):
+            for group, index in enumerate(namespace.index):
                 for key, block in index.items():
                     for rank, shard in block.shards.items():
                         if shard.written:

@@ -50,11 +50,11 @@ def test_of_a_sliding_window_its_last_whole_window_comes_up_within_what_the_othe
     rig.put_in_tier(space, keys_of(1, 2, 3, 4))
     for key in range(1, 7):
         rig.put(space, keys_of(key), group=1)
-        ticket = rig.tiering.transfers.begin_demotion(rig.cache.blocks.index[space][1][keys_of(key)])
+        ticket = rig.tiering.transfers.begin_demotion(space.index[1][keys_of(key)])
         assert ticket is not None
         assert rig.tier.write(ticket.copy, ticket.offsets, lambda _, ticket=ticket: rig.end_write(ticket))  # type: ignore[misc]
         rig.tier.end_all()
-    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][1].values()))
+    rig.cache.blocks.evict(list(space.index[1].values()))
     asked = keys_of(1, 2, 3, 4, 5, 6)
     answer = rig.cache.lookup(space, 1, 1, [(0, asked), (1, asked)])
     assert list(answer.states[0]) == [PENDING] * 4 + [ABSENT] * 2
@@ -79,7 +79,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.tiering.tick()
     assert rig.tiering.promoter.failures["overdue"] == 1
     assert space.counters.misses == {MissReason.DISK_LATE: 1}
-    assert rig.cache.blocks.index[space][0] == {}
+    assert space.index[0] == {}
     check_invariants(rig.cache)
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
@@ -106,7 +106,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: TierResult, miss: Miss
     rig.tier.end_all(fault=fault)
     assert rig.tiering.promoter.failures == {fault.value: 1}
     assert space.counters.misses == {miss: 1}
-    assert rig.cache.blocks.index[space][0] == {}
+    assert space.index[0] == {}
     assert rig.slots.free_bytes == free
     rig.check()
 
@@ -244,7 +244,7 @@ def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringHarne
 def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
-    block = rig.cache.blocks.index[space][0][keys_of(1)]
+    block = space.index[0][keys_of(1)]
     ticket = rig.tiering.transfers.begin_demotion(block)
     assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
@@ -252,13 +252,13 @@ def test_first_blocks_come_up_as_they_went_down(rig: TieringHarness) -> None:
     rig.cache.blocks.evict([block])
     rig.states(space, keys_of(1))
     rig.finish_promotions()
-    assert rig.cache.blocks.index[space][0][keys_of(1)].shards[0].first_block == 2
+    assert space.index[0][keys_of(1)].shards[0].first_block == 2
 
 
 def test_a_block_that_is_stored_with_more_than_before_leaves_the_tier(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put(space, keys_of(1), first_block=2)
-    ticket = rig.tiering.transfers.begin_demotion(rig.cache.blocks.index[space][0][keys_of(1)])
+    ticket = rig.tiering.transfers.begin_demotion(space.index[0][keys_of(1)])
     assert ticket is not None
     rig.tier.write(ticket.copy, ticket.offsets, lambda _: rig.end_write(ticket))
     rig.tier.end_all()

@@ -148,7 +148,7 @@ def test_what_is_asked_is_pending_then_comes_up_with_what_its_object_says(
     assert rig.states(space, keys) == [SHARED, SHARED, ABSENT], "also while they are being read"
     shared.end_reads(space)
     assert rig.states(space, keys) == [READY, READY, ABSENT]
-    block = rig.cache.blocks.index[space][0][keys_of(1)]
+    block = space.index[0][keys_of(1)]
     assert [shard.first_block for shard in block.shards.values()] == [2, 2]
     assert [shard.checksum for shard in block.shards.values()] == [
         rig.memory.sum_of(shard.offset, SLOT_UNIT) for shard in block.shards.values()
@@ -200,7 +200,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     rig.tiering.pump()
     shared.contents = lambda block: block  # type: ignore[method-assign]
     shared.end_reads(space)
-    assert rig.cache.blocks.index[space][0] == {}
+    assert space.index[0] == {}
     rig.check()
 
 

@@ -70,7 +70,7 @@ class TieringMachine(RuleBasedStateMachine):
 
     @rule()
     def evict_all(self) -> None:
-        blocks = [block for space in self.spaces for block in self.rig.cache.blocks.index[space][0].values()]
+        blocks = [block for space in self.spaces for block in space.index[0].values()]
         loose = [block for block in blocks if block.state is BlockState.READY and not block.pins]
         self.rig.cache.blocks.evict(loose)
 
@@ -90,9 +90,7 @@ class TieringMachine(RuleBasedStateMachine):
         """A quick way into the tier, out of the pool, and perhaps up again."""
         namespace = self.spaces[space]
         self.rig.put(namespace, keys_of(*chain))
-        ready = [
-            block for block in self.rig.cache.blocks.index[namespace][0].values() if block.state is BlockState.READY
-        ]
+        ready = [block for block in namespace.index[0].values() if block.state is BlockState.READY]
         self.stored |= {TierKey(namespace.fingerprint, 0, block.key) for block in ready}
         self.rig.tiering.demoter._waiting.update(dict.fromkeys(ready))
         self.rig.tiering.demoter.pump()

@@ -96,7 +96,7 @@ def test_a_block_that_is_being_written_is_not_evicted_and_is_no_ones_lease() -> 
     assert rig.cache.blocks.pinned_blocks == 1
     rig.put(space, keys_of(*range(2, 40)))
     check_invariants(rig.cache)
-    assert keys_of(1) in rig.cache.blocks.index[space][0]
+    assert keys_of(1) in space.index[0]
     rig.tier.end_all()
     rig.check()
 
@@ -235,7 +235,7 @@ def test_the_tiers_order_goes_on_where_the_pools_ends() -> None:
     rig.finish_promotions()
     rig.put_in_tier(space, keys_of(3))
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(1), keys_of(3)]
-    rig.cache.blocks.evict([rig.cache.blocks.index[space][0][keys_of(1)]])
+    rig.cache.blocks.evict([space.index[0][keys_of(1)]])
     rig.tiering.tick()
     assert [name.key for name in rig.device.blocks] == [keys_of(2), keys_of(3), keys_of(1)]
 

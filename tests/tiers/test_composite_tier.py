@@ -63,7 +63,7 @@ def test_every_block_is_in_one_member_and_all_are_used(rig: CompositeRig) -> Non
 def test_blocks_come_up_from_whichever_member_has_them(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
+    rig.cache.blocks.evict(list(space.index[0].values()))
     assert rig.states(space, keys_of(*range(8))) == [PENDING] * 8
     rig.tiering.pump()
     while any(member.jobs for member in rig.members):
@@ -83,7 +83,7 @@ def test_removal_reaches_all_members(rig: CompositeRig) -> None:
 def test_with_a_member_its_blocks_leave_and_events_tell_of_it(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
+    rig.cache.blocks.evict(list(space.index[0].values()))
     gone = [name.key for name in rig.members[0].device.blocks]
     rig.tiers.detach(rig.members[0])
     rig.tiering.directory_detached(rig.members[0])
@@ -109,7 +109,7 @@ def test_a_member_that_is_drained_gets_nothing_and_is_read(rig: CompositeRig) ->
 def test_of_a_member_that_hangs_nothing_is_waited_for_and_the_others_serve(rig: CompositeRig) -> None:
     space = rig.open()
     rig.write_all(space, *range(8))
-    rig.cache.blocks.evict(list(rig.cache.blocks.index[space][0].values()))
+    rig.cache.blocks.evict(list(space.index[0].values()))
     lost = [name.key for name in rig.members[0].device.blocks]
     rig.members[0].hangs = True
     found = {number: rig.states(space, keys_of(number)) for number in range(8)}
