@@ -14,24 +14,6 @@ from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 
-class SlotRecord(NamedTuple):
-    """A slot whose bytes are whole, as the slot table says."""
-
-    offset: int
-    slot_bytes: int
-    fingerprint: bytes
-    group: int
-    key: bytes
-    rank: int
-    world_size: int
-    first_block: int
-    length: int
-    checksum: int
-    """The ``digest`` of the slot's ``length`` bytes; 0 where none was taken."""
-    generation: int
-    """Grows with every slot that is written."""
-
-
 class Kind(ctypes.Structure):
     """What many slots have in common; ``struct kind`` of scan.c. ``name`` is a number of a namespace."""
 

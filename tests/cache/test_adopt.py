@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FakeSlots, FoldedEvents, keys_of, made
 from support.invariants import check_invariants
 from support.plain_adoption import plain_plan
-from support.slot_table import left_slots
+from support.slot_table import SlotRecord, left_slots
 
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.left import LeftBlocks
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto.messages import GroupSpec, NamespaceLimits
 
 

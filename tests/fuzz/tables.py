@@ -13,7 +13,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.scan import scan
 from kvoffd.pool.table_format import CRC, CRC_AT, OWNER_AT, RECORD_BYTES, BadTable, Geometry, read_geometry
 from kvoffd.server.kept_policy import KeptPolicy
@@ -24,7 +24,7 @@ from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
 from tests.support.invariants import check_invariants
 from tests.support.plain_adoption import plain_scan
-from tests.support.slot_table import make_table, mark_ready, mark_writing, records_of, scan_table
+from tests.support.slot_table import SlotRecord, make_table, mark_ready, mark_writing, records_of, scan_table
 
 POOL_BYTES, SLOT_BYTES, SLOTS = 1 << 20, 8192, 48
 WORLD = 2

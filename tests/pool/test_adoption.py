@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.slot_table import (
     SlotOwner,
+    SlotRecord,
     in_use,
     make_table,
     mark_ready,
@@ -28,7 +29,7 @@ from kvoffd.pool import table as table_module
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState

@@ -14,7 +14,6 @@ from kvoffd.config import Config
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import SlotRecord
 from kvoffd.server.engine_memory import Post
 from kvoffd.server.kept_policy import KeptPolicy
 from kvoffd.server.publisher import EventPublisher
@@ -33,7 +32,7 @@ from kvoffd_client.worker_session import WorkerSession
 from kvoffd_proto.messages import Role
 from tests.sim.content import Content
 from tests.sim.memory import WorkerMemory
-from tests.support.slot_table import scan_table
+from tests.support.slot_table import SlotRecord, scan_table
 
 DIRECTORY = "/simulated"
 REGION_BYTES = 96 * 1024

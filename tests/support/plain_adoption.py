@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable
 
-from kvoffd.pool.records import NamespaceRecord, SlotRecord
+from kvoffd.pool.records import NamespaceRecord
 from kvoffd.pool.slots import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.table_format import (
     CONTENT,
@@ -23,6 +23,7 @@ from kvoffd.pool.table_format import (
     SlotState,
     read_geometry,
 )
+from tests.support.slot_table import SlotRecord
 
 
 def plain_scan(fd: int) -> tuple[list[SlotRecord], list[int]]:

@@ -10,11 +10,29 @@ import numpy as np
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
-from kvoffd.pool.records import Kind, LeftSlots, Rows, SlotRecord
+from kvoffd.pool.records import Kind, LeftSlots, Rows
 from kvoffd.pool.scan import scan
 from kvoffd.pool.slots import MIN_SLOT_BYTES
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import CONTENT, CONTENT_AT, KEY_AT, RECORD, RECORD_BYTES, Geometry, read_geometry
+
+
+class SlotRecord(NamedTuple):
+    """A slot whose bytes are whole, as the slot table says."""
+
+    offset: int
+    slot_bytes: int
+    fingerprint: bytes
+    group: int
+    key: bytes
+    rank: int
+    world_size: int
+    first_block: int
+    length: int
+    checksum: int
+    """The ``digest`` of the slot's ``length`` bytes; 0 where none was taken."""
+    generation: int
+    """Grows with every slot that is written."""
 
 
 class SlotOwner(NamedTuple):
