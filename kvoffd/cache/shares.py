@@ -9,6 +9,7 @@ Within that blocks go in the policy's order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf, isfinite
 
@@ -32,6 +33,18 @@ USE_BYTES = 104
 NO_LIMITS = NamespaceLimits()
 
 
+@dataclass(slots=True)
+class _Uses:
+    """Which of a namespace's blocks were used before which."""
+
+    older: list[Block]
+    """Those of which it is not known, and others that are gone or were used since."""
+    since: dict[Block, None] = field(default_factory=dict)
+    """Ready blocks that were stored or used since there are limits, the least recently used first."""
+    passed: int = 0
+    """How many of the others were passed over in ``older`` since it was last cleared of them."""
+
+
 class Shares:
     """The limits of namespaces, by fingerprint, and what follows from them."""
 
@@ -43,8 +56,8 @@ class Shares:
         self._weighted = False
         self._used_at: dict[Namespace, float] = {}
         """The namespaces in use, where weights make that matter: the one that has not been used for longest first."""
-        self._by_use: dict[Namespace, dict[Block, None]] = {}
-        """Ready blocks, the least recently used first, of namespaces that are in use while there are limits."""
+        self._uses: dict[Namespace, _Uses] = {}
+        """Of namespaces that are in use while there are limits."""
 
     def __bool__(self) -> bool:
         return bool(self._limits)
@@ -69,7 +82,7 @@ class Shares:
         if not self._weighted:
             self._used_at.clear()
         if not self._limits:
-            self._by_use.clear()
+            self._uses.clear()
 
     def _problem(self, fingerprint: bytes, limits: NamespaceLimits) -> str:
         """Why these cannot be the limits of a namespace; empty where they can."""
@@ -99,37 +112,51 @@ class Shares:
     def forget(self, namespace: Namespace) -> None:
         """The namespace is gone; its limits hold for the next one of its fingerprint."""
         self._used_at.pop(namespace, None)
-        self._by_use.pop(namespace, None)
+        self._uses.pop(namespace, None)
 
-    def by_use(self, namespace: Namespace) -> dict[Block, None]:
+    def by_use(self, namespace: Namespace) -> Iterator[Block]:
         """The namespace's ready blocks, the least recently used first; those used before there were limits come first,
         in no order."""
-        if (known := self._by_use.get(namespace)) is None:
-            blocks = [block for index in namespace.index for block in index.blocks() if block.state is BlockState.READY]
-            known = self._by_use[namespace] = dict.fromkeys(blocks)
-        return known
+        uses = self._uses_of(namespace)
+        older, since = uses.older, uses.since
+        if uses.passed > len(older):
+            older[:] = [block for block in older if block.state is BlockState.READY and block not in since]
+            uses.passed = 0
+        for block in older:
+            if block.state is BlockState.READY and block not in since:
+                yield block
+            else:
+                uses.passed += 1
+        yield from since
+
+    def _uses_of(self, namespace: Namespace) -> _Uses:
+        if (uses := self._uses.get(namespace)) is None:
+            uses = self._uses[namespace] = _Uses([block for index in namespace.index for block in index.blocks()])
+        return uses
 
     @property
     def nbytes(self) -> int:
         """Memory of what is known of the use of blocks."""
-        return USE_BYTES * sum(map(len, self._by_use.values()))
+        return sum(USE_BYTES * len(uses.since) + 8 * len(uses.older) for uses in self._uses.values())
 
     def used(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
         """A request found these blocks, root first."""
-        known = self.by_use(namespace)
+        since = self._uses_of(namespace).since
         for block in reversed(blocks):
-            del known[block]
-            known[block] = None
+            since.pop(block, None)
+            since[block] = None
 
     def moved(self, namespace: Namespace, blocks: Sequence[Block], before: BlockState, after: BlockState) -> None:
         """Blocks, the oldest first, are in another state."""
-        if (known := self._by_use.get(namespace)) is None:
+        if (uses := self._uses.get(namespace)) is None:
             return
-        if after is BlockState.READY:
-            known.update(dict.fromkeys(blocks))
+        if before is BlockState.LEFT:
+            uses.older.extend(blocks)
+        elif after is BlockState.READY:
+            uses.since.update(dict.fromkeys(blocks))
         elif before is BlockState.READY:
             for block in blocks:
-                del known[block]
+                uses.since.pop(block, None)
 
     def weights(self) -> float:
         """The weights of all namespaces in use together, for ``kept_bytes``."""

@@ -7,7 +7,7 @@ import random
 import time
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
 from support.invariants import check_invariants
 from support.share_oracle import ShareOracle, held
 
@@ -199,4 +199,33 @@ def test_a_namespace_that_may_take_from_itself_alone_does_not_look_through_all_o
     assert held(first) == 6000 * UNIT
     assert rig.states(second, keys_of(10_000, 10_001)) == [2, 2], "they were used last"
     assert second.counters.evicted_blocks == 50
+    check_invariants(rig.cache)
+
+
+def test_the_least_recently_used_come_first_where_there_are_limits() -> None:
+    rig = CacheHarness(regions=4, region_bytes=8 * SLOT_UNIT)
+    space, known = rig.open(), rig.cache.blocks.shares
+
+    def order() -> list[int]:
+        return [int.from_bytes(block.key, "big") for block in known.by_use(space)]
+
+    rig.put(space, keys_of(*range(10)))
+    set_limits(rig, space, most=30)
+    assert sorted(order()) == list(range(10)), "which of them were used last is not known"
+    for number in (3, 7):
+        rig.cache.lookup(space, number, 1, [(0, keys_of(number))])
+        rig.cache.touch(number)
+    rig.put(space, keys_of(20))
+    assert order()[-3:] == [3, 7, 20]
+    rig.cache.release(1, [3, 7])
+    made(rig.cache.invalidate(space, [(0, keys_of(0, 1, 7))]))
+    assert order()[-2:] == [3, 20]
+    assert sorted(order()) == [2, 3, 4, 5, 6, 8, 9, 20]
+    for lease in range(30, 40):  # what is passed over is not passed over for ever
+        rig.cache.lookup(space, lease, 1, [(0, keys_of(2, 4, 5, 6, 8))])
+        rig.cache.touch(lease)
+        assert order() == [9, 3, 20, 8, 6, 5, 4, 2]
+    assert known.nbytes == 8 * 1 + shares.USE_BYTES * 7
+    set_limits(rig, space)
+    assert known.nbytes == 0
     check_invariants(rig.cache)

@@ -72,6 +72,10 @@ def _check_index(cache: BlockCache, blocks: set[Block]) -> None:
             assert namespace.blocks_in[state] == len(in_state), f"miscounted {state.name} blocks"
             assert namespace.bytes_in[state] == sum(block.slot_bytes for block in in_state)
         assert sum(namespace.blocks_in) == 0
+        if namespace in cache.blocks.shares._uses:
+            by_use = list(cache.blocks.shares.by_use(namespace))
+            assert len(set(by_use)) == len(by_use), "a block used twice at once"
+            assert set(by_use) == {block for block in own if block.state is BlockState.READY}
         for group, index in enumerate(namespace.index):
             indexed += len(index)
             for key, block in index.items():
