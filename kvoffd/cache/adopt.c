@@ -54,7 +54,6 @@ static uint64_t find_blocks(struct grouping *g)
             g->firsts[block - 1] = kind << 32;
         } else if (g->owners[g->firsts[block - 1] >> 32].group != g->owners[kind].group) {
             continue; /* another block with the same identity */
-        } else if (g->generations[block - 1] < g->generations[slot]) {
         }
         g->block_of[slot] = block;
         g->firsts[block - 1]++;

@@ -21,6 +21,8 @@ def choose_victims(
     count: int,
     protected: Set[Block],
     claim: Claim | None,
+    *,
+    once: bool = False,
 ) -> list[Block]:
     """Blocks to evict, next first, so that ``count`` slots of ``slot_bytes`` come free; too few or none if need be.
 
@@ -31,6 +33,9 @@ def choose_victims(
     over on the way help only by whole regions. A region is taken over once the bytes passed over are as many as it
     holds: by then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share
     the pool by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
+
+    ``once``: where the first regions cannot be taken over, and nothing else was found, the others are not looked at.
+    While blocks are left of an earlier daemon, which keep their regions, each call would go through all blocks in vain.
     """
     chosen: dict[Block, None] = {}
     passed: list[Block] = []
@@ -59,6 +64,8 @@ def choose_victims(
         if passed_bytes >= patience_bytes:
             if region := _coldest_region(passed, slots, holders, protected, claim):
                 return _with_region(chosen, region, claim)
+            if once and not chosen:
+                return []
             patience_bytes = 2 * passed_bytes
     return _with_region(chosen, _coldest_region(passed, slots, holders, protected, claim), claim)
 

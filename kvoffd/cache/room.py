@@ -97,16 +97,16 @@ class Room(ABC):
     def _victims(
         self, slot_bytes: int, count: int, protected: Set[Block], worth: float, claim: Claim | None
     ) -> list[Block]:
-        slots, holders = self._slots, self.holders
+        slots, holders, once = self._slots, self.holders, self.left is not None
         if claim is None:
-            return choose_victims(self._ordered(worth), slots, holders, slot_bytes, count, protected, None)
+            return choose_victims(self._ordered(worth), slots, holders, slot_bytes, count, protected, None, once=once)
         if owed := claim.owed:
             # Whatever that is worth: a share that the policy fills with others' blocks would be none.
             others, wanted = claim.candidates(self._ordered(inf), Whose.OTHERS), min(count, -(-owed // slot_bytes))
-            if found := choose_victims(others, slots, holders, slot_bytes, wanted, protected, claim):
+            if found := choose_victims(others, slots, holders, slot_bytes, wanted, protected, claim, once=once):
                 return found
         both = claim.candidates(self._ordered(worth), Whose.BOTH)
-        return choose_victims(both, slots, holders, slot_bytes, count, protected, claim)
+        return choose_victims(both, slots, holders, slot_bytes, count, protected, claim, once=once)
 
     def _room_below_maximum(
         self, claim: Claim, slot_bytes: int, count: int, protected: Set[Block], worth: float, block_bytes: int

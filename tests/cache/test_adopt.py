@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from support.slot_table import SlotRecord, left_slots
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.left import LeftBlocks
+from kvoffd.cache.namespace import Block
 from kvoffd.cache.policies import POLICY_NAMES, make_policy
 from kvoffd.pool.records import NamespaceRecord
 from kvoffd_proto.messages import GroupSpec, NamespaceLimits
@@ -250,6 +252,33 @@ def test_what_needs_room_takes_that_of_the_oldest_blocks_that_are_left() -> None
 def test_another_size_finds_room_once_blocks_are_taken_over() -> None:
     heir = Heir(left_behind(16).slots, all_at_once=False)
     assert put(heir, 30, name="b", shard_bytes=2 * SLOT_UNIT) == 1
+    heir.finish()
+    assert put(heir, 30, name="b", shard_bytes=2 * SLOT_UNIT) == 0
+
+
+def test_the_search_for_another_size_is_short_while_each_region_has_blocks_that_are_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = left_behind(16)
+    in_region = rig.slots.region_bytes // SLOT_UNIT
+    records = [
+        record._replace(generation=record.offset // SLOT_UNIT % in_region * 16 + record.offset // SLOT_UNIT + 1)
+        for record in rig.slots.ready_records()
+    ]
+    heir = Heir(rig.slots, records, all_at_once=False)
+    while heir.cache.left_blocks > 16 // in_region:
+        heir.step()
+    candidates, seen = heir.cache.policy.candidates, []
+
+    def noted(worth: float = inf) -> Iterator[Block]:
+        for block in candidates(worth):
+            seen.append(block)
+            yield block
+
+    monkeypatch.setattr(heir.cache.policy, "candidates", noted)
+    namespace, _ = heir.cache.open_namespace(b"b".ljust(32), "b", 1, 8, [GroupSpec("full", 16)], "{}")
+    assert heir.cache.blocks.take_slots(namespace, 2 * SLOT_UNIT, 1, set()) == []
+    assert 0 < len(seen) <= in_region, "all blocks were gone through, though none of their regions can be taken over"
     heir.finish()
     assert put(heir, 30, name="b", shard_bytes=2 * SLOT_UNIT) == 0
 
