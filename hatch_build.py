@@ -23,6 +23,7 @@ SOURCES = [
     "kvoffd/cache/learned/blocks.c",
     "kvoffd/cache/learned/cells.c",
     "kvoffd/cache/learned/lifetimes.c",
+    "kvoffd/cache/learned/memory.c",
     "kvoffd/cache/learned/places.c",
     "kvoffd/cache/learned/records.c",
     "kvoffd/cache/learned/requests.c",

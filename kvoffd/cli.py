@@ -117,7 +117,7 @@ def config_as_toml(loaded: LoadedConfig) -> str:
         pairs.append((f"{setting.name} = {text}", loaded.sources[setting.field_name]))
     width = max(len(left) for left, _ in pairs)
     lines = [f"{left:<{width}}  # {source}" for left, source in pairs]
-    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(needs_told(loaded.config), 118))]) + "\n"
+    return "\n".join([*lines, "", *(f"# {line}" for line in wrap(needs_told(loaded.config), 78))]) + "\n"
 
 
 def _quoted(text: str) -> str:

@@ -71,7 +71,7 @@ def needs_told(config: Config) -> str:
         f"{format_count(blocks)} blocks of one shard"
     )
     if config.pool_bytes <= blocks * MIN_SLOT_BYTES:
-        return f"{text}, which is all that the pool can hold."
+        return f"{text}; the pool can hold no more than that."
     each = format_size(config.pool_bytes / blocks)
     return f"{text}; if they have less than {each}, it is full before the pool is: raise index_size then."
 

@@ -38,7 +38,10 @@ class SlotHolders:
         return self._held
 
     def offsets(self) -> array[int]:
-        """Their offsets, region by region. In one go: where regions are full, twenty milliseconds for a million."""
+        """Offsets of all slots that blocks have, region by region.
+
+        In one go: where regions are full, twenty milliseconds for a million.
+        """
         found = array("Q")
         for number, region in self._regions.items():
             base, count = number * self._region_bytes, len(region.blocks)
@@ -49,7 +52,7 @@ class SlotHolders:
         return found
 
     def items(self) -> Iterator[tuple[int, Block]]:
-        """Their offsets and blocks, region by region."""
+        """All slots that blocks have, by offset, and their blocks, region by region."""
         for number, region in self._regions.items():
             base = number * self._region_bytes
             for at, block in enumerate(region.blocks):
@@ -80,7 +83,7 @@ class SlotHolders:
         self._held += len(slots)
 
     def put_all(self, slot_bytes: int, offsets: Ints, blocks: Sequence[Block]) -> None:
-        """The same for many slots, and their blocks."""
+        """As ``put``, for many slots at once: their offsets, and the block of each."""
         numbers, within = np.divmod(offsets, self._region_bytes)
         bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)]
         for begin, end in pairwise(bounds):

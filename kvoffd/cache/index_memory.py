@@ -1,4 +1,8 @@
-"""What the index of the blocks takes of memory now: a sum over the structures that it is made of."""
+"""What the index of the blocks takes of memory now: a sum over the structures that it is made of.
+
+For ``stats``: its time grows with the namespaces. What blocks count towards ``index_size``, which must be known before
+they are there, the constants of ``namespace`` say: more than they take.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,13 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 
-SLOT_BYTES = 8 + 1
+PLACES_BYTES = 8 + 1
 """Of a slot, the place that names its block (``holders``) and the one that says that it is taken (``pool/slots``)."""
 
 
 def index_memory(blocks: Blocks, policy: EvictionPolicy) -> int:
     """Bytes. Of what the policy counts as its own the part for keys with blocks is in it."""
-    nbytes = SLOT_BYTES * len(blocks.holders) + blocks.shares.nbytes
+    nbytes = PLACES_BYTES * len(blocks.holders) + blocks.shares.nbytes
     for namespace in blocks.namespaces.values():
         nbytes += namespace.held_blocks * _nbytes_of_block(namespace) + sum(index.nbytes for index in namespace.index)
     return nbytes + policy.nbytes * len(policy) // max(1, len(policy) + policy.ghosts)

@@ -33,7 +33,7 @@ class Room(ABC):
         self.left: LeftBlocks | None = None
         """Blocks that an earlier daemon left and that are still to be taken over; None where there are none."""
         self.left_owners: dict[int, tuple[Namespace, int]] = {}
-        """Namespace and group of these, by the number of their group."""
+        """Whose the blocks in ``left`` are: namespace and group, by the number that ``left`` has for the group."""
 
     @property
     def index_bytes(self) -> int:

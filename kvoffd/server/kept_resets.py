@@ -30,6 +30,7 @@ class _Record(msgspec.Struct):
 
     generations: dict[str, dict[str, int]] = {}
     left: dict[str, None] = {}
+    """Namespaces that an engine has reset: no shared store is asked for them."""
     resets: dict[str, int] = {}
     """By namespace, the number of its last reset."""
     seen: dict[str, int] = {}

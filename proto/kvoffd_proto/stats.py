@@ -247,7 +247,7 @@ class PoolStats(Wire, frozen=True):
             "part for keys with blocks."
         ),
     ] = 0
-    index_block_bytes: Annotated[float, gauge("The same for each block; 0 where there is none.")] = 0.0
+    index_block_bytes: Annotated[float, gauge("index_bytes for each block in the pool; 0 where there is none.")] = 0.0
     index_counted_bytes: Annotated[
         ByteCount,
         gauge("What blocks count towards index_limit_bytes, more than they take: 600 bytes for one of one shard."),

@@ -65,7 +65,7 @@ def test_what_the_index_takes_is_told_with_its_bound(fresh: StatsReply, render: 
     for limit, full in ((128 * MIB, False), (58 * MIB, True)):
         pool = msgspec.structs.replace(fresh.pool, **figures, index_limit_bytes=limit)
         text = render(StatsPage(msgspec.structs.replace(fresh, pool=pool)), 80)
-        told = f"index 46.0 MiB, 462 bytes a block; counts 57.0 MiB of {limit // MIB}"
+        told = f"index 46.0 MiB, 462 bytes a block; counted as 57.0 MiB of {limit // MIB}"
         assert line_with(text, " " * TITLE_CELLS + "index").startswith(told)
         assert ("since the index is full: raise index_size" in text) is full
 

@@ -40,7 +40,7 @@ def test_it_says_what_each_part_is_for_and_from_which_size_of_blocks_on_it_is_en
         "blocks of one shard; if they have less than 37.5 KiB, it is full before the pool is: raise index_size then."
     )
     assert "keys without blocks" not in needs_told(Config(eviction_policy="lru"))
-    assert needs_told(Config(pool_bytes=GIB)).endswith("of one shard, which is all that the pool can hold.")
+    assert needs_told(Config(pool_bytes=GIB)).endswith("of one shard; the pool can hold no more than that.")
 
 
 def test_a_shortage_beside_the_pool_is_told_with_both_numbers() -> None:

@@ -16,7 +16,7 @@ def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     """What the index of the blocks takes, and what it may."""
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
-        yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counts {counted} of {limit}", "dim"
+        yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counted as {counted} of {limit}", "dim"
         if pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes:
             yield "blocks are evicted since the index is full: raise index_size", "yellow"
 

@@ -176,9 +176,12 @@ static inline void fetch_place(const struct learned *l, uint64_t hash)
     __builtin_prefetch(&part->places[home_of(part, hash)]);
 }
 
-/* spans.c */
+/* memory.c */
+void *or_end(void *room);
 void *clear_room(uint64_t count, uint64_t nbytes);
 void *scratch(struct learned *l, uint64_t nbytes);
+
+/* spans.c */
 uint64_t *hashes_of(const struct span *s);
 uint32_t *handles_of(const struct span *s);
 void free_spans(struct learned *l);

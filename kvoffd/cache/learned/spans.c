@@ -2,39 +2,12 @@
 #define _GNU_SOURCE
 #include "learned.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
 enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 1024, WASTED = 32 };
 enum { AGED_AT_ONCE = 64, FORGOTTEN_AT_ONCE = 2048 };
-
-/* Nothing can be answered without it. */
-static void *or_end(void *room)
-{
-    if (!room) {
-        fputs("kvoffd: there is no memory for what the eviction policy knows.\n", stderr);
-        abort();
-    }
-    return room;
-}
-
-void *clear_room(uint64_t count, uint64_t nbytes)
-{
-    return or_end(calloc(count, nbytes));
-}
-
-/* Memory for the call at hand. What was got before is lost. */
-void *scratch(struct learned *l, uint64_t nbytes)
-{
-    if (nbytes > l->scratch_bytes) {
-        free(l->scratch);
-        l->scratch = or_end(malloc(nbytes));
-        l->scratch_bytes = nbytes;
-    }
-    return l->scratch;
-}
 
 uint64_t *hashes_of(const struct span *s)
 {
