@@ -22,7 +22,7 @@ from kvoffd_proto.blocks import ShardSpec
 from kvoffd_proto.messages import GroupSpec
 
 GROUP_BYTES = 4096
-"""What a group without blocks takes: most of it is the table of its keys' states."""
+"""What a group without blocks takes: most of it is the index of its keys."""
 SHARD_BYTES = 128
 """What is known of one rank's shards of one group, without their pages."""
 BLOCK_BYTES, KEY_COPIES, RANK_BYTES, SLOT_BYTES = 416, 4, 16, 40

@@ -4,8 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* LONGEST: keys of a span that is begun here. What is adopted comes as one chain of all keys that there are, and a request
- * for some of them cuts its span in parts, which takes as long as there are keys in it. */
+/* MOST_STEPS: spans that are gone through for what would go before a block; what is behind them is estimated by age.
+ * LONGEST: keys of a span that is begun here, for blocks that no request asked for. They come in chains of any length, and
+ * a request for some of the keys cuts the span in parts, which takes as long as there are keys in it. */
 enum { MOST_STEPS = 1024, LONGEST = 1024 };
 static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
 
