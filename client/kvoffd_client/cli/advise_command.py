@@ -129,8 +129,11 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
             timed += loaded
     figures = {"loaded_tokens": tokens, "asked_tokens": asked, "tokens_from_below": below, "prefill_seconds": seconds}
     if not asked:
-        text = f"Engines loaded {format_size(stats.load.bytes)} that they did not compute; how many tokens these are, "
-        yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": stats.load.bytes})
+        if stats.load.bytes:
+            text = (
+                f"Engines loaded {format_size(stats.load.bytes)} that they did not compute; how many tokens these are, "
+            )
+            yield Advice("saved", text + "their namespaces do not say.", None, {"loaded_bytes": stats.load.bytes})
         return
     text = (
         f"In {format_duration(stats.uptime_seconds)} engines loaded {format_count(round(tokens))} tokens instead of "

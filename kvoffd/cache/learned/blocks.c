@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* MOST_STEPS: spans that are gone through for what would go before a block; what is behind them is estimated by age.
+/* MOST_STEPS: spans that are gone through in one call, for a request's last one or for what would go before a block.
  * LONGEST: keys of a span that is begun here, for blocks that no request asked for. They come in chains of any length, and
  * a request for some of the keys cuts the span in parts, which takes as long as there are keys in it. */
 enum { MOST_STEPS = 1024, LONGEST = 1024 };
