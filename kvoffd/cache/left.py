@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.records import Ints, Kind, LeftSlots, NamespaceRecord
+from kvoffd.pool.table_format import MAX_KEY_BYTES
 from kvoffd.system.native import native
 
 Numbers: TypeAlias = npt.NDArray[np.intp]
@@ -26,7 +27,7 @@ LOOKS = 8
 SLOTS_AT_ONCE = 512
 """Slots whose blocks are taken over in one step."""
 _MIN_KEY_BYTES = 8
-_MAX_KEY_BYTES = 64
+"""As in ``OpenNamespace``."""
 _GONE = -1
 
 
@@ -208,7 +209,7 @@ def _is_sound(namespace: NamespaceRecord, slot_bytes: Callable[[int], int]) -> b
     """Whether this pool could have such a namespace."""
     if not (
         namespace.world_size == len(namespace.shard_bytes) >= 1
-        and _MIN_KEY_BYTES <= namespace.key_bytes <= _MAX_KEY_BYTES
+        and _MIN_KEY_BYTES <= namespace.key_bytes <= MAX_KEY_BYTES
         and len(namespace.groups) >= 1
     ):
         return False
