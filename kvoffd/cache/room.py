@@ -16,6 +16,11 @@ from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
 from kvoffd.system.files import on_error
 
+GIVEN_UP_AT_ONCE = 2048
+"""Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its maximum: where
+an operator has lowered that by far, it is reached after some stores, which find no room, and others are served between.
+"""
+
 
 class Room(ABC):
     """Takes slots, and chooses what goes where there are too few."""
@@ -113,15 +118,18 @@ class Room(ABC):
     ) -> int:
         """How many of ``count`` slots a namespace may take, evicting its own blocks where it has its maximum."""
         each = max(slot_bytes, block_bytes)
-        victims: list[Block] = []
+        budget = count + GIVEN_UP_AT_ONCE
         own = [number for number, (owner, _) in self.left_owners.items() if owner is claim.namespace]
-        while claim.room < count * each and self._give_up(ceil((count * each - claim.room) / each), own, claim):
-            pass  # what was left is older than what is here
-        if claim.room < count * each:
+        while (lacking := ceil((count * each - claim.room) / each)) > 0 and budget > 0:
+            if not (given := self._give_up(min(lacking, budget), own, claim)):
+                break  # what was left is older than what is here
+            budget -= given
+        if claim.room < count * each and budget > 0:
+            victims: list[Block] = []
             for block in _loose(claim.candidates(self._ordered(worth), Whose.OWN), protected):
                 victims.append(block)
                 claim.evict(block)
-                if claim.room >= count * each:
+                if claim.room >= count * each or len(victims) >= budget:
                     break
             self.evict(victims)
         return max(0, min(count, int(claim.room // each))) if block_bytes else count
@@ -137,19 +145,19 @@ class Room(ABC):
             and (claim is None or claim.may_take_from(owner, count * owner.block_bytes(group)))
         ]
         each = min((self.left.groups[number].slot_bytes.count(slot_bytes) for number in may_go), default=1)
-        return self._give_up(ceil(count / each), may_go, claim)
+        return self._give_up(ceil(count / each), may_go, claim) > 0
 
-    def _give_up(self, most: int, groups: Collection[int], claim: Claim | None) -> bool:
-        """Free the slots of the oldest blocks of groups that are left, ``most`` of them; False where there are none."""
+    def _give_up(self, most: int, groups: Collection[int], claim: Claim | None) -> int:
+        """Free the slots of the oldest blocks of groups that are left, up to ``most``. Returns how many blocks went."""
         if self.left is None or not groups:
-            return False
+            return 0
         found = list(self.left.give_up(most, groups))
         for some in found:
             namespace, group = self.left_owners[some.number]
             if claim is not None:
                 claim.give_up(namespace, len(some.offsets) * namespace.block_bytes(group))
             self.let_go(some, MissReason.EVICTED)
-        return bool(found)
+        return sum(len(some.offsets) for some in found)
 
     def return_slots(self, offsets: Sequence[int]) -> None:
         """Undo ``take_slots``."""

@@ -14,6 +14,7 @@ from support.invariants import check_invariants
 from support.plain_adoption import plain_plan
 from support.slot_table import SlotRecord, left_slots
 
+from kvoffd.cache import room
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.left import LeftBlocks
@@ -353,6 +354,19 @@ def test_the_limits_of_namespaces_hold_for_what_is_left() -> None:
     assert held["a"] >= 6
     assert held["b"] <= 9
     assert {40, 41, 42, 43} <= set(heir.keys())
+
+
+@pytest.mark.parametrize("all_at_once", [False, True])
+def test_a_maximum_that_is_far_below_what_is_there_is_reached_in_several_stores(
+    all_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "GIVEN_UP_AT_ONCE", 2)
+    heir = Heir(left_behind(12).slots, all_at_once=all_at_once)
+    (namespace,) = heir.cache.namespaces
+    heir.cache.blocks.shares.set(namespace.fingerprint, NamespaceLimits(maximum_bytes=2 * SLOT_UNIT))
+    assert [(put(heir, 20 + turn), namespace.held_blocks) for turn in range(4)] == [(1, 9), (1, 6), (1, 3), (0, 2)]
+    heir.finish()
+    assert heir.keys() == [12, 23]
 
 
 def test_keys_of_one_identity_are_told_apart() -> None:
