@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from math import inf
 
 logger = logging.getLogger(__name__)
+
+WORK_S = 0.005
+"""Time after which sockets are served before more calls are made: hundreds of blocks may be written to disks at once.
+"""
 
 
 class Inbox:
@@ -25,15 +31,24 @@ class Inbox:
     def post(self, call: Callable[[], None]) -> None:
         """Have ``call`` made in the loop's thread. For any thread."""
         self._waiting.append(call)
-        if not self._woken:  # asked after the append: ``work_off`` has seen the call, or has taken this back before
+        if not self._woken:  # asked after the append: the turn has seen the call, or has taken this back before
             self._woken = True
             try:
-                self._loop.call_soon_threadsafe(self.work_off)
+                self._loop.call_soon_threadsafe(self._turn)
             except RuntimeError:
                 pass  # the loop has ended; so have all sessions
 
     def work_off(self) -> None:
         """Make the calls that have arrived. What they post has a turn of its own."""
+        self._make_calls(inf)
+
+    def _turn(self) -> None:
+        self._make_calls(time.monotonic() + WORK_S)
+        if self._waiting and not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._turn)
+
+    def _make_calls(self, until: float) -> None:
         self._woken = False
         for _ in range(len(self._waiting)):
             call = self._waiting.popleft()
@@ -41,4 +56,6 @@ class Inbox:
                 call()
             except Exception:
                 logger.exception("The end of a copy, or of a mapping, failed inside the daemon.")
+            if time.monotonic() >= until:
+                break
         self.on_work()

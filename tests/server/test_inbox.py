@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import pytest
+
 from kvoffd.server.inbox import Inbox
 
 
@@ -61,3 +63,22 @@ def test_what_a_call_posts_has_a_turn_of_its_own() -> None:
     while loop.turn():
         pass
     assert made == ["first", "sent", "second", "sent"]
+
+
+def test_sockets_are_served_between_many_calls_and_the_last_ones_are_made_in_one_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, made = Loop(), list[int]()
+    inbox = Inbox(loop)  # type: ignore[arg-type]
+    monkeypatch.setattr("kvoffd.server.inbox.WORK_S", 0.0)
+    for number in range(4):
+        inbox.post(lambda number=number: made.append(number))  # type: ignore[misc]
+    assert loop.turn()
+    assert made == [0]
+    assert loop.turn()
+    assert made == [0, 1]
+    inbox.work_off()
+    assert made == [0, 1, 2, 3]
+    while loop.turn():
+        pass
+    assert made == [0, 1, 2, 3]
