@@ -134,14 +134,15 @@ def test_a_hanging_daemon_costs_misses_and_no_call_waits_for_it(
     fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient
 ) -> None:
     fake.freeze()
-    slowest = 0.0
+    took: list[float] = []
     futures = []
     for job_id in range(500):
         began = time.monotonic()
         futures.append(scheduler.lookup(KEYS))
         worker.store(job_id, TRANSFER)
-        slowest = max(slowest, time.monotonic() - began)
-    assert slowest < 1.0, "a call that waited for the daemon would take its timeout or for ever"
+        took.append(time.monotonic() - began)
+    # Calls that waited for the daemon would be many; one may meet a moment in which the machine has no CPU for it.
+    assert sorted(took)[-2] < 0.5, "a call that waited for the daemon would take its timeout or for ever"
     assert all(future.wait(5) and future.failed for future in futures)
     wait_until(lambda: not scheduler.ready and not worker.ready)
     assert scheduler.lookup(KEYS).failed
