@@ -84,7 +84,7 @@ def test_an_engine_beside_a_flood_is_served_and_neither_leaves_anything_behind()
         with AdminClient(daemon.directory) as admin:
             stats = admin.stats()
         assert stats.pool.free_bytes == stats.pool.pool_bytes
-        assert stats.errors == {}
+        assert set(stats.errors) <= {"unknown_lease"}, "the flood is stopped in the middle of its loads"
 
 
 @needs_redis
