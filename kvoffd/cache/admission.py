@@ -40,18 +40,17 @@ class Admitter:
     """Not evicted for them."""
     claim: Claim | None
 
-    def admit(self, keys: Sequence[bytes], lacking: Sequence[int], starts: Sequence[int] | None) -> Admission:
+    def admit(
+        self, keys: Sequence[bytes], lacking: Sequence[int], fresh: Sequence[int], starts: Sequence[int] | None
+    ) -> Admission:
         """Take slots for the ``lacking`` ones of ``keys``, given by number. What other ranks store is admitted already.
 
-        ``starts``: numbers of the keys at which chains begin; None to admit all, whatever the policy says.
+        ``fresh``: those of them that have no block. ``starts``: numbers of the keys at which chains begin; None to
+        admit all, whatever the policy says.
         """
-        fresh: list[int] = []
-        if starts is not None and lacking:
-            states = self.namespace.index[self.group].states(b"".join([keys[number] for number in lacking]))
-            fresh = [number for number, state in zip(lacking, states, strict=True) if not state]
         found = Admission()
         with on_error(lambda: self.blocks.return_slots(found.offsets)):
-            self._admit(keys, lacking, fresh, starts or (), found)
+            self._admit(keys, lacking, fresh if starts is not None else (), starts or (), found)
         found.admitted.sort()
         found.offsets.sort()
         return found

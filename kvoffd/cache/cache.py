@@ -232,7 +232,8 @@ class BlockCache(LeasedBlocks):
         else:
             claim = blocks.claim(namespace)
             admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, claim)
-            found = admitter.admit(keys, lacking, starts)
+            fresh = [number for number in lacking if known[number] is None]
+            found = admitter.admit(keys, lacking, fresh, starts)
         offsets = found.offsets
         ticket.copy = found.admitted
         count_refused(blocks, namespace, group, keys, found)

@@ -75,7 +75,7 @@ class SlotHolders:
             number = offset // size
             region = regions.get(number)
             if region is None:
-                region = regions[number] = _Region(slot_bytes, [None] * (size // slot_bytes))
+                region = self._cut(number, slot_bytes)
             at = (offset - number * size) // slot_bytes
             assert region.blocks[at] is None, "it is another block's"
             region.blocks[at] = block
@@ -88,15 +88,17 @@ class SlotHolders:
         bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(blocks)]
         for begin, end in pairwise(bounds):
             number = int(numbers[begin])
-            region = self._regions.get(number)
-            if region is None:
-                region = self._regions[number] = _Region(slot_bytes, [None] * (self._region_bytes // slot_bytes))
+            region = self._regions.get(number) or self._cut(number, slot_bytes)
             holders, places = region.blocks, (within[begin:end] // slot_bytes).tolist()
             assert [holders[at] for at in places] == [None] * len(places), "one is another block's"
             for at, block in zip(places, blocks[begin:end], strict=True):
                 holders[at] = block
             region.held += len(places)
         self._held += len(blocks)
+
+    def _cut(self, number: int, slot_bytes: int) -> _Region:
+        region = self._regions[number] = _Region(slot_bytes, [None] * (self._region_bytes // slot_bytes))
+        return region
 
     def remove(self, offsets: Sequence[int]) -> None:
         """The slots are no block's any more."""

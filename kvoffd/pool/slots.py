@@ -396,7 +396,7 @@ class SlotAllocator(RegionSlots[_PoolRegion, int]):
         self._restore_region(region, offsets)
 
     def neighbours(self, offset: int) -> list[int]:
-        """Ints of all slots in use in the region of this one, ascending, itself among them if it is in use."""
+        """Offsets of all slots in use in the region of this one, ascending, itself among them if it is in use."""
         region = self._region_of(offset)
         return list(compress(range(region.base, region.slots_end, region.slot_bytes or 1), region.in_use))
 

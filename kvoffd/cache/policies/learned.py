@@ -58,55 +58,39 @@ _REFUSALS = (
 """By ``enum refusal`` of records.c."""
 
 
-_SEEN = ("never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more")
-_PAUSE = ("a short pause", "a pause of a pool lifetime", "a pause of 2 to 8 lifetimes", "a longer pause")
-_TURN = ("turn 2 or 3", "a later turn")
-_TEXT = ("up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "more")
-CLASSES = (
-    "left by an earlier daemon",
-    "stored without a lookup",
-    "the end of a prompt",
-    *(f"shared, seen {seen} before" for seen in _SEEN),
-    *(
-        f"of a conversation, {turn} after {pause}, {new} new tokens"
-        for pause in _PAUSE
-        for turn in _TURN
-        for new in ("up to 512", "up to 1,536", "more")
-    ),
-    *(
-        f"new in a conversation, {turn} after {pause}, {new} tokens"
-        for pause in _PAUSE
-        for turn in _TURN
-        for new in ("up to 512", "up to 1,536", "up to 7,680", "more")
-    ),
-    *(f"new behind what others continued otherwise, {text} tokens" for text in _TEXT),
-    *(f"new, {text} tokens" for text in _TEXT),
+_SEEN = (
+    *(("never", "0"), ("once", "1"), ("2 times", "2"), ("3 times", "3")),
+    *(("4 to 7 times", "4-7"), ("8 times or more", "8+")),
 )
+_PAUSES = (
+    *(("a short pause", "<0.5"), ("a pause of a pool lifetime", "0.5-2")),
+    *(("a pause of 2 to 8 lifetimes", "2-8"), ("a longer pause", ">8")),
+)
+_TURNS = ("turn 2 or 3", "2-3"), ("a later turn", "4+")
+_OLD = ("up to 512", "+512"), ("up to 1,536", "+1,536"), ("more", ">1,536")
+_NEW = (*_OLD[:2], ("up to 7,680", "+7,680"), ("more", ">7,680"))
+_TEXT = (
+    *(("up to 512", "+512"), ("up to 1,536", "+1,536"), ("up to 3,584", "+3,584"), ("up to 7,680", "+7,680")),
+    *(("up to 15,872", "+15,872"), ("more", ">15,872")),
+)
+_NAMES = (
+    ("left by an earlier daemon", "adopted"),
+    ("stored without a lookup", "stored unasked"),
+    ("the end of a prompt", "prompt's end"),
+    *((f"shared, seen {seen} before", f"shared, seen {short}") for seen, short in _SEEN),
+    *(
+        (f"{kind} conversation, {turn} after {pause}, {tokens}{unit} tokens", f"{age} turn {t} pause {p} {short}")
+        for kind, age, unit, texts in (("of a", "old", " new", _OLD), ("new in a", "new", "", _NEW))
+        for pause, p in _PAUSES
+        for turn, t in _TURNS
+        for tokens, short in texts
+    ),
+    *((f"new behind what others continued otherwise, {tokens} tokens", f"branch {short}") for tokens, short in _TEXT),
+    *((f"new, {tokens} tokens", f"first {short}") for tokens, short in _TEXT),
+)
+CLASSES = tuple(name for name, _ in _NAMES)
 """What tells the keys of each class from others, by the class's number in learned.h."""
-_PAUSES, _TURNS = ("<0.5", "0.5-2", "2-8", ">8"), ("2-3", "4+")
-SHORT_NAMES = (
-    "adopted",
-    "stored unasked",
-    "prompt's end",
-    *(f"shared, seen {seen}" for seen in ("0", "1", "2", "3", "4-7", "8+")),
-    *(
-        f"old turn {turn} pause {pause} {new}"
-        for pause in _PAUSES
-        for turn in _TURNS
-        for new in ("+512", "+1,536", ">1,536")
-    ),
-    *(
-        f"new turn {turn} pause {pause} {new}"
-        for pause in _PAUSES
-        for turn in _TURNS
-        for new in ("+512", "+1,536", "+7,680", ">7,680")
-    ),
-    *(
-        f"{kind} {new}"
-        for kind in ("branch", "first")
-        for new in ("+512", "+1,536", "+3,584", "+7,680", "+15,872", ">15,872")
-    ),
-)
+SHORT_NAMES = tuple(short for _, short in _NAMES)
 """The same for tables, whose footnote says what the words mean: kvoffd_client.cli.policy_command."""
 
 
@@ -229,11 +213,11 @@ class Policy:
     def describe(self) -> PolicyState:
         known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
         self._native.learned_classes(self._at, facts)
-        every = list(zip(CLASSES, SHORT_NAMES, _CLASS.iter_unpack(facts.raw), strict=True))
-        asked = max(1.0, sum(accessed for _, _, (accessed, *_) in every))
+        every = list(zip(_NAMES, _CLASS.iter_unpack(facts.raw), strict=True))
+        asked = max(1.0, sum(accessed for _, (accessed, *_) in every))
         classes = [
             PolicyClass(name, accessed / asked, chance, age, kept, worth, short)
-            for name, short, (accessed, chance, age, worth, kept) in every
+            for (name, short), (accessed, chance, age, worth, kept) in every
             if accessed or kept
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
