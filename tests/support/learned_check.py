@@ -30,7 +30,7 @@ def check_learned(policy: Policy) -> None:
     """Every known key has one place, every block is at the place of its key, and what is counted is so."""
     line = _checker().check_learned(ctypes.c_void_p(policy._at))
     assert not line, f"{SOURCE}:{line}: {SOURCE.read_text().splitlines()[line - 1].strip()}"
-    blocks = [block for block in policy._by_handle if block is not None]
+    blocks = [block for block in policy._blocks._by_number if block is not None]
     assert len(blocks) == len(policy) == len(list(policy.candidates()))
     assert set(policy.candidates()) == set(blocks)
-    assert len(policy._unused) + len(blocks) + 1 == len(policy._by_handle)
+    assert len(policy._blocks._unused) + len(blocks) + 1 == len(policy._blocks._by_number)

@@ -29,6 +29,7 @@ from operator import attrgetter
 from typing import cast
 
 from kvoffd.cache.namespace import Block, Namespace
+from kvoffd.cache.numbered import Numbered
 from kvoffd.cache.policies import DECLINED, Chain, Offer, PolicyState
 from kvoffd.system.native import native
 from kvoffd_proto.messages import KeyWorth, PolicyClass
@@ -116,8 +117,7 @@ class Policy:
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
-        self._by_handle: list[Block | None] = [None]
-        self._unused = array("I")
+        self._blocks: Numbered[Block] = Numbered()
         self._begin()
 
     def _begin(self) -> None:
@@ -147,34 +147,26 @@ class Policy:
             return
         namespace, group = blocks[0].namespace, blocks[0].group
         chain = blocks[::-1]
-        if (lacking := len(chain) - len(self._unused)) > 0:
-            self._unused.extend(range(len(self._by_handle), len(self._by_handle) + lacking))
-            self._by_handle += [None] * lacking
-        handles = self._unused[-len(chain) :]
-        del self._unused[-len(chain) :]
-        for handle, block in zip(handles, chain, strict=True):
-            self._by_handle[handle] = block
+        handles = self._blocks.next_numbers(len(chain))
+        self._blocks.enter(handles, chain)
         keys = _keys(namespace, group, b"".join([block.key for block in chain]))
         twice = self._native.learned_insert(self._at, *keys, namespace.block_bytes(group), _address(handles), older)
         assert not twice, "inserted twice"
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
-        by_handle = self._by_handle
         for (namespace, group), some in groupby(reversed(blocks), attrgetter("namespace", "group")):
             joined = b"".join([block.key for block in some])
             handles = array("I", bytes(4 * (len(joined) // namespace.key_bytes)))
             unknown = self._native.learned_remove(self._at, *_keys(namespace, group, joined), _address(handles))
             assert not unknown, "removed what is not there"
-            for handle in handles:
-                by_handle[handle] = None
-            self._unused += handles
+            self._blocks.remove(handles)
 
     def candidates(self, worth: float = inf) -> Iterator[Block]:
         given, most = 0, _FEWEST_CANDIDATES
         while True:
             handles = array("I", bytes(4 * most))
             found = self._native.learned_candidates(self._at, worth, _address(handles), most)
-            yield from map(cast("list[Block]", self._by_handle).__getitem__, handles[given:found])
+            yield from cast("list[Block]", self._blocks.find(handles[given:found]))
             if found < most:
                 return
             given, most = found, most * _MORE_CANDIDATES
@@ -208,7 +200,7 @@ class Policy:
 
     @property
     def nbytes(self) -> int:
-        return int(self.known.nbytes) + sys.getsizeof(self._by_handle) + sys.getsizeof(self._unused)
+        return int(self.known.nbytes) + self._blocks.nbytes
 
     def describe(self) -> PolicyState:
         known, facts = self.known, ctypes.create_string_buffer(len(CLASSES) * _CLASS.size)
