@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { FEWEST = 64, PART_ENTRIES = 16384, TOGETHER = 16 };
+enum { FEWEST = 64, PART_ENTRIES = 16384, TOGETHER = 32 };
 
 struct part {
     uint64_t mask, used; /* of the number of entries, a power of two */
@@ -240,8 +240,11 @@ void kvoffd_index_find(const struct index *x, const uint8_t *keys, uint64_t coun
             parts[i] = part_of(x, home[i]);
             __builtin_prefetch(parts[i]);
         }
-        for (uint64_t i = 0; i < together; i++)
-            __builtin_prefetch(entry(x, parts[i], home[i]));
+        for (uint64_t i = 0; i < together; i++) {
+            uint8_t *there = entry(x, parts[i], home[i]);
+            __builtin_prefetch(there);
+            __builtin_prefetch(there + x->stride - 1);
+        }
         for (uint64_t i = 0; i < together; i++) {
             const uint8_t *key = keys + (begin + i) * x->key_bytes;
             uint8_t *there = entry(x, parts[i], find(x, parts[i], key, home[i]));
