@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import compress
 from typing import NamedTuple
 
@@ -66,19 +66,31 @@ def adopt_some(blocks: Blocks, store: Pool) -> None:
     blocks.left = left or None
 
 
-def adopt_all(blocks: Blocks, store: Pool, namespace: Namespace) -> Iterator[None]:
-    """Take blocks over, step by step, until none of a namespace are left."""
-    while namespace.left_blocks:
-        adopt_some(blocks, store)
-        yield
-
-
 def forget_left(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int, list[bytes]]]:
     """Let all blocks of a namespace go that are left, step by step. Yields group and keys of each step."""
     numbers = [number for number, (owner, _) in blocks.left_owners.items() if owner is namespace]
     for step in blocks.left.remove(numbers) if blocks.left is not None else ():
         for some in step:
             yield blocks.left_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)
+
+
+def forget_left_keys(
+    blocks: Blocks, store: Pool, namespace: Namespace, group: int, keys: Collection[bytes]
+) -> Iterator[list[bytes]]:
+    """Let the blocks of these keys go that are left, step by step. Yields those of each step.
+
+    Blocks that are taken over meanwhile are in the index then.
+    """
+
+    def choose(some: SomeBlocks) -> list[bool]:
+        return [key in keys for key in keys_of(store.rows(some.offsets[:, 0]), namespace.key_bytes)]
+
+    left = blocks.left
+    if left is None:
+        return
+    for number in [number for number, owner in blocks.left_owners.items() if owner == (namespace, group)]:
+        for step in left.remove_chosen(number, choose):
+            yield [key for some in step for key in blocks.let_go(some, MissReason.INVALIDATED)]
 
 
 def _adopt(blocks: Blocks, store: Pool, some: SomeBlocks) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from kvoffd.cache.admission import Admission, Admitter, count_refused, with_again
-from kvoffd.cache.adopt import Adoption, adopt_all, adopt_some, begin_adoption, forget_left
+from kvoffd.cache.adopt import Adoption, adopt_some, begin_adoption, forget_left, forget_left_keys
 from kvoffd.cache.blocks import INDEXED, Blocks
 from kvoffd.cache.hooks import CacheListener, TieringHooks
 from kvoffd.cache.integrity import Integrity
@@ -341,7 +341,13 @@ class BlockCache(LeasedBlocks):
         tiering = self.blocks.tiering
         dropped = 0
         size = CLEARED_AT_ONCE * namespace.key_bytes
-        yield from adopt_all(self.blocks, self.slots, namespace)  # what is left is not known by key
+        left: list[set[bytes]] = [set() for _ in namespace.groups]
+        for group, every in groups if namespace.left_blocks else ():
+            wanted = set(namespace.split(group, every))
+            for gone in forget_left_keys(self.blocks, self.slots, namespace, group, wanted):
+                left[group].update(gone)
+                dropped += len(gone)
+                yield
         # Cut part by part: single keys take nine times what the message does.
         parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
         for number, (group, part) in enumerate(parts):
@@ -358,7 +364,7 @@ class BlockCache(LeasedBlocks):
                 self._listener.removed(namespace, group, readable)
             dropped += len(found)
             if tiering is not None:
-                in_pool = {block.key for block in found}
+                in_pool = left[group].intersection(keys).union(block.key for block in found)
                 dropped += sum(key not in in_pool and tiering.has(namespace, group, key) for key in keys)
                 tiering.forget(namespace, group, keys)
         return dropped

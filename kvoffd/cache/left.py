@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +22,8 @@ Numbers: TypeAlias = npt.NDArray[np.intp]
 
 LOOKED_AT_ONCE = 1 << 15
 """Blocks that are gone through in one step for those of some kind."""
+NAMED_AT_ONCE = 1 << 12
+"""Blocks whose keys are read in one step."""
 LOOKS = 8
 """Such steps at once, for blocks to give up."""
 SLOTS_AT_ONCE = 512
@@ -162,6 +164,15 @@ class LeftBlocks:
             places = self._find(begin, min(begin + LOOKED_AT_ONCE, self._end), wanted)[: self.slots_at_once]
             yield self._out_of_order(places)
             begin = int(places[-1]) + 1 if len(places) == self.slots_at_once else begin + LOOKED_AT_ONCE
+
+    def remove_chosen(self, group: int, choose: Callable[[SomeBlocks], Sequence[bool]]) -> Iterator[list[SomeBlocks]]:
+        """As ``remove``, of one group and only the blocks that are chosen."""
+        begin = self._begin
+        while begin < self._end and self.counts[group]:
+            places = self._find(begin, min(begin + NAMED_AT_ONCE, self._end), np.arange(len(self.groups)) == group)
+            chosen = [is_chosen for some in self._some(self._order[places]) for is_chosen in choose(some)]
+            yield list(self._out_of_order(places[np.array(chosen, bool)]))
+            begin += NAMED_AT_ONCE
 
     def give_up(self, most: int, groups: Collection[int]) -> Iterator[SomeBlocks]:
         """Takes out up to so many blocks of groups: the oldest that are found soon, so that there may be others."""

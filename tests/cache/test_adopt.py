@@ -14,6 +14,7 @@ from support.invariants import check_invariants
 from support.plain_adoption import plain_plan
 from support.slot_table import SlotRecord, left_slots
 
+from kvoffd.cache import left as left_module
 from kvoffd.cache import room
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache
@@ -320,7 +321,22 @@ def test_what_is_invalidated_does_not_come_back() -> None:
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
     assert made(heir.cache.invalidate(namespace, [(0, keys_of(1, 2, 12, 99))])) == 3
+    assert (heir.keys(), namespace.left_blocks) == ([10, 11], 7)
+    heir.finish()
+    check_invariants(heir.cache)
     assert heir.keys() == Heir(heir.slots).keys() == [*range(3, 12)]
+
+
+def test_what_is_taken_over_while_keys_are_invalidated_goes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left_module, "NAMED_AT_ONCE", 2)
+    heir = Heir(left_behind().slots, all_at_once=False)
+    (namespace,) = heir.cache.namespaces
+    steps = heir.cache.invalidate(namespace, [(0, keys_of(1, 4, 5, 8, 9, 12))])
+    next(steps)
+    heir.finish()
+    assert made(steps) == 6
+    assert heir.keys() == Heir(heir.slots).keys() == [2, 3, 6, 7, 10, 11]
+    check_invariants(heir.cache)
 
 
 def test_a_namespace_is_held_while_its_blocks_are_left() -> None:
