@@ -7,7 +7,8 @@ A block's life, and the steps that take it from state to state::
     READY   -> WRITING   reopen_shard: a store offers more of the key than the block holds
     WRITING -> ABSENT    abandon_shards: a store failed, and no other shard is there
     WRITING -> LEAVING   drop: invalidated, corrupt, half stored for too long
-    READY   -> LEAVING   drop, evict
+    READY   -> LEAVING   drop
+    READY   -> ABSENT    evict
     LEAVING -> ABSENT    at once; or with the last unpin, finish_shards or abandon_shards that it waits for
     ABSENT  -> LEFT      expect: an earlier daemon left it whole
     LEFT    -> READY     adopt
@@ -242,27 +243,54 @@ class Blocks(Room):
         """Let ready blocks go that nothing pins, because others need the room."""
         if self.tiering is not None:
             self.tiering.evicted(blocks)
-        for block in blocks:
-            assert block.state is READY
-            assert not block.pins
-        self._policy.remove(blocks, evicted=True)
-        for (namespace, group, _), alike in self._leave(blocks):
+        for (namespace, group, _), alike in _group(blocks):
+            self._policy.remove(alike, evicted=True)
+            self._free_ready(namespace, alike)
             namespace.counters.evicted_blocks += len(alike)
             keys = [block.key for block in alike]
             self._listener.removed(namespace, group, keys)
             self.misses.note(namespace, group, keys, MissReason.EVICTED)
 
+    def _free_ready(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
+        """Free all slots of ready blocks of one group that nothing pins; they are gone then."""
+        offsets: list[int] = []
+        nbytes, world_size = 0, namespace.world_size
+        for block in blocks:
+            assert block.state is READY
+            assert not block.pins
+            words = block.words
+            for rank in range(world_size):
+                word = words[2 * rank]
+                if word & UNVERIFIED:
+                    self.mark_verified(block, rank)
+                offsets.append(word >> OFFSET_AT & PAGES)
+            nbytes += block.slot_bytes
+            words[:] = namespace.no_shards
+            block.slot_bytes, block.missing = 0, world_size
+        namespace.bytes_in[READY] -= nbytes
+        self._move(blocks, READY, ABSENT)
+        self.holders.remove(offsets)
+        self._slots.free(offsets)
+
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.INVALIDATED) -> None:
         """Take blocks out of the index, ready or not. The caller tells the listener."""
-        self._policy.remove([block for block in blocks if block.state is READY], evicted=False)
         for block in blocks:
             self.half_stored.pop(block, None)
             if block in self.operator_pinned:
                 del self.operator_pinned[block]
                 self.unpin([block])
             block.namespace.counters.invalidated_blocks += 1
-        for (namespace, group, _), alike in self._leave(blocks):
+        for (namespace, group, state), alike in _group(blocks):
+            if state is READY:
+                self._policy.remove(alike, evicted=False)
+            self._move(alike, state, LEAVING)
             self.misses.note(namespace, group, [block.key for block in alike], reason)
+        self._free_written([block for block in blocks if not block.pins])
+        for block in blocks:
+            if block.pins:
+                for word in block.words[::2]:
+                    if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
+                        self._slots.revoke_record(word >> OFFSET_AT & PAGES)
 
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
@@ -314,19 +342,6 @@ class Blocks(Room):
         self._slots.free(some.offsets.reshape(-1).tolist())
         self.left = self.left or None
         return keys
-
-    def _leave(self, blocks: Sequence[Block]) -> _Grouped:
-        """Take blocks out of the index and free the slots that nothing holds. Returns them by their state before."""
-        grouped = _group(blocks)
-        for (_, _, state), alike in grouped:
-            self._move(alike, state, LEAVING)
-        self._free_written([block for block in blocks if not block.pins])
-        for block in blocks:
-            if block.pins:
-                for word in block.words[::2]:
-                    if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
-                        self._slots.revoke_record(word >> OFFSET_AT & PAGES)
-        return grouped
 
     def _free_written(self, blocks: Iterable[Block]) -> None:
         self._free_shards(

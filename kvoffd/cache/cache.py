@@ -212,7 +212,10 @@ class BlockCache(LeasedBlocks):
         present, lacking, again = ticket.present, [], ticket.again
         wanted: set[bytes] = set()
         narrow: list[tuple[int, Block]] = []
-        for number, (key, block) in enumerate(zip(keys, known, strict=True)):
+        fresh = not any(known) and len(set(keys)) == len(keys)
+        if fresh:
+            lacking = list(range(len(keys)))
+        for number, (key, block) in enumerate(zip(keys, known, strict=True)) if not fresh else ():
             if key in wanted:
                 again.append(number)
                 continue
@@ -232,8 +235,8 @@ class BlockCache(LeasedBlocks):
         else:
             claim = blocks.claim(namespace)
             admitter = Admitter(blocks, self.policy, namespace, group, slot_bytes, node, protected, claim)
-            fresh = [number for number in lacking if known[number] is None]
-            found = admitter.admit(keys, lacking, fresh, starts)
+            unknown = lacking if fresh else [number for number in lacking if known[number] is None]
+            found = admitter.admit(keys, lacking, unknown, starts)
         offsets = found.offsets
         ticket.copy = found.admitted
         count_refused(blocks, namespace, group, keys, found)

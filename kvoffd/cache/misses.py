@@ -23,13 +23,14 @@ class Misses:
     def __init__(self) -> None:
         self._native = native()
         self._entries = np.zeros(ENTRIES, dtype=np.uint64)
+        self._table = self._entries.ctypes.data, ENTRIES
         self._asked: list[tuple[Namespace, _Groups, Sequence[bytes], Sequence[bytes]]] = []
         self._keys_asked = 0
 
     def note(self, namespace: Namespace, group: int, keys: Sequence[bytes], reason: MissReason) -> None:
         """These keys are not there from now on, for this reason."""
-        index, table = namespace.index[group].at, self._entries
-        self._native.note_reasons(index, table.ctypes.data, len(table), b"".join(keys), len(keys), reason)
+        index = namespace.index[group].at
+        self._native.note_reasons(index, *self._table, b"".join(keys), len(keys), reason)
 
     def asked(self, namespace: Namespace, groups: _Groups, pool: Sequence[bytes], told: Sequence[bytes]) -> None:
         """A lookup missed some keys: ``groups`` as it gave them, their states in the ``pool``, and those it told."""
@@ -49,8 +50,8 @@ class Misses:
                     after = bytes(map(max, before, after))
                 if writing := after.count(BlockState.WRITING):
                     misses[MissReason.HALF_STORED] += writing
-                index, table = namespace.index[group].at, self._entries
-                self._native.count_reasons(index, table.ctypes.data, len(table), keys, len(after), after, counts)
+                index = namespace.index[group].at
+                self._native.count_reasons(index, *self._table, keys, len(after), after, counts)
             for reason, number in enumerate(counts):
                 if number:
                     misses[MissReason(reason)] += number

@@ -69,13 +69,13 @@ class EvictionPolicy(Protocol):
         """Note a request, by its groups. A chain's tail becomes older than its root, so that leaves go first."""
 
     def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
-        """Add blocks of one group that became ready, the oldest first: a chain's tail before its root.
+        """Add blocks of one group, at least one, that became ready, the oldest first: a chain's tail before its root.
 
         ``older``: they became ready, in an earlier daemon, before all that are here.
         """
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
-        """Remove blocks. ``evicted`` says that they went for lack of room, which a policy may remember."""
+        """Remove blocks of one group, at least one. ``evicted``: they went for lack of room, which it may remember."""
 
     def candidates(self, worth: float = inf) -> Iterator[Block]:
         """The blocks that are worth less, next to evict first; by default all blocks.

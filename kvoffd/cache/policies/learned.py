@@ -23,9 +23,7 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from math import inf
-from operator import attrgetter
 from typing import cast
 
 from kvoffd.cache.namespace import Block, Namespace
@@ -143,8 +141,6 @@ class Policy:
     # --- blocks ----------------------------------------------------------------------------------
 
     def insert(self, blocks: Sequence[Block], older: bool = False) -> None:
-        if not blocks:
-            return
         namespace, group = blocks[0].namespace, blocks[0].group
         chain = blocks[::-1]
         handles = self._blocks.next_numbers(len(chain))
@@ -154,12 +150,12 @@ class Policy:
         assert not twice, "inserted twice"
 
     def remove(self, blocks: Sequence[Block], evicted: bool) -> None:
-        for (namespace, group), some in groupby(reversed(blocks), attrgetter("namespace", "group")):
-            joined = b"".join([block.key for block in some])
-            handles = array("I", bytes(4 * (len(joined) // namespace.key_bytes)))
-            unknown = self._native.learned_remove(self._at, *_keys(namespace, group, joined), _address(handles))
-            assert not unknown, "removed what is not there"
-            self._blocks.remove(handles)
+        namespace, group = blocks[0].namespace, blocks[0].group
+        keys = _keys(namespace, group, b"".join([block.key for block in reversed(blocks)]))
+        handles = array("I", bytes(4 * len(blocks)))
+        unknown = self._native.learned_remove(self._at, *keys, _address(handles))
+        assert not unknown, "removed what is not there"
+        self._blocks.remove(handles)
 
     def candidates(self, worth: float = inf) -> Iterator[Block]:
         given, most = 0, _FEWEST_CANDIDATES

@@ -101,10 +101,9 @@ def test_its_books_are_right_whatever_is_taken_over_meanwhile(
             keys = keys_of(*chain)
             policy.requested([Chain(namespace, 0, keys, [inside[key] for key in chain if key in inside])])
         elif what == "remove":
-            gone = rng.sample(sorted(inside), min(chain, len(inside)))
-            policy.remove([inside.pop(key) for key in gone], evicted=rng.random() < 0.5)
-        else:
-            fresh = [key for key in rng.sample(range(60), chain) if key not in inside]
+            if gone := rng.sample(sorted(inside), min(chain, len(inside))):
+                policy.remove([inside.pop(key) for key in gone], evicted=rng.random() < 0.5)
+        elif fresh := [key for key in rng.sample(range(60), chain) if key not in inside]:
             inside.update((key, Block(namespace, 0, keys_of(key))) for key in fresh)
             policy.insert([inside[key] for key in fresh], older=what == "older")
         check(rig)
