@@ -254,19 +254,17 @@ class Blocks(Room):
     def _free_ready(self, namespace: Namespace, blocks: Sequence[Block]) -> None:
         """Free all slots of ready blocks of one group that nothing pins; they are gone then."""
         offsets: list[int] = []
-        nbytes, world_size = 0, namespace.world_size
+        nbytes = 0
         for block in blocks:
             assert block.state is READY
             assert not block.pins
-            words = block.words
-            for rank in range(world_size):
-                word = words[2 * rank]
+            for rank, word in enumerate(block.words[::2]):
                 if word & UNVERIFIED:
                     self.mark_verified(block, rank)
                 offsets.append(word >> OFFSET_AT & PAGES)
             nbytes += block.slot_bytes
-            words[:] = namespace.no_shards
-            block.slot_bytes, block.missing = 0, world_size
+            block.words[:] = namespace.no_shards
+            block.slot_bytes, block.missing = 0, namespace.world_size
         namespace.bytes_in[READY] -= nbytes
         self._move(blocks, READY, ABSENT)
         self.holders.remove(offsets)
@@ -287,10 +285,9 @@ class Blocks(Room):
             self.misses.note(namespace, group, [block.key for block in alike], reason)
         self._free_written([block for block in blocks if not block.pins])
         for block in blocks:
-            if block.pins:
-                for word in block.words[::2]:
-                    if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
-                        self._slots.revoke_record(word >> OFFSET_AT & PAGES)
+            for word in block.words[::2] if block.pins else ():
+                if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
+                    self._slots.revoke_record(word >> OFFSET_AT & PAGES)
 
     def drop_half_stored(self, until: float) -> int:
         """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
