@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tiers.memory_disk import MemoryDisk
 from tiers.rig import Maker, TierRig
@@ -11,11 +12,35 @@ from kvoffd.pool.table_format import digest
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.opening import open_disk_tier
-from kvoffd.tiers.disk.workers import StepWorkers
+from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Tier
 
 SIZE_BYTES = 600 << 10
 REGION_BYTES = 128 << 10
+
+
+class StepWorkers(Workers):
+    """Works only in calls of ``step``, so that it runs the same way every time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        *others, _, name = arguments
+        super().__init__(*others, 0, name)
+
+    def step(self) -> bool:
+        """Does one batch; False where there is none."""
+        batch = self._queue.next(self._clock())
+        if batch is None:
+            return False
+        self._do(batch)
+        return True
+
+    def wait_idle(self, until: float) -> bool:
+        while self.step():
+            pass
+        return not self._queue.jobs
+
+    def stop(self, until: float) -> bool:
+        return not self._queue.jobs
 
 
 class DiskMaker(Maker):
@@ -49,7 +74,7 @@ class DiskMaker(Maker):
             options=self.options,
             calls=self.calls,
             wall_clock=lambda: rig.wall,
-            make_workers=StepWorkers if self.stepped else None,
+            make_workers=StepWorkers if self.stepped else Workers,
         )
 
 

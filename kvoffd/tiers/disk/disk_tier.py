@@ -16,7 +16,7 @@ from kvoffd.tiers.disk.index import DiskIndex
 from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
 from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
-from kvoffd.tiers.disk.workers import Digest, Ended, Executor, ThreadWorkers, Workers, buffers_of
+from kvoffd.tiers.disk.workers import Digest, Ended, Executor, Workers, buffers_of
 from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
 from kvoffd_proto.tier_stats import DiskFault
 
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 _PUT_ASIDE_SHARE = 100  # slots of failed writes that are not used again: at most this fraction of the tier
-
-MakeWorkers = Callable[[DiskQueue, Executor, Callable[[], float], Callable[[], None]], Workers]
 
 
 class DiskOptions(NamedTuple):
@@ -123,7 +121,7 @@ class DiskTier(Tier):
         listener: TierListener,
         options: DiskOptions,
         wall_clock: Callable[[], float],
-        make_workers: MakeWorkers | None,
+        make_workers: type[Workers],
         open_seconds: float,
     ) -> None:
         directory = file.path.parent
@@ -158,8 +156,8 @@ class DiskTier(Tier):
         queue = DiskQueue(
             options.reads_in_flight, options.writes_in_flight, options.merge_bytes, options.write_patience_s
         )
-        threads = partial(ThreadWorkers, threads=options.reads_in_flight, name=f"kvoffd-disk-{directory.name}")
-        self.workers = (make_workers or threads)(queue, self._executor, clock, self._wake)
+        name = f"kvoffd-disk-{directory.name}"
+        self.workers = make_workers(queue, self._executor, clock, self._wake, options.reads_in_flight, name)
         """The workers that read and write. Only a simulation uses them from outside, to make them work."""
         for sentence in file.notes.sentences:
             logger.info("%s", sentence)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from kvoffd.pool.slots import PAGE_BYTES, page_up
 from kvoffd.system.files import FileCalls, on_error
-from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier, MakeWorkers
+from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.file import DiskFile, OnProgress, OpeningStopped
 from kvoffd.tiers.disk.file_format import read_record, read_region, region_seed
 from kvoffd.tiers.disk.index import DiskIndex, index_bytes
 from kvoffd.tiers.disk.regions import DiskRegion, DiskRegions, Entry
-from kvoffd.tiers.disk.workers import Digest
+from kvoffd.tiers.disk.workers import Digest, Workers
 from kvoffd.tiers.tier import TierKey, TierListener
 from kvoffd_proto.tier_stats import DiskFault
 
@@ -31,7 +31,7 @@ def open_disk_tier(
     options: DiskOptions = DiskOptions(),  # noqa: B008 - immutable
     calls: FileCalls | None = None,
     wall_clock: Callable[[], float] = time.time,
-    make_workers: MakeWorkers | None = None,
+    make_workers: type[Workers] = Workers,
     on_progress: OnProgress = lambda what, done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> DiskTier:
@@ -47,7 +47,7 @@ def open_disk_tier(
         post: calls a function in the daemon's thread, in the order of the calls to it. For any thread.
         calls: the system calls on the file, for tests.
         wall_clock: seconds since 1970, for the age of blocks.
-        make_workers: makes the workers that read and write; threads when None.
+        make_workers: what reads and writes.
         on_progress: called in this thread with what is being done, the bytes done, and the bytes in all.
         should_stop: asked in this thread now and then.
 

@@ -1,4 +1,4 @@
-"""Does the jobs of a disk tier's queue: by threads, or step by step in a simulation."""
+"""Does the jobs of a disk tier's queue, on threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -139,15 +138,21 @@ class Load(NamedTuple):
     busy_seconds: float
 
 
-class Workers(ABC):
-    """Does the jobs of a queue.
+class Workers:
+    """Does the jobs of a queue on ``threads`` threads.
 
     Args:
         notify: called after jobs have ended, from any thread: ``collect`` returns them.
     """
 
     def __init__(
-        self, queue: DiskQueue, executor: Executor, clock: Callable[[], float], notify: Callable[[], None]
+        self,
+        queue: DiskQueue,
+        executor: Executor,
+        clock: Callable[[], float],
+        notify: Callable[[], None],
+        threads: int,
+        name: str,
     ) -> None:
         self._queue = queue
         self._executor = executor
@@ -158,6 +163,12 @@ class Workers(ABC):
         self._idle = threading.Condition(lock)
         self._ended: deque[Ended] = deque()
         self._busy_seconds = 0.0
+        self._stopped = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: Job) -> None:
         """Queues a job. It ends exactly once."""
@@ -194,13 +205,19 @@ class Workers(ABC):
                 self._busy_seconds,
             )
 
-    @abstractmethod
     def wait_idle(self, until: float) -> bool:
         """Waits until no job waits or runs; False where one still does at ``until`` (of ``time.monotonic``)."""
+        with self._changed:
+            return self._idle.wait_for(lambda: not self._queue.jobs, max(0.0, until - time.monotonic()))
 
-    @abstractmethod
     def stop(self, until: float) -> bool:
         """Stops the threads; False where one still hangs at ``until`` (of ``time.monotonic``)."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _end_unbegun(self, jobs: list[Job], result: TierResult) -> None:
         self._ended.extend(Ended(job, result) for job in jobs)
@@ -224,39 +241,6 @@ class Workers(ABC):
                 self._idle.notify_all()
         self._notify()
 
-
-class ThreadWorkers(Workers):
-    """``threads`` threads."""
-
-    def __init__(
-        self,
-        queue: DiskQueue,
-        executor: Executor,
-        clock: Callable[[], float],
-        notify: Callable[[], None],
-        threads: int,
-        name: str,
-    ) -> None:
-        super().__init__(queue, executor, clock, notify)
-        self._stopped = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def wait_idle(self, until: float) -> bool:
-        with self._changed:
-            return self._idle.wait_for(lambda: not self._queue.jobs, max(0.0, until - time.monotonic()))
-
-    def stop(self, until: float) -> bool:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             self._do(batch)
@@ -266,23 +250,3 @@ class ThreadWorkers(Workers):
             while (batch := self._queue.next(self._clock())) is None and not self._stopped:
                 self._changed.wait()
             return batch
-
-
-class StepWorkers(Workers):
-    """Works only in calls of ``step``: for simulations, which must run the same way every time."""
-
-    def step(self) -> bool:
-        """Does one batch; False where there is none."""
-        batch = self._queue.next(self._clock())
-        if batch is None:
-            return False
-        self._do(batch)
-        return True
-
-    def wait_idle(self, until: float) -> bool:
-        while self.step():
-            pass
-        return not self._queue.jobs
-
-    def stop(self, until: float) -> bool:
-        return not self._queue.jobs
