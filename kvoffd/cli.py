@@ -29,6 +29,7 @@ from kvoffd.config import (
 from kvoffd.settings import did_you_mean
 
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
 _DEFAULTS = Config()
 _UNKNOWN = "unrecognized arguments: "
 
@@ -47,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status.
 
-    0 is success, 2 a refusal with one sentence on stderr; ``serve`` returns what the daemon returns.
+    0 is success, 2 a refusal with one sentence on stderr, 130 Ctrl-C; ``serve`` returns what the daemon returns.
     """
     parser = make_parser()
     given = parser.parse_args(arguments)
@@ -83,6 +84,8 @@ def simulate(given: argparse.Namespace) -> int:
 
     try:
         return run(given)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except OSError as error:
         return _refuse(f"{given.file} cannot be read ({error.strerror}).", given_log_format({}, os.environ))
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 ALL = "all"
 BAR_CELLS = 50
 PROGRESS_S = 0.2
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 class Result(NamedTuple):
@@ -35,7 +38,7 @@ class Result(NamedTuple):
 
 
 def simulate(given: argparse.Namespace) -> int:
-    """Run ``kvoffd simulate``. Raises ValueError with a sentence, OSError."""
+    """Run ``kvoffd simulate``. Raises ValueError with a sentence, OSError, KeyboardInterrupt."""
     policies = _policies(given.policy)
     trace = read_trace(given.file)
     if not trace.accesses:
@@ -65,7 +68,7 @@ def _unequal(trace: Trace) -> str:
 
 
 def _policies(text: str) -> list[str]:
-    names = list(POLICY_NAMES) if text == ALL else text.split(",")
+    names = list(POLICY_NAMES) if text == ALL else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in POLICY_NAMES]:
         raise ValueError(f"There is no policy {unknown[0]!r}; choose of {', '.join(POLICY_NAMES)}, or {ALL}.")
     return list(dict.fromkeys(names))
@@ -82,14 +85,14 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
         if min(sizes) < 1:
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
     if given.size:
-        block_bytes = parse_size(given.block_size) if given.block_size else trace.block_bytes
+        block_bytes = _bytes_of("--block-size", given.block_size) if given.block_size else trace.block_bytes
         if not block_bytes:
             raise ValueError(
                 f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
                 "needs; give --block-size, or --blocks instead."
             )
         for part in given.size.split(","):
-            if (blocks := parse_size(part) // block_bytes) < 1:
+            if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
                 raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
             sizes.add(blocks)
     if not sizes:
@@ -97,19 +100,32 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
     return sorted(sizes)
 
 
+def _bytes_of(option: str, text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}.") from None
+
+
 def _run(trace: Trace, policies: Sequence[str], sizes: Sequence[int]) -> list[Result]:
     """Replay all combinations on as many processes as there are cores; tell on a terminal how far they are."""
     context = get_context("fork")
     done = context.Value("Q", 0)
+    others = set(active_children())
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _begin_worker, (trace, done)) as pool:
         runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
         best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
         left: set[Future[Any]] = {*runs, *best.values()}
-        while left:
-            finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
-            for one in finished:
-                one.result()
-            _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
+        try:
+            while left:
+                finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
+                for one in finished:
+                    one.result()
+                _show_progress(done.value / (len(runs) + len(best)) / trace.accesses)
+        except BaseException:  # the pool would wait for what runs and for what is to run
+            for process in set(active_children()) - others:
+                process.kill()
+            raise
         replayed = {(run.result().blocks, run.result().policy): run.result() for run in runs}
         return [Result(replayed[blocks, name], best[blocks].result()) for blocks in sizes for name in policies]
 
@@ -130,6 +146,7 @@ class _Worker:
 def _begin_worker(trace: Trace, done: Synchronized[int]) -> None:
     _Worker.trace, _Worker.done = trace, done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for work without end
     gc.disable()  # blocks are many and have no cycles
 
 

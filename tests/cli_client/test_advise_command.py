@@ -116,7 +116,7 @@ def test_which_namespace_never_found_anything(served: StatsReply) -> None:
     never = counted(2, "qwen", keys_ready=0, misses={"never_stored": 49_000, "evicted": 1_000}, curve=curve(*[0] * 13))
     text = told(structs.replace(served, namespaces=[counted(1), never]))["no_hits"]
     assert text.startswith("qwen (02020202) never found anything, in 1,000 requests; of 98.0 % of its keys the reason")
-    assert text.endswith("is never_stored. What it asks for does not come back, with ten times the memory either.")
+    assert text.endswith("is: never stored. What it asks for does not come back, with ten times the memory either.")
     silent = structs.replace(never, stored_bytes=0, curve=curve())
     text = told(structs.replace(served, namespaces=[silent]))["no_hits"]
     assert text.endswith("Ten times the memory would find 36.0 % of its tokens. Its engines stored nothing.")

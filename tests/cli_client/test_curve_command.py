@@ -43,6 +43,8 @@ def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pyte
         assert lines[-1].startswith("Only 128 KiB of")
         assert "tiny (" in cli("curve", "--namespace", "tiny")
         assert "Tokens     50.0 % found; lru: half the pool 75.0 %, this 75.0 %" in cli("stats")
+        assert main(["curve", "--namespace", "", "--directory", str(daemon.directory)]) == 2
+        assert "has the label ''" in capsys.readouterr().err
         drawn = tmp_path / "curve.png"
         cli("curve", "--png", str(drawn))
         assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -120,7 +120,8 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
         assert (tmp_path / "there").read_text() == "mine"
         assert "No such file or directory" in refused(str(tmp_path / "no" / "file"))
         assert "is too little" in refused(str(tmp_path / "new"), "--max-size", "1KiB")
-        assert "soon" in refused(str(tmp_path / "new"), "--duration", "soon")
+        assert "--duration: 'soon'" in refused(str(tmp_path / "new"), "--duration", "soon")
+        assert "records nothing" in refused(str(tmp_path / "new"), "--duration", "0s")
         full = tmp_path / "full"
         original = Path.open
         with pytest.MonkeyPatch.context() as patch:

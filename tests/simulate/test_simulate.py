@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.cli import main
@@ -98,7 +104,8 @@ def test_it_prints_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixt
         ([], "Give sizes of the pool"),
         (["--size", "1GiB"], "give --block-size"),
         (["--size", "1GiB", "--block-size", "2GiB"], "does not hold one block"),
-        (["--size", "much", "--block-size", "2MiB"], "much"),
+        (["--size", "much", "--block-size", "2MiB"], "--size: 'much' is not a size"),
+        (["--size", "1GiB", "--block-size", "2PB"], "--block-size: '2PB' has the unknown unit"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(
@@ -158,6 +165,24 @@ def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
     assert "as if each took their mean, 6.00 KiB" in found.err
     assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens"
     assert told[2].split()[:3] == ["3", "lru", "66.67"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
+def test_whatever_ends_it_ends_its_processes(number: int, status: int, tmp_path: Path) -> None:
+    file = write(tmp_path / "long.jsonl", [list(range(at, at + 500)) for at in range(0, 150_000, 250)])
+    sizes = "--blocks=" + ",".join(str(size) for size in range(1000, 33_000, 1000))
+    words = [sys.executable, "-m", "kvoffd", "simulate", str(file), sizes]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as begun:
+        try:
+            children = Path(f"/proc/{begun.pid}/task/{begun.pid}/children")
+            wait_until(children.read_text, interval_s=0.02)
+            begun.send_signal(number)
+            # Its processes have the same pipes: these end when all have.
+            assert begun.communicate(timeout=30) == (b"", b"")
+            assert begun.returncode == status
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(begun.pid, signal.SIGKILL)
 
 
 def test_the_console_has_it_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -237,7 +237,9 @@ def _without_hits(counted: Iterable[NamespaceStats]) -> Iterator[Advice]:
         )
         if one.misses:
             reason, keys = max(one.misses.items(), key=lambda item: item[1])
-            text += f"; of {percent(keys, one.keys_asked)} of its keys the reason is {printable(reason)}"
+            text += (
+                f"; of {percent(keys, one.keys_asked)} of its keys the reason is: {printable(reason.replace('_', ' '))}"
+            )
         could = 100 * max(one.curve.lru_ratios.values(), default=0.0) if one.curve is not None else 0.0
         if could >= POINTS:
             text += f". Ten times the memory would find {could:.1f} % of its tokens."

@@ -35,7 +35,7 @@ MARKED = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 def curve(
     context: typer.Context,
-    namespace: Annotated[str, NAMESPACE_OPTION] = "",
+    namespace: Annotated[str | None, NAMESPACE_OPTION] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw it into a PNG file too.")] = None,
     directory: Directory = None,
     json: Json = False,
@@ -53,9 +53,9 @@ def curve(
         check_plot(png)
     with open_admin(context, directory) as admin:
         found = curves_of(admin.stats())
-        fingerprint = resolve_namespace(admin.namespaces().namespaces, namespace).namespace if namespace else None
-    if namespace:
-        found = structs.replace(found, curves=[one for one in found.curves if one.namespace == fingerprint])
+        known = None if namespace is None else resolve_namespace(admin.namespaces().namespaces, namespace)
+    if known is not None:
+        found = structs.replace(found, curves=[one for one in found.curves if one.namespace == known.namespace])
     if png is not None and found.curves:
         _draw(found, png)
     if json:
@@ -64,14 +64,14 @@ def curve(
     if not found.curves:
         print_line("No request has asked for anything so far.")
     console = make_console(pipe_cells=TEXT_CELLS)
-    for number, one in enumerate(found.curves if namespace else found.curves[:1]):
+    for number, one in enumerate(found.curves[: None if known else 1]):
         if number:
             print_line("")
         for line in _page(found, one, console):
             print_page(line, console)
-    if not namespace and len(found.curves) > 2:
+    if known is None and len(found.curves) > 2:
         print_line(f"Of all {len(found.curves) - 1} namespaces together; --namespace NAME shows one.")
-    if not namespace and (gone := _forgotten_tokens(found)):
+    if known is None and (gone := _forgotten_tokens(found)):
         print_line(f"{format_count(gone)} of the tokens were asked for in namespaces that are forgotten by now.")
 
 

@@ -58,11 +58,15 @@ def record(
     and no name is in it. Engines are not slowed. The exit status is 1 where the daemon went away meanwhile; what was
     recorded until then is in the file.
     """
+    option = "--duration"
     try:
         seconds = parse_duration(duration) if duration else float("inf")
+        option = "--max-size"
         most_bytes = parse_size(max_size)
     except ValueError as error:
-        raise CliError(str(error)) from None
+        raise CliError(f"{option}: {error}.") from None
+    if not seconds:
+        raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     if most_bytes < LEAST_BYTES:
         raise CliError(f"--max-size {max_size} is too little; give {format_size(LEAST_BYTES)} or more.")
     if (zstd := zstd_module()) is None:
