@@ -345,12 +345,10 @@ class BlockCache(LeasedBlocks):
         dropped = 0
         size = CLEARED_AT_ONCE * namespace.key_bytes
         left: list[set[bytes]] = [set() for _ in namespace.groups]
-        for group, every in groups if namespace.left_blocks else ():
-            wanted = set(namespace.split(group, every))
-            for gone in forget_left_keys(self.blocks, self.slots, namespace, group, wanted):
-                left[group].update(gone)
-                dropped += len(gone)
-                yield
+        for gone in forget_left_keys(self.blocks, self.slots, namespace, groups):
+            for group, these in gone:
+                left[group].update(these)
+            yield
         # Cut part by part: single keys take nine times what the message does.
         parts = ((group, keys[at : at + size]) for group, keys in groups for at in range(0, len(keys), size))
         for number, (group, part) in enumerate(parts):
@@ -365,9 +363,11 @@ class BlockCache(LeasedBlocks):
             self.blocks.drop(found)
             if readable:
                 self._listener.removed(namespace, group, readable)
-            dropped += len(found)
+            in_pool = left[group].intersection(keys)
+            left[group] -= in_pool
+            in_pool.update(block.key for block in found)  # what was stored anew is one block
+            dropped += len(in_pool)
             if tiering is not None:
-                in_pool = left[group].intersection(keys).union(block.key for block in found)
                 dropped += sum(key not in in_pool and tiering.has(namespace, group, key) for key in keys)
                 tiering.forget(namespace, group, keys)
         return dropped

@@ -150,10 +150,14 @@ class LeftBlocks:
 
     def take(self) -> Iterator[SomeBlocks]:
         """Takes out the blocks of one step: those that became ready last, the last one first."""
-        most = max(1, self.slots_at_once // max((len(group.slot_bytes) for group in self.groups), default=1))
-        chosen = self._order[max(self._begin, self._end - most) : self._end]
+        chosen = self._order[max(self._begin, self._end - self.blocks_at_once) : self._end]
         self._end -= len(chosen)
         return self._out(chosen[chosen != _GONE][::-1])
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks that are taken out in one step."""
+        return max(1, self.slots_at_once // max((len(group.slot_bytes) for group in self.groups), default=1))
 
     def remove(self, groups: Collection[int]) -> Iterator[Iterator[SomeBlocks]]:
         """Takes out all blocks of groups, step by step. Others may be taken out meanwhile."""
@@ -161,17 +165,27 @@ class LeftBlocks:
         wanted[list(groups)] = True
         begin = self._begin
         while begin < self._end and self.counts[wanted].any():
-            places = self._find(begin, min(begin + LOOKED_AT_ONCE, self._end), wanted)[: self.slots_at_once]
+            places = self._find(begin, min(begin + LOOKED_AT_ONCE, self._end), wanted)[: self.blocks_at_once]
             yield self._out_of_order(places)
-            begin = int(places[-1]) + 1 if len(places) == self.slots_at_once else begin + LOOKED_AT_ONCE
+            begin = int(places[-1]) + 1 if len(places) == self.blocks_at_once else begin + LOOKED_AT_ONCE
 
-    def remove_chosen(self, group: int, choose: Callable[[SomeBlocks], Sequence[bool]]) -> Iterator[list[SomeBlocks]]:
-        """As ``remove``, of one group and only the blocks that are chosen."""
-        begin = self._begin
-        while begin < self._end and self.counts[group]:
-            places = self._find(begin, min(begin + NAMED_AT_ONCE, self._end), np.arange(len(self.groups)) == group)
+    def remove_chosen(
+        self, groups: Collection[int], choose: Callable[[SomeBlocks], Sequence[bool]]
+    ) -> Iterator[Iterator[SomeBlocks]]:
+        """As ``remove``, but only the blocks that are chosen."""
+        wanted = np.zeros(len(self.groups), bool)
+        wanted[list(groups)] = True
+        begin, most = self._begin, self.blocks_at_once
+        while begin < self._end and self.counts[wanted].any():
+            places = self._find(begin, min(begin + NAMED_AT_ONCE, self._end), wanted)
+            # Few runs of one group each, however the groups lie in the order.
+            places = places[np.argsort(self._group_of_kind[self._kind_of[self._order[places]]], kind="stable")]
             chosen = [is_chosen for some in self._some(self._order[places]) for is_chosen in choose(some)]
-            yield list(self._out_of_order(places[np.array(chosen, bool)]))
+            places = places[np.array(chosen, bool)]
+            for at in range(0, max(1, len(places)), most):
+                part = places[at : at + most]
+                part = part[part < self._end]  # others may have been taken out meanwhile
+                yield self._out_of_order(part[self._order[part] != _GONE])
             begin += NAMED_AT_ONCE
 
     def give_up(self, most: int, groups: Collection[int]) -> Iterator[SomeBlocks]:
@@ -197,7 +211,8 @@ class LeftBlocks:
         chosen = self._order[places]
         self._order[places] = _GONE
         while self._begin < self._end and self._order[self._begin] == _GONE:
-            self._begin += 1
+            stays = self._order[self._begin : min(self._begin + LOOKED_AT_ONCE, self._end)] != _GONE
+            self._begin += int(stays.argmax()) or len(stays)
         return self._out(chosen)
 
     def _out(self, chosen: Numbers) -> Iterator[SomeBlocks]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from kvoffd import __version__
+from kvoffd.cache.adopt import LOOKED_FOR_BYTES
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import BadGeometry, KvoffdError, UnknownNamespace
 from kvoffd.server.admission import may_administer
@@ -250,6 +251,8 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     namespace = context.cache.namespace(message.namespace)
     context.check_key_count(namespace, message.groups)
     nbytes = _nbytes(message.groups)
+    if namespace.left_blocks:
+        nbytes += LOOKED_FOR_BYTES * sum(len(part.keys) // namespace.key_bytes for part in message.groups)
     memory = context.cache.memory
     memory.claim(session.id, nbytes)  # for the turns of others
     try:
