@@ -12,7 +12,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import Promoter, prefix_run, run_end, window_run
+from kvoffd.tiering.promotion import Promoter, in_turn, prefix_run, window_run
 from kvoffd.tiering.shared import SharedTiering
 from kvoffd.tiering.transfers import TierTransfers, tier_key
 from kvoffd.tiers.tier import AskedTier, Tier, TierBlock, TierKey
@@ -92,27 +92,14 @@ class TieringManager:
     def find(
         self, namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytes]
     ) -> list[bytes]:
-        # Groups that need their whole past go first: they say how far windows are of use.
         answer = [bytearray(state) for state in states]
-        limit_tokens: int | None = None
-        windows: list[int] = []
-        for number, (group, keys) in enumerate(groups):
-            spec = namespace.groups[group]
-            if spec.window_tokens or "mamba" in spec.kind:
-                windows.append(number)
-                continue
-            available = self._available(namespace, group, keys, states[number])
-            places = prefix_run(states[number], keys, available) if available is not None else []
-            self._request(namespace, group, keys, places, answer[number])
-            end = run_end(answer[number]) * spec.tokens_per_block
-            limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
-        for number in windows:
-            group, keys = groups[number]
-            spec = namespace.groups[group]
-            known = limit_tokens is not None and spec.tokens_per_block
-            limit = limit_tokens // spec.tokens_per_block if known and limit_tokens is not None else len(keys)
-            if (available := self._available(namespace, group, keys, states[number])) is not None:
-                places = window_run(states[number], keys, spec, limit, available)
+        for number, limit in in_turn(namespace, groups, answer):
+            (group, keys), found = groups[number], states[number]
+            if (available := self._available(namespace, group, keys, found)) is not None:
+                if limit is None:
+                    places = prefix_run(found, keys, available)
+                else:
+                    places = window_run(found, keys, namespace.groups[group], limit, available)
                 self._request(namespace, group, keys, places, answer[number])
         for shared in self.shared:
             shared.find(namespace, groups, answer)

@@ -6,7 +6,7 @@ There is a bounded queue, a bound on the bytes under way, and a deadline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvoffd.cache.cache import BlockCache
@@ -68,6 +68,29 @@ def window_run(
         if run == needed or (run and not place):
             return [at for at in range(place, place + run) if states[at] != READY]
     return []
+
+
+def in_turn(
+    namespace: Namespace, groups: Sequence[tuple[int, list[bytes]]], states: Sequence[bytearray]
+) -> Iterator[tuple[int, int | None]]:
+    """The groups of a lookup by their number, and of how many keys a window may be of use; None for whole pasts.
+
+    Groups that need their whole past come first: by then ``states`` say how far these go, and windows only so far.
+    """
+    limit_tokens: int | None = None
+    windows: list[int] = []
+    for number, (group, _) in enumerate(groups):
+        spec = namespace.groups[group]
+        if spec.window_tokens or "mamba" in spec.kind:
+            windows.append(number)
+            continue
+        yield number, None
+        end = run_end(states[number]) * spec.tokens_per_block
+        limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
+    for number in windows:
+        group, keys = groups[number]
+        tokens = namespace.groups[group].tokens_per_block
+        yield number, limit_tokens // tokens if limit_tokens is not None and tokens else len(keys)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.demotion import Demoter
-from kvoffd.tiering.promotion import SETTLED, Promoter, run_end, window_run
+from kvoffd.tiering.promotion import SETTLED, Promoter, in_turn, run_end, window_run
 from kvoffd.tiering.transfers import TierTransfers
 from kvoffd.tiers.tier import Answer, AskedTier, TierKey
 from kvoffd_proto.messages import ABSENT, SHARED
@@ -53,27 +53,16 @@ class SharedTiering:
         """Mark SHARED the absent keys that are asked for or come up; ``states`` has what pool and disks have."""
         if not self.serves(namespace):
             return
-        limit_tokens: int | None = None
-        windows: list[int] = []
         asking = False
-        for number, (group, keys) in enumerate(groups):
-            spec = namespace.groups[group]
-            if spec.window_tokens or "mamba" in spec.kind:
-                windows.append(number)
-                continue
-            start = run_end(states[number])
-            stop = start + MOST_KEYS
-            asking |= self._find_run(namespace, group, keys[start:stop], memoryview(states[number])[start:stop])
-            end = run_end(states[number]) * spec.tokens_per_block
-            limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
-        for number in windows:
-            group, keys = groups[number]
-            spec = namespace.groups[group]
-            known = limit_tokens is not None and spec.tokens_per_block
-            stop = limit_tokens // spec.tokens_per_block if known and limit_tokens is not None else len(keys)
-            start = max(0, stop - self.tier.most_window_keys)
-            part = memoryview(states[number])[start:stop]
-            self._find_window(namespace, group, keys[start:stop], part, wait=asking)
+        for number, limit in in_turn(namespace, groups, states):
+            (group, keys), found = groups[number], memoryview(states[number])
+            if limit is None:
+                start = run_end(states[number])
+                stop = start + MOST_KEYS
+                asking |= self._find_run(namespace, group, keys[start:stop], found[start:stop])
+            else:
+                start = max(0, limit - self.tier.most_window_keys)
+                self._find_window(namespace, group, keys[start:limit], found[start:limit], wait=asking)
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether the tier can be asked for keys of a namespace."""

@@ -205,7 +205,7 @@ def describe_gap(sequence: int, last: int | None) -> str:
     if last is None or sequence == last + 1:
         return ""
     if sequence <= last:
-        return "The daemon was restarted: its pool is empty and its events count from the start again."
+        return "The daemon was restarted: its events count from the start again."
     missing = sequence - last - 1
     return f"{missing} event message{plural(missing)} before number {sequence} did not arrive here."
 
