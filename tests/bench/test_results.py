@@ -12,7 +12,6 @@ from kvoffd_client.bench.results import (
     BenchFailed,
     Cost,
     Curve,
-    GpuFacts,
     Report,
     Result,
     check_plot,
@@ -21,6 +20,7 @@ from kvoffd_client.bench.results import (
     percentile,
 )
 from kvoffd_client.cli import bench_commands
+from kvoffd_client.cli.json_objects import BenchGpu
 
 REPORT = Report(
     "copy",
@@ -51,7 +51,7 @@ def test_the_object_has_the_promised_shape() -> None:
 
 
 def test_cores_are_told_for_each_gpu() -> None:
-    gpu = GpuFacts("Stub", "GPU-1", "13.0", 0, None)
+    gpu = BenchGpu("Stub", "GPU-1", "13.0", 0, None)
     report = Report("copy", "floor", [Result("store", 40.0, "GB/s", 55.0, Cost(0.04, "GB", 0.03))], gpu=gpu)
     (line,) = bench_commands._core_lines(report.results)
     assert line == "cores for each GPU at 55 GB/s: 2.20, checksums 1.65 of them: store"

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from support.daemon import DaemonProcess
 
-from kvoffd_client.bench.results import Cost, GpuFacts, Report, Result
+from kvoffd_client.bench.results import Cost, Report, Result
 from kvoffd_client.cli import main
 from kvoffd_client.cli.app import command_tree
-from kvoffd_client.cli.json_objects import BenchReport, Disks, SharedTiers
+from kvoffd_client.cli.json_objects import BenchGpu, BenchReport, Disks, SharedTiers
 from kvoffd_client.cli.json_output import describe, to_json, to_plain
 from kvoffd_client.cli.monitor_commands import event_object
 from kvoffd_client.cli.reference import JSON, page
@@ -92,7 +92,7 @@ def test_blocks_and_files_have_the_keys_that_their_help_names(cli: Cli, tmp_path
 
 
 def test_benches_events_and_disks_have_the_keys_that_their_help_names(busy: StatsReply) -> None:
-    gpu = GpuFacts("H200", "GPU-1", "575, CUDA 12.9", 0, None)
+    gpu = BenchGpu("H200", "GPU-1", "575, CUDA 12.9", 0, None)
     results = [Result("a", 3.0, "s", 2.0, Cost(1.0, "job", 0.5)), Result("b", 1.0, "s", 1.0)]
     report = Report("lookup", "an echo", results)
     for one in (report, Report("copy", "memcpy", results, gpu=gpu)):

@@ -16,8 +16,9 @@ from kvoffd_client.bench import GPU_JOB_BYTES, GPU_PIECES, HOST_JOB_BYTES, HOST_
 from kvoffd_client.bench.gpu_device import GpuDevice
 from kvoffd_client.bench.host_device import BOTH, DIRECTIONS, LOAD, STORE, Device, HostDevice, Memcpy
 from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import BenchFailed, Cost, CpuMeter, Curve, GpuFacts, Progress, Report, Result
+from kvoffd_client.bench.results import BenchFailed, Cost, CpuMeter, Curve, Progress, Report, Result
 from kvoffd_client.bench.synthetic_engine import BlockIds, SyntheticEngine, random_keys
+from kvoffd_client.cli.json_objects import BenchGpu
 from kvoffd_proto.units import format_size
 
 ROUNDS = 7
@@ -290,7 +291,7 @@ def _curves(device: Device, piece_sizes: Sequence[int], results: Sequence[Result
     ]
 
 
-def _let_daemon_use_gpu(stack: ExitStack, directory: Path, progress: Progress, gpu: GpuDevice) -> GpuFacts:
+def _let_daemon_use_gpu(stack: ExitStack, directory: Path, progress: Progress, gpu: GpuDevice) -> BenchGpu:
     """Register an engine on the GPU until ``stack`` ends, and wait until the daemon has pinned the pool."""
     progress("what the daemon takes of the GPU")
     with AdminClient(directory) as admin:
@@ -300,7 +301,7 @@ def _let_daemon_use_gpu(stack: ExitStack, directory: Path, progress: Progress, g
         stack.enter_context(SyntheticEngine(directory, "copy", 1, 1, PAGE_BYTES, memory))
         unlockable = _wait_pinned(admin)
         taken = None if in_use else before - gpu.free_bytes
-    return GpuFacts(gpu.name, gpu.uuid, gpu.driver_version, unlockable, taken)
+    return BenchGpu(gpu.name, gpu.uuid, gpu.driver_version, unlockable, taken)
 
 
 def _wait_gpu_unused(admin: AdminClient) -> bool:

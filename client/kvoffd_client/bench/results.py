@@ -13,8 +13,10 @@ from pathlib import Path
 from statistics import median
 
 import zmq
+from msgspec import structs
 
 from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.json_objects import BenchGpu
 from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.units import format_size
@@ -93,25 +95,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class GpuFacts:
-    """What makes results on a GPU comparable, and what the daemon takes of its memory.
-
-    Attributes:
-        uuid: UUID of the GPU, or of the MIG instance.
-        driver: release of the driver and the CUDA version it knows.
-        unlockable_bytes: bytes of the pool that the driver refused to pin, so that their copies are slow.
-        daemon_bytes: by how much the GPU's free memory shrank while the daemon took it into use; None where the daemon
-            had a GPU in use already.
-    """
-
-    name: str
-    uuid: str
-    driver: str
-    unlockable_bytes: int
-    daemon_bytes: int | None
-
-
-@dataclass(frozen=True)
 class Report:
     """All results of one bench.
 
@@ -126,11 +109,11 @@ class Report:
     floor: str
     results: Sequence[Result]
     curves: Sequence[Curve] = ()
-    gpu: GpuFacts | None = None
+    gpu: BenchGpu | None = None
 
     def to_object(self) -> dict[str, object]:
         """Return the object that ``--json`` prints."""
-        gpu = {} if self.gpu is None else {"gpu": asdict(self.gpu)}
+        gpu = {} if self.gpu is None else {"gpu": structs.asdict(self.gpu)}
         return {
             "bench": self.bench,
             "machine": machine(),

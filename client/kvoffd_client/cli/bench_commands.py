@@ -39,14 +39,14 @@ from kvoffd_client.bench import (
     SHARED_KEYS,
 )
 from kvoffd_client.cli.console import Column, Listing, print_line, print_list
-from kvoffd_client.cli.json_objects import BenchReport
+from kvoffd_client.cli.json_objects import BenchGpu, BenchReport
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
 
 if TYPE_CHECKING:
     # Each command imports its bench itself: the engine's side of the client would make other commands start slowly.
-    from kvoffd_client.bench.results import GpuFacts, Progress, Report, Result
+    from kvoffd_client.bench.results import Progress, Report, Result
 
 Bench: TypeAlias = "Callable[[Path, Progress], Report]"
 PIECE_STEP_BYTES = 4096
@@ -105,6 +105,8 @@ same kinds of socket. Fences for stores that were just sent, with how many of th
 sequence in {BLOCK_STEPS} steps of {JOBS_STEP_S * 1e3:.0f} ms, with the daemon's CPU time a second, and lookups
 meanwhile.
 """
+
+TOKENS_HELP = f"Tokens of the prompts; may be given repeatedly. {list(NEW_PROMPT_TOKENS)}"
 
 bench_app = typer.Typer(help="Measure a running daemon.", rich_markup_mode=None)
 
@@ -229,10 +231,7 @@ def engine(
     context: typer.Context,
     directory: Directory = None,
     tokens: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--tokens", min=BLOCK_TOKENS, max=100_000, help="Tokens of the prompts; may be given repeatedly. [64, 1024]"
-        ),
+        list[int] | None, typer.Option("--tokens", min=BLOCK_TOKENS, max=100_000, help=TOKENS_HELP)
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, max=1000, help="How often the engines take turns.")] = 8,
     prompts: Annotated[
@@ -342,7 +341,7 @@ def _core_lines(results: Sequence[Result]) -> Iterator[str]:
             )
 
 
-def _gpu_lines(gpu: GpuFacts) -> Iterator[str]:
+def _gpu_lines(gpu: BenchGpu) -> Iterator[str]:
     """Yield lines about the GPU and the memory that the daemon takes of it."""
     yield f"GPU: {gpu.name}, {gpu.uuid}, driver {gpu.driver}"
     if gpu.daemon_bytes is None:

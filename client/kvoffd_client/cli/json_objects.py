@@ -226,7 +226,7 @@ class BenchGpu(Struct, frozen=True):
     uuid: Annotated[str, doc("UUID of the GPU, or of the MIG instance.")]
     driver: Annotated[str, doc("Release of the driver and the CUDA version it knows.")]
     unlockable_bytes: Annotated[ByteCount, doc("Bytes of the pool that the driver would not pin.")]
-    daemon_bytes: Annotated[ByteCount | None, doc("The daemon's memory on the GPU; null if not measured.")]
+    daemon_bytes: Annotated[ByteCount | None, doc("The daemon's memory on the GPU; null if it had one in use before.")]
 
 
 class BenchReport(Struct, frozen=True):
