@@ -10,26 +10,19 @@ from __future__ import annotations
 import os
 import queue
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from support.redis_server import RedisCluster, RedisServer  # noqa: E402
-
-from kvoffd.pool.table_format import digest  # noqa: E402
-from kvoffd.tiers.shared.cluster import slot_of  # noqa: E402
-from kvoffd.tiers.shared.object_format import key_prefix  # noqa: E402
-from kvoffd.tiers.shared.redis import Redis  # noqa: E402
-from kvoffd.tiers.shared.shared_tier import SharedTier  # noqa: E402
-from kvoffd.tiers.shared.store import Credentials, open_store  # noqa: E402
-from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard  # noqa: E402
+from kvoffd.pool.table_format import digest
+from kvoffd.tiers.shared.cluster import slot_of
+from kvoffd.tiers.shared.object_format import key_prefix
+from kvoffd.tiers.shared.redis import Redis
+from kvoffd.tiers.shared.shared_tier import SharedTier
+from kvoffd.tiers.shared.store import Credentials, open_store
+from kvoffd.tiers.tier import Answer, Tier, TierBlock, TierKey, TierResult, TierShard
+from tests.support.redis_server import RedisCluster, RedisServer
 
 MIB = 1 << 20
 BATCH, ROUNDS = 32, 10
@@ -99,6 +92,18 @@ class Node:
         assert ended.count(TierResult.DONE) >= len(blocks) // 2
         return ended.count(TierResult.DONE) * blocks[0].nbytes
 
+    def round(self, number: int, size: int, writes: Figure, reads: Figure) -> None:
+        """Write blocks of new keys, find them, and read them back."""
+        shards = [TierShard(size, 0, digest(self.pool[slot * size : (slot + 1) * size])) for slot in range(BATCH)]
+        blocks = [
+            TierBlock(TierKey(FINGERPRINT, 0, (size + BATCH * number + slot).to_bytes(32, "big")), (shard,))
+            for slot, shard in enumerate(shards)
+        ]
+        until = time.monotonic() + 60
+        writes.round(lambda: self.move(lambda block, at, done: self.tier.write(block, [at], done), blocks))
+        self.ask([block.id.key for block in blocks], size)
+        reads.round(lambda: self.move(lambda block, at, done: self.tier.read(block.id, [at], until, done), blocks))
+
     def ask(self, keys: list[bytes], length: int) -> None:
         self.tier.remove_namespace(FINGERPRINT)
         self.tier.ask(FINGERPRINT, 0, [length], keys, prefix=True)
@@ -139,17 +144,7 @@ def measure(url: str, size: int) -> Iterator[str]:
     node = Node(url)
     writes, reads = Figure("  write"), Figure("  read")
     for number in range(ROUNDS):
-        shards = [TierShard(size, 0, digest(node.pool[slot * size : (slot + 1) * size])) for slot in range(BATCH)]
-        blocks = [
-            TierBlock(TierKey(FINGERPRINT, 0, (size + BATCH * number + slot).to_bytes(32, "big")), (shard,))
-            for slot, shard in enumerate(shards)
-        ]
-        writes.round(partial(node.move, lambda block, at, done: node.tier.write(block, [at], done), blocks))
-        node.ask([block.id.key for block in blocks], size)
-        until = time.monotonic() + 30
-        reads.round(
-            partial(node.move, lambda block, at, done, until=until: node.tier.read(block.id, [at], until, done), blocks)
-        )
+        node.round(number, size, writes, reads)
     assert node.tier.close(5.0)
     yield writes.line(floors[True])
     yield reads.line(floors[False])

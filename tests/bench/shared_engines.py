@@ -17,15 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from support.daemon import DaemonProcess  # noqa: E402
-from support.engine import EngineProcess, prompt, wait_connected  # noqa: E402
-from support.models import make_tiny_llama  # noqa: E402
-from support.redis_server import RedisServer  # noqa: E402
-
-from kvoffd_client import AdminClient  # noqa: E402
+from kvoffd_client import AdminClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import EngineProcess, prompt, wait_connected
+from tests.support.models import make_tiny_llama
+from tests.support.redis_server import RedisServer
 
 TURNS = 120
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 8, 120, 8

@@ -22,17 +22,13 @@ from functools import partial
 from itertools import chain, count
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from support.daemon import DaemonProcess  # noqa: E402
-from support.faulty_bucket import FaultyBucket  # noqa: E402
-from support.redis_server import RedisCluster, RedisServer  # noqa: E402
-from support.waiting import wait_until  # noqa: E402
-
-from kvoffd_client import AdminClient  # noqa: E402
-from kvoffd_client.testing import FakeEngine  # noqa: E402
-from kvoffd_proto.messages import SharedStats  # noqa: E402
+from kvoffd_client import AdminClient
+from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import SharedStats
+from tests.support.daemon import DaemonProcess
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.redis_server import RedisCluster, RedisServer
+from tests.support.waiting import wait_until
 
 PAGE, BLOCKS, KEYS_A_LOOKUP = 65536, 32, 64
 FIRST_LOOKUPS, LOOKUPS = 40, 10_000

@@ -12,29 +12,23 @@ import asyncio
 import os
 import select
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import obstore
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from support.faulty_bucket import FaultyBucket  # noqa: E402
-from support.s3_server import PROGRAM, S3Server  # noqa: E402
-
-from kvoffd.pool.table_format import digest  # noqa: E402
-from kvoffd.tiers.shared.s3 import S3, open_bucket  # noqa: E402
-from kvoffd.tiers.shared.store import Credentials  # noqa: E402
-from kvoffd.tiers.shared.workers import READERS  # noqa: E402
-from kvoffd.tiers.tier import TierBlock, TierKey, TierShard  # noqa: E402
-from tests.bench.shared import BATCH, FINGERPRINT, MIB, Figure, Node  # noqa: E402
+from kvoffd.pool.table_format import digest
+from kvoffd.tiers.shared.s3 import S3, open_bucket
+from kvoffd.tiers.shared.store import Credentials
+from kvoffd.tiers.shared.workers import READERS
+from kvoffd.tiers.tier import TierBlock, TierKey, TierShard
+from tests.bench.shared import BATCH, FINGERPRINT, MIB, Figure, Node
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.s3_server import PROGRAM, S3Server
 
 ROUNDS = 6
 HEADS = 50
@@ -78,7 +72,6 @@ def throughput(url: str) -> Iterator[str]:
     client = open_bucket(url, SECRETS).client
     node = Node(url, SECRETS)
     figures = [Figure(f"  {name}") for name in ("bare write", "bare read", "write", "read")]
-    shards = [TierShard(MIB, 0, digest(node.pool[slot * MIB : (slot + 1) * MIB])) for slot in range(BATCH)]
     views = [node.pool[slot * MIB : (slot + 1) * MIB] for slot in range(BATCH)]
 
     async def get(path: str, view: memoryview) -> None:
@@ -94,16 +87,7 @@ def throughput(url: str) -> Iterator[str]:
         figures[0].round(partial(bare, puts, S3.writers * S3.blocks_at_once))
         gets = [partial(get, *one) for one in zip(paths, views, strict=True)]
         figures[1].round(partial(bare, gets, READERS * S3.blocks_at_once))
-        blocks = [
-            TierBlock(TierKey(FINGERPRINT, 0, (BATCH * number + slot).to_bytes(32, "big")), (shard,))
-            for slot, shard in enumerate(shards)
-        ]
-        figures[2].round(partial(node.move, lambda block, at, done: node.tier.write(block, [at], done), blocks))
-        node.ask([block.id.key for block in blocks], MIB)
-        until = time.monotonic() + 30
-        figures[3].round(
-            partial(node.move, lambda block, at, done, until=until: node.tier.read(block.id, [at], until, done), blocks)
-        )
+        node.round(number, MIB, *figures[2:])
     assert node.tier.close(5.0)
     for own, floor in ((figures[2], figures[0]), (figures[3], figures[1])):
         yield floor.line()

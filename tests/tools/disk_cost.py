@@ -1,4 +1,4 @@
-"""What stores and loads of the pool lose while the disk writes: ``python tests/tools/disk_cost.py DIRECTORY``.
+"""What stores and loads of the pool lose while the disk writes: ``python -m tests.tools.disk_cost DIRECTORY``.
 
 Two daemons, one with a disk in DIRECTORY that takes every block, are used in turn by engines of the same shape. Before
 the measured stores and loads of the one with the disk so much is stored that it writes all the while; what it wrote
@@ -14,13 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support.daemon import DaemonProcess
-
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.copy_bench import CopyJobs
 from kvoffd_client.bench.synthetic_engine import SyntheticEngine
+from tests.support.daemon import DaemonProcess
 
 MIB = 2**20
 LAYERS = 16
