@@ -80,6 +80,7 @@ def serve(config: Config) -> int:
 
 def simulate(given: argparse.Namespace) -> int:
     """Replay a trace and print what policies make of it."""
+    from kvoffd.errors import KvoffdError
     from kvoffd.simulate.command import simulate as run
 
     try:
@@ -88,7 +89,7 @@ def simulate(given: argparse.Namespace) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         return _refuse(f"{given.file} cannot be read ({error.strerror}).", given_log_format({}, os.environ))
-    except ValueError as error:
+    except (ValueError, KvoffdError) as error:
         return _refuse(str(error), given_log_format({}, os.environ))
 
 

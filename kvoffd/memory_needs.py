@@ -83,5 +83,6 @@ def shortage_told(config: Config, limit: MemoryLimit) -> str:
         return ""
     return (
         f"Beside its pool the daemon may come to need {format_size(beside)}, and {format_size(limit.bytes)} are left "
-        f"({limit.source}): it may be ended for want of memory. Give it more, or choose a smaller pool_size."
+        f"({limit.source}): it may be ended for want of memory. Give it more, or choose a smaller "
+        f"{'index_size or ' if config.index_bytes else ''}pool_size."
     )

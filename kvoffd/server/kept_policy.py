@@ -1,6 +1,6 @@
 """What a policy knows, in a file beside the pool's, from one daemon to the next.
 
-A file that is damaged, another user's or another policy's is no obstacle: the policy learns anew, and the log says so.
+A file that is damaged, another user's or another policy's is no obstacle: the policy begins without it, and the log says so.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class KeptPolicy:
         try:
             name, _, record = self._file.read().partition(b"\n")
             if name != self._name:
-                raise OfNoUse(f"it is not of the policy {self._name.decode()}")
+                raise OfNoUse(f"it is not of the policy {self._name.decode()}" if name else "it is empty")
             self._policy.go_on(record)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             path = self._file.path
-            logger.warning("What a policy knew, in %s, is of no use: %s. The policy learns anew.", path, error)
+            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, error)
 
     def tick(self) -> None:
         """Write the file where that is due, in a thread: a daemon that is killed leaves what it knew then."""

@@ -89,7 +89,34 @@ def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     text = told(flat, info(1))["size"]
     assert "More memory brings nothing: with ten times as much it would be 26.0 %." in text
     assert "2.00 GiB would find nearly as much as the pool does." in text
+    cold = told(structs.replace(served, curve=curve(*[0] * 10, 9, 36, 36)), info(1))["size"]
+    assert "Twice the memory would find 0.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in cold
+    assert cold.endswith("there is little more.")
     assert "fit into it: more memory brings nothing yet" in told(structs.replace(served, curve_seen_bytes=GIB))["size"]
+
+
+def test_what_the_estimates_leave_out_is_said(served: StatsReply) -> None:
+    capped = structs.replace(served, namespaces=[counted(1, maximum_bytes=GIB)])
+    with_lru = "; with lru, without limits of namespaces, it would be 26.0 %, and what follows is for that."
+    assert with_lru in told(capped, info(1))["size"]
+    own = "; the estimate for this size, without limits of namespaces, is 26.0 %, and what follows is by the estimate."
+    assert own in told(structs.replace(capped, policy="lru"), info(1))["size"]
+    assert "20.0 GiB. Twice" in told(structs.replace(served, policy="lru", curve=curve(found=0.255)), info(1))["size"]
+
+
+def test_a_full_index_is_named_with_the_size_that_it_needs(served: StatsReply) -> None:
+    def filled(ready_bytes: int, counted_bytes: int) -> dict[str, str]:
+        pool = structs.replace(
+            served.pool, pool_bytes=20 * GIB, ready_bytes=ready_bytes, index_counted_bytes=counted_bytes,
+            index_limit_bytes=GIB,
+        )  # fmt: skip
+        return told(structs.replace(served, pool=pool), info(1))
+
+    assert "full_index" not in filled(5 * GIB, GIB // 2) | filled(20 * GIB, GIB)
+    full = filled(5 * GIB, GIB)
+    assert full["full_index"].startswith("The index is full with 5.00 GiB of blocks in a pool of 20.0 GiB: blocks are")
+    assert "the whole pool needs 4.00 GiB" in full["full_index"]
+    assert "with lru, without a full index, it would be 26.0 %" in full["size"]
 
 
 def test_whether_storing_pays(served: StatsReply) -> None:

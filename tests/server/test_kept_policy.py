@@ -59,7 +59,7 @@ def test_it_is_written_beside_the_pool_file_and_read_by_the_next_daemon(pool_fil
         assert kept.read_bytes().startswith(b"learned\n")
         daemon.start()
         assert stats(daemon.directory).ghost_keys == known
-        assert "learns anew" not in daemon.log
+        assert "begins without" not in daemon.log
         daemon.stop()
 
 
@@ -83,6 +83,7 @@ def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -
         for damage, sentence in (
             (good[:-1], "its checksum is wrong"),
             (good[:10], "it is cut off"),
+            (b"", "it is empty"),
             (b"gate\n", "it is not of the policy learned"),
             (of_format(7, good), "its format is 7, not 3"),
             (bytes(17 << 20), "more than"),
@@ -90,7 +91,7 @@ def test_what_is_of_no_use_is_said_and_the_policy_learns_anew(pool_file: Path) -
             kept.write_bytes(damage)
             daemon.start()
             assert sentence in daemon.log
-            assert "The policy learns anew." in daemon.log
+            assert "The policy begins without it." in daemon.log
             assert stats(daemon.directory).ghost_keys == 0
             daemon.stop()
         kept.unlink()

@@ -20,9 +20,10 @@ from kvoffd_client.cli.console import (
 )
 from kvoffd_client.cli.json_objects import Advice, AdviceGiven
 from kvoffd_client.cli.json_output import print_json
+from kvoffd_client.cli.pool_notes import FULL_INDEX, index_is_full
 from kvoffd_client.cli.target import Directory, Json, open_admin
 from kvoffd_client.namespace_spec import differences, differing_fields
-from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+from kvoffd_proto.messages import BENCH_LABEL, HitCurve, NamespaceInfo, NamespaceStats, PoolStats, StatsReply
 from kvoffd_proto.units import format_count, format_duration, format_size
 
 FEWEST_LOOKUPS = 100
@@ -90,6 +91,7 @@ def advice_of(stats: StatsReply, namespaces: Sequence[NamespaceInfo]) -> AdviceG
         few = f"Only {format_count(lookups)} request{plural(lookups)}" if lookups else "No request"
         text = f"{few} so far: too few to tell; ask again after {FEWEST_LOOKUPS} of them."
         found.append(Advice("too_little_traffic", text, None, {"requests": lookups}))
+    found += _full_index(stats.pool)
     found += _small_shards(namespaces)
     found += _apart(namespaces)
     return AdviceGiven(enough, found)
@@ -145,7 +147,8 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         part = "" if timed > 0.99 * tokens else f" for {percent(timed, tokens)} of them"
         text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."
     elif tokens:
-        text += " How fast they compute prompts no engine has told, so that the time is not known."
+        text += " How fast they compute prompts no engine has told, so that the time is not known: engines measure that"
+        text += " while they are busy with prompts, in five steps in a row."
     if gone := _of_forgotten(stats, "loaded_bytes"):
         text += f" {format_size(gone)} more they loaded in namespaces that were empty and are forgotten by now."
         figures["forgotten_bytes"] = gone
@@ -159,7 +162,13 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     own = 100 * curve.found_tokens / curve.asked_tokens
     figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
     text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
-    text += "." if stats.policy == "lru" else f"; with lru it would be {now:.1f} %, and what follows is for lru."
+    without = _not_estimated(stats)
+    if stats.policy != "lru":
+        text += f"; with lru{without} it would be {now:.1f} %, and what follows is for {(without and 'that') or 'lru'}."
+    elif abs(own - now) < POINTS:
+        text += "."
+    else:
+        text += f"; the estimate for this size{without} is {now:.1f} %, and what follows is by the estimate."
     if seen < pool:
         text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
         text += " nothing yet."
@@ -172,7 +181,9 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
         if near < max(ratios):
             text += f" Beyond {format_size(near * pool)} there is little more."
     least = min(size for size, at in ratios.items() if now - at < POINTS)
-    if least < 1:
+    if now < POINTS:
+        pass  # whatever is smaller finds nearly as much
+    elif least < 1:
         text += f" {format_size(least * pool)} would find nearly as much as the pool does."
     else:
         text += f" Half the memory would find {ratios[0.5]:.1f} %."
@@ -181,6 +192,31 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
         near = min(ratios, key=lambda at: abs(at * pool - pool - size))
         text += f" With the disks, {format_size(size)}, there is room for about {ratios[near]:.1f} %."
     yield Advice("size", text, None, figures)
+
+
+def _not_estimated(stats: StatsReply) -> str:
+    """What the estimates do without and the pool does not."""
+    limits = ((one.minimum_bytes, one.maximum_bytes, one.weight) for one in stats.namespaces)
+    there = {
+        "limits of namespaces": any(least or most is not None or weight is not None for least, most, weight in limits),
+        "a full index": index_is_full(stats.pool),
+    }
+    named = " and ".join(name for name, is_there in there.items() if is_there)
+    return f", without {named}," if named else ""
+
+
+def _full_index(pool: PoolStats) -> Iterator[Advice]:
+    if not index_is_full(pool) or pool.ready_bytes >= FULL_INDEX * pool.pool_bytes:
+        return
+    wanted = pool.index_counted_bytes * pool.pool_bytes / max(1, pool.ready_bytes)
+    text = (
+        f"The index is full with {format_size(pool.ready_bytes)} of blocks in a pool of "
+        f"{format_size(pool.pool_bytes)}: blocks are evicted for want of index_size, "
+        f"{format_size(pool.index_limit_bytes)}. For blocks of this size the whole pool needs "
+        f"{format_size(wanted)}, which the daemon's memory must have room for."
+    )
+    figures = {"ready_bytes": pool.ready_bytes, "pool_bytes": pool.pool_bytes, "index_size_bytes": wanted}
+    yield Advice("full_index", text, None, figures)
 
 
 def _writes(stats: StatsReply) -> Iterator[Advice]:

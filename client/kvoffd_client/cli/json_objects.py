@@ -244,11 +244,11 @@ class Advice(Struct, frozen=True):
     topic: Annotated[
         Literal[
             "too_little_traffic", "saved", "size", "stores", "disk_writes", "starving", "no_hits", "disks_late",
-            "slow_copies", "block_size", "small_shards", "apart",
+            "slow_copies", "block_size", "full_index", "small_shards", "apart",
         ],
         doc(
             "What it is about: too_little_traffic, saved, size, stores, disk_writes, starving, no_hits, disks_late, "
-            "slow_copies, block_size, small_shards, or apart."
+            "slow_copies, block_size, full_index, small_shards, or apart."
         ),
     ]  # fmt: skip
     text: Annotated[str, doc("The sentences.")]

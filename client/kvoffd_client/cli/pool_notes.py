@@ -12,12 +12,17 @@ FULL_INDEX = 0.98
 """From this share of its limit on the index makes blocks go, and not the pool."""
 
 
+def index_is_full(pool: PoolStats) -> bool:
+    """Whether blocks go for want of room in the index."""
+    return pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes > 0
+
+
 def index_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     """What the index of the blocks takes, and what it may."""
     if pool.index_block_bytes:
         taken, counted, limit = map(format_size, (pool.index_bytes, pool.index_counted_bytes, pool.index_limit_bytes))
         yield f"index {taken}, {pool.index_block_bytes:.0f} bytes a block; counted as {counted} of {limit}", "dim"
-        if pool.index_counted_bytes >= FULL_INDEX * pool.index_limit_bytes:
+        if index_is_full(pool):
             yield "blocks are evicted since the index is full: raise index_size", "yellow"
 
 

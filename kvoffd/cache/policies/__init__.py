@@ -14,6 +14,9 @@ from math import inf
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
+from kvoffd.errors import KvoffdError
+from kvoffd_proto.errors import ErrorCode
+
 if TYPE_CHECKING:  # the names are also needed where the cache is not, by the command line
     from kvoffd.cache.namespace import Block, Namespace
     from kvoffd_proto.messages import KeyWorth, PolicyClass
@@ -151,9 +154,19 @@ class AdmitsAll:
 
 
 def make_policy(name: str, pool_bytes: int) -> EvictionPolicy:
-    """A new policy by its name, for a pool of so many bytes. Raises ValueError with the names there are."""
+    """A new policy by its name, for a pool of so many bytes.
+
+    Raises:
+        ValueError: there is none of this name; the sentence has those there are.
+        KvoffdError: it is another package's, which cannot make it.
+    """
     if name not in POLICY_NAMES:
         raise ValueError(f"There is no eviction policy {name!r}; choose one of {', '.join(POLICY_NAMES)}.")
-    own = name == DEFAULT_POLICY or name in _OWN
-    made = import_module(f"{__name__}.{name}").Policy if own else _OTHERS[name].load()
-    return cast(EvictionPolicy, made(pool_bytes))
+    if name == DEFAULT_POLICY or name in _OWN:
+        return cast(EvictionPolicy, import_module(f"{__name__}.{name}").Policy(pool_bytes))
+    point = _OTHERS[name]
+    try:
+        return cast(EvictionPolicy, point.load()(pool_bytes))
+    except Exception as error:
+        why = f"The eviction policy {name}, {point.value}, cannot be made: {type(error).__name__}: {error}."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT) from error

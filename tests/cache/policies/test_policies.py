@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 from support.cache_harness import CacheHarness, keys_of
 from support.invariants import check_invariants
 
+from kvoffd.cache import policies
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.cache.policies import POLICY_NAMES, Chain, EvictionPolicy, make_policy
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
+from kvoffd.errors import KvoffdError
 from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY
 
 
@@ -149,6 +153,25 @@ def test_touching_nothing_changes_nothing(policy: EvictionPolicy) -> None:
 def test_an_unknown_policy_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match="learned, arc, gate, lru"):
         make_policy("fifo", 1 << 20)
+
+
+def _raises(pool_bytes: int) -> object:
+    raise RuntimeError("no licence")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        ("no_such_module:x", "No module named"),
+        (f"{__name__}:missing", "has no attribute 'missing'"),
+        (f"{__name__}:_raises", "RuntimeError: no licence"),
+    ],
+)
+def test_a_policy_of_another_package_that_fails_is_named(place: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "_OTHERS", {"mine": EntryPoint("mine", place, policies.ENTRY_POINTS)})
+    monkeypatch.setattr(policies, "POLICY_NAMES", (*policies.POLICY_NAMES, "mine"))
+    with pytest.raises(KvoffdError, match=f"eviction policy mine, {place}, cannot be made: .*{why}"):
+        make_policy("mine", 1 << 20)
 
 
 def evict_oldest(policy: EvictionPolicy) -> Block:
