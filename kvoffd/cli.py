@@ -81,9 +81,10 @@ def serve(config: Config) -> int:
 def simulate(given: argparse.Namespace) -> int:
     """Replay a trace and print what policies make of it."""
     from kvoffd.errors import KvoffdError
-    from kvoffd.simulate.command import simulate as run
 
     try:
+        from kvoffd.simulate.command import simulate as run
+
         return run(given)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -1,6 +1,7 @@
 """What a policy knows, in a file beside the pool's, from one daemon to the next.
 
-A file that is damaged, another user's or another policy's is no obstacle: the policy begins without it, and the log says so.
+A file that is damaged, another user's or another policy's is no obstacle: the policy begins without it, and the log
+says so.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
@@ -113,10 +113,13 @@ def _run(trace: Trace, policies: Sequence[str], sizes: Sequence[int]) -> list[Re
     done = context.Value("Q", 0)
     others = set(active_children())
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _begin_worker, (trace, done)) as pool:
-        runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
-        best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
-        left: set[Future[Any]] = {*runs, *best.values()}
         try:
+            # What Ctrl-C raises in a fork would be lost.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            runs = [pool.submit(_replay, policy, blocks) for blocks in reversed(sizes) for policy in policies]
+            best = {blocks: pool.submit(_optimum, blocks) for blocks in sizes}
+            left: set[Future[Any]] = {*runs, *best.values()}
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             while left:
                 finished, left = wait(left, timeout=PROGRESS_S, return_when=FIRST_EXCEPTION)
                 for one in finished:
@@ -146,7 +149,10 @@ class _Worker:
 def _begin_worker(trace: Trace, done: Synchronized[int]) -> None:
     _Worker.trace, _Worker.done = trace, done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # else it would wait for work without end
+    # Else it would wait for work without end.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if (parent := parent_process()) is None or parent.pid != os.getppid():
+        os._exit(1)  # it ended before that
     gc.disable()  # blocks are many and have no cycles
 
 
