@@ -141,7 +141,10 @@ class Redis(Store):
         self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
-        number = decode_generation(self._small_value(deadline) or b"")
+        return self._number(generation_key, self._small_value(deadline) or b"")
+
+    def _number(self, generation_key: bytes, text: bytes) -> int:
+        number = decode_generation(text)
         if number is None:
             raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
         return number
@@ -196,7 +199,7 @@ class Redis(Store):
 
     def text(self, words: Sequence[bytes], deadline: float) -> str:
         """What a command answers that answers with a text of up to 1 MiB."""
-        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+        self._send_words(words, deadline)
         length = self._value_length(deadline)
         if length is None or length > MOST_TEXT_BYTES:
             raise self._broken("A text is missing or too long")
@@ -204,25 +207,23 @@ class Redis(Store):
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it
-            words = [b"SET", generation_key, b"%d" % generation, b"NX"]
-            self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+            self._send_words([b"SET", generation_key, b"%d" % generation, b"NX"], deadline)
             if (line := self._line(deadline)) != b"$-1":
                 self._check(line, b"+")
                 return generation
             seen, _ = self.ask(generation_key, [], deadline, prefix=True)
             if seen >= generation:
                 return seen
-        words = [b"INCRBY", generation_key, b"%d" % (generation - seen)]
-        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
-        number = decode_generation(self._check(self._line(deadline), b":"))
-        if number is None:
-            raise self._broken(f"The value of {generation_key.decode()} is no number of up to 18 digits")
-        return number
+        self._send_words([b"INCRBY", generation_key, b"%d" % (generation - seen)], deadline)
+        return self._number(generation_key, self._check(self._line(deadline), b":"))
 
     # --- RESP ------------------------------------------------------------------------------------
 
-    def _command(self, words: Sequence[bytes], deadline: float) -> None:
+    def _send_words(self, words: Sequence[bytes], deadline: float) -> None:
         self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+
+    def _command(self, words: Sequence[bytes], deadline: float) -> None:
+        self._send_words(words, deadline)
         self._check(self._line(deadline), b"+")
 
     def _check(self, line: bytes, kind: bytes) -> bytes:

@@ -104,14 +104,7 @@ class SharedTier(AskedTier):
         self._full_until = 0.0
         self._draining = False
         self._ended: deque[Callable[[], None]] = deque()
-        self._workers = Workers(
-            stores,
-            self.generation,
-            digest,
-            self.breaker,
-            self,
-            self.ask_deadline_s,
-        )
+        self._workers = Workers(stores, self.generation, digest, self.breaker, self, self.ask_deadline_s)
 
     # --- AskedTier -------------------------------------------------------------------------------
 
