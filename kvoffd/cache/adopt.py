@@ -136,8 +136,7 @@ def _open(record: NamespaceRecord, store: Pool) -> Namespace:
     )
     for rank, shard_bytes in enumerate(record.shard_bytes):
         if shard_bytes is not None:
-            slot_bytes = [store.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes]
-            namespace.fix_shard_bytes(rank, shard_bytes, slot_bytes)
+            namespace.fix_shard_bytes(rank, shard_bytes, list(map(store.slot_bytes, shard_bytes)))
     for rank, shards in enumerate(record.shards[: record.world_size]):
         if shards is not None and tuple(map(shard_bytes_of, shards)) == record.shard_bytes[rank]:
             namespace.describe_shards(rank, shards)

@@ -130,7 +130,7 @@ class BlockCache(LeasedBlocks):
         """
         namespace.check_shard_bytes(rank, shard_bytes)
         news = namespace.shard_bytes(rank) is None
-        namespace.fix_shard_bytes(rank, shard_bytes, [self.slots.slot_bytes(max(nbytes, 1)) for nbytes in shard_bytes])
+        namespace.fix_shard_bytes(rank, shard_bytes, list(map(self.slots.slot_bytes, shard_bytes)))
         if shards is not None:
             nbytes, most = nbytes_of_shards(shards), self.max_namespaces_bytes
             if namespace.nbytes + nbytes <= most // 8 and self.namespaces_bytes + nbytes <= most:

@@ -257,4 +257,4 @@ def _fits(kind: Kind, namespace: NamespaceRecord | None, slot_bytes: Callable[[i
     if sizes is None or kind.group >= len(sizes) or kind.key_bytes != namespace.key_bytes or not kind.has_checksum:
         return False
     nbytes = sizes[kind.group]
-    return kind.length == nbytes and kind.slot_bytes == slot_bytes(max(nbytes, 1))
+    return kind.length == nbytes and kind.slot_bytes == slot_bytes(nbytes)

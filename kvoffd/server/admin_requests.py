@@ -194,7 +194,7 @@ def restore_namespace(
         )
     sizes = [[b.shard_bytes_of(shard) for shard in shards] for shards in message.shards]
     for nbytes in {size for by_group in sizes for size in by_group}:
-        context.cache.slots.slot_bytes(max(nbytes, 1))
+        context.cache.slots.slot_bytes(nbytes)
     for by_group in sizes:
         if len(by_group) != len(message.groups):
             raise BadGeometry(f"A rank has {len(by_group)} groups, the namespace has {len(message.groups)}.")

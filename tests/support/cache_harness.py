@@ -44,7 +44,7 @@ class FakeSlots:
         return rows_of(self.left[offset] for offset in offsets.tolist())
 
     def slot_bytes(self, nbytes: int) -> int:
-        rounded = -(-nbytes // SLOT_UNIT) * SLOT_UNIT
+        rounded = max(1, -(-nbytes // SLOT_UNIT)) * SLOT_UNIT
         if rounded > self.region_bytes:
             raise ShardTooLarge(f"A shard of {nbytes} bytes does not fit a region of {self.region_bytes} bytes.")
         return rounded

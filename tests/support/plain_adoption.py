@@ -106,4 +106,4 @@ def _fits(slot: SlotRecord, namespace: NamespaceRecord, slot_bytes: Callable[[in
     sizes = namespace.shard_bytes[slot.rank]
     if sizes is None or slot.group >= len(sizes) or len(slot.key) != namespace.key_bytes:
         return False
-    return slot.length == sizes[slot.group] and slot.slot_bytes == slot_bytes(max(slot.length, 1))
+    return slot.length == sizes[slot.group] and slot.slot_bytes == slot_bytes(slot.length)
