@@ -88,8 +88,10 @@ def simulate(given: argparse.Namespace) -> int:
         return run(given)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return _end_output()
     except OSError as error:
-        return _refuse(f"{given.file} cannot be read ({error.strerror}).", given_log_format({}, os.environ))
+        return _refuse(f"What it found cannot be printed ({error.strerror}).", given_log_format({}, os.environ))
     except (ValueError, KvoffdError) as error:
         return _refuse(str(error), given_log_format({}, os.environ))
 
@@ -106,8 +108,13 @@ def show(loaded: LoadedConfig, *, as_json: bool) -> int:
     try:
         print(config_as_json(loaded) if as_json else config_as_toml(loaded), end="", flush=True)
     except BrokenPipeError:
-        # The reader, such as head, has seen enough. Python would complain again when it closes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _end_output()
+    return 0
+
+
+def _end_output() -> int:
+    """The reader, such as head, has seen enough. Python would complain again when it closes stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

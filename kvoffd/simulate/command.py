@@ -38,9 +38,12 @@ class Result(NamedTuple):
 
 
 def simulate(given: argparse.Namespace) -> int:
-    """Run ``kvoffd simulate``. Raises ValueError with a sentence, OSError, KeyboardInterrupt."""
+    """Run ``kvoffd simulate``. Raises ValueError with a sentence, KeyboardInterrupt; OSError where it cannot print."""
     policies = _policies(given.policy)
-    trace = read_trace(given.file)
+    try:
+        trace = read_trace(given.file)
+    except OSError as error:
+        raise BadTrace(f"{given.file} cannot be read ({error.strerror}).") from error
     if not trace.accesses:
         raise BadTrace(f"{given.file} has no request; there is nothing to replay.")
     if trace.cut_off:
@@ -54,6 +57,7 @@ def simulate(given: argparse.Namespace) -> int:
         print(_as_table(trace, results), end="")
     if given.plot:
         print(_as_plot(results), end="", file=sys.stderr if given.json else sys.stdout)
+    sys.stdout.flush()
     return 0
 
 
@@ -86,6 +90,8 @@ def _sizes(given: argparse.Namespace, trace: Trace) -> list[int]:
             raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
     if given.size:
         block_bytes = _bytes_of("--block-size", given.block_size) if given.block_size else trace.block_bytes
+        if given.block_size and not block_bytes:
+            raise ValueError(f"--block-size {given.block_size}: a block has some bytes.")
         if not block_bytes:
             raise ValueError(
                 f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "

@@ -92,10 +92,13 @@ def _requests(lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]
         try:
             found = json.loads(line)
             ids = found["hash_ids"]
-            kinds[int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))] += len(ids)
+            kind = int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))
+            if min(kind) < 0:
+                raise ValueError
+            kinds[kind] += len(ids)
             yield b"".join([block.to_bytes(KEY_BYTES, "big") for block in ids])
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise BadTrace(
                 f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
-                "numbers from 0 up."
+                "numbers from 0 up, like block_tokens, block_bytes."
             ) from None

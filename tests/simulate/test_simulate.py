@@ -103,6 +103,7 @@ def test_it_prints_a_table_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--blocks", "5", "--policy", "fifo"], "There is no policy 'fifo'"),
         ([], "Give sizes of the pool"),
         (["--size", "1GiB"], "give --block-size"),
+        (["--size", "1GiB", "--block-size", "0"], "--block-size 0"),
         (["--size", "1GiB", "--block-size", "2GiB"], "does not hold one block"),
         (["--size", "much", "--block-size", "2MiB"], "--size: 'much' is not a size"),
         (["--size", "1GiB", "--block-size", "2PB"], "--block-size: '2PB' has the unknown unit"),
@@ -132,7 +133,9 @@ def test_a_pool_of_any_size_can_be_tried() -> None:
     assert replay(trace_of([[1], [2], [1]]), "lru", 10**12).hits == 1
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"hash_ids": [1.5]}', '{"hash_ids": [-1]}'])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "[]", "{}", '{"hash_ids": [1.5]}', '{"hash_ids": [-1]}', '{"hash_ids": [], "block_bytes": -1}']
+)
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"hash_ids": [1]}\n' + line + "\n")
@@ -165,6 +168,20 @@ def test_a_trace_that_has_the_bytes_of_its_blocks_needs_no_block_size(
     assert "as if each took their mean, 6.00 KiB" in found.err
     assert told[0] == "asked: 3 requests, 9 blocks of 16 tokens"
     assert told[2].split()[:3] == ["3", "lru", "66.67"]
+
+
+def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path) -> None:
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]])
+    words = [sys.executable, "-m", "kvoffd", "simulate", str(file), "--policy=lru", "--blocks=3"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == "kvoffd: What it found cannot be printed (No space left on device).\n"
+    read, written = os.pipe()
+    os.close(read)
+    ended = subprocess.run(words, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(written)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
