@@ -89,6 +89,9 @@ def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     text = told(flat, info(1))["size"]
     assert "More memory brings nothing: with ten times as much it would be 26.0 %." in text
     assert "2.00 GiB would find nearly as much as the pool does." in text
+    ahead = told(structs.replace(served, curve=curve(found=0.36)), info(1))["size"]
+    assert "36.0 % of their tokens in the pool of 20.0 GiB; with lru it would be 26.0 %" in ahead
+    assert "More memory brings nothing: with ten times as much it would be 36.0 %." in ahead
     cold = told(structs.replace(served, curve=curve(*[0] * 10, 9, 36, 36)), info(1))["size"]
     assert "Twice the memory would find 0.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in cold
     assert cold.endswith("there is little more.")

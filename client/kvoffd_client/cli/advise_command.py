@@ -172,7 +172,7 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     if seen < pool:
         text += f" All different blocks that were asked for, {format_size(seen)}, fit into it: more memory brings"
         text += " nothing yet."
-    elif most - now < POINTS:
+    elif most - max(now, own) < POINTS:
         text += f" More memory brings nothing: with ten times as much it would be {most:.1f} %."
     else:
         text += f" Twice the memory would find {ratios[2.0]:.1f} %, ten times as much, such as a disk of "
