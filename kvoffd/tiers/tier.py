@@ -152,7 +152,10 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, block_ids: Iterable[TierKey]) -> int:
-        """Remove blocks for good: they do not come back after a restart. Returns how many were there."""
+        """Remove blocks for good. Returns how many were there.
+
+        They do not come back after a restart, but after a kill before that was written, which is begun at once.
+        """
 
     @abstractmethod
     def remove_namespace(self, fingerprint: bytes) -> int:
