@@ -212,7 +212,6 @@ def _shared_stats(context: Context) -> list[m.SharedStats]:
             m.SharedStats,
             tier,
             tier.counters,
-            tier.stats(),
             opened=tier.breaker.opened,
             failed_promotions=dict(shared.promoter.failures),
             errors=dict(tier.counters.errors),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from types import MappingProxyType
@@ -165,6 +164,10 @@ class Tier(ABC):
     def tick(self) -> None:
         """Called a few times a second: ends what is too late, and notices devices that hang."""
 
+
+class DeviceTier(Tier):
+    """A tier of a device that no other daemon writes to. Who has opened it measures, drains and closes it."""
+
     @abstractmethod
     def stats(self) -> TierStats: ...
 
@@ -245,14 +248,14 @@ class CompositeTier(Tier):
     name = "disk"
 
     def __init__(self) -> None:
-        self._members: list[Tier] = []
+        self._members: list[DeviceTier] = []
         self._writing: set[TierKey] = set()
 
-    def attach(self, tier: Tier) -> None:
+    def attach(self, tier: DeviceTier) -> None:
         """Adds a member; the blocks that it holds can be read from now on."""
         self._members.append(tier)
 
-    def detach(self, tier: Tier) -> None:
+    def detach(self, tier: DeviceTier) -> None:
         """Takes a member out. Its reads and writes go on; closing it is left to the caller."""
         self._members.remove(tier)
 
@@ -278,7 +281,7 @@ class CompositeTier(Tier):
             return True
         return False
 
-    def _best_members(self, nbytes: int) -> list[Tier]:
+    def _best_members(self, nbytes: int) -> list[DeviceTier]:
         if len(self._members) < 2:
             return self._members
         figures = [(tier, tier.stats()) for tier in self._members]
@@ -291,7 +294,7 @@ class CompositeTier(Tier):
         )
         return [tier for tier, _ in figures]
 
-    def _holders(self, block_id: TierKey) -> list[Tier]:
+    def _holders(self, block_id: TierKey) -> list[DeviceTier]:
         return [tier for tier in self._members if block_id.key in tier.index(block_id.fingerprint, block_id.group)]
 
     def read(self, block_id: TierKey, offsets: Sequence[int], deadline: float, on_done: OnDone) -> bool:
@@ -312,23 +315,6 @@ class CompositeTier(Tier):
     def tick(self) -> None:
         for tier in self._members:
             tier.tick()
-
-    def stats(self) -> TierStats:
-        figures = [tier.stats() for tier in self._members]
-        errors: Counter[str] = Counter()
-        for own in figures:
-            errors.update(own.errors)
-        totals = {name: sum(getattr(own, name) for own in figures) for name in TierStats._fields if name != "errors"}
-        return TierStats(**totals, errors=errors)
-
-    def drain(self) -> None:
-        for tier in self._members:
-            tier.drain()
-
-    def close(self, deadline_s: float) -> bool:
-        until = time.monotonic() + deadline_s
-        closed = [tier.close(max(0.0, until - time.monotonic())) for tier in self._members]
-        return all(closed)
 
 
 def _merged(views: Sequence[Mapping[bytes, TierBlock]]) -> Mapping[bytes, TierBlock]:

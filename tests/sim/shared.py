@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from kvoffd.pool.table_format import digest
 from kvoffd.tiers.shared.answers import BELIEVED_S, YES_S, Answers
 from kvoffd.tiers.shared.object_format import decode_header, encode_header, header_bytes, object_key
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard, TierStats
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from tests.sim.clock import Broken, Clock, Process
 from tests.sim.content import Content
 from tests.sim.pool import Slot, WatchedPool
@@ -282,11 +282,3 @@ class SimShared(AskedTier):
         return 0
 
     def tick(self) -> None: ...
-
-    def stats(self) -> TierStats:
-        return TierStats(0)
-
-    def drain(self) -> None: ...
-
-    def close(self, deadline_s: float) -> bool:
-        return True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
+from kvoffd.tiers.tier import DeviceTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierStats
 
 
 class Memory(Protocol):
@@ -39,7 +39,7 @@ class Job:
     forgotten: bool = False
 
 
-class MemoryTier(Tier):
+class MemoryTier(DeviceTier):
     """Keeps what it is given. A job waits until ``end`` is called for it; ``later`` is told of each.
 
     Args:

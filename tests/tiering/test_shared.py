@@ -10,7 +10,7 @@ from support.tiering_harness import TieringHarness
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard, TierStats
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
@@ -104,14 +104,6 @@ class FakeAskedTier(AskedTier):
         return 0
 
     def tick(self) -> None: ...
-
-    def stats(self) -> TierStats:
-        return TierStats(0)
-
-    def drain(self) -> None: ...
-
-    def close(self, deadline_s: float) -> bool:
-        return True
 
 
 @pytest.fixture

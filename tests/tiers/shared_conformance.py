@@ -158,15 +158,6 @@ class SharedConformance:
         rig.store(block)
         assert rig.load(block, deadline_s=-1.0) is TierResult.DEADLINE
 
-    def test_a_drained_tier_is_read_only(self, node: Nodes) -> None:
-        rig = node()
-        block = rig.block(1)
-        rig.store(block)
-        rig.tier.drain()
-        assert rig.write(rig.block(2)) is None
-        rig.block(1)
-        assert rig.load(block) is DONE
-
     def test_closing_ends_everything_once(self, node: Nodes) -> None:
         rig = node()
         blocks = [rig.block(number, (1 << 20,)) for number in range(8)]

@@ -17,7 +17,7 @@ from kvoffd.tiers.disk.queue import DiskQueue, Job, Kind
 from kvoffd.tiers.disk.record_updates import RecordWriter
 from kvoffd.tiers.disk.regions import Entry
 from kvoffd.tiers.disk.workers import Digest, Ended, Executor, Workers, buffers_of
-from kvoffd.tiers.tier import OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
+from kvoffd.tiers.tier import DeviceTier, OnDone, Tier, TierBlock, TierKey, TierListener, TierResult, TierStats
 from kvoffd_proto.tier_stats import DiskFault
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def _call_back(callback: Callable[[], None]) -> None:
         logger.exception("A callback of a disk tier raised; the tier goes on, but its owner has a bug.")
 
 
-class DiskTier(Tier):
+class DiskTier(DeviceTier):
     """Keeps blocks in one preallocated file of a directory: see ``file_format``. Made by ``open_disk_tier``."""
 
     def __init__(

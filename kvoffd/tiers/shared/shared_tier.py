@@ -13,7 +13,7 @@ from kvoffd.tiers.shared.object_format import Digest, object_key
 from kvoffd.tiers.shared.redis import MOST_KEYS
 from kvoffd.tiers.shared.store import Store
 from kvoffd.tiers.shared.workers import READERS, Ask, Raise, Read, Workers, Write
-from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult, TierStats
+from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierListener, TierResult
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class SharedTier(AskedTier):
         """Writes under way of blocks that were removed meanwhile."""
         self._read_block: TierBlock | None = None
         self._full_until = 0.0
-        self._draining = False
+        self._closed = False
         self._ended: deque[Callable[[], None]] = deque()
         self._workers = Workers(stores, self.generation, digest, self.breaker, self, self.ask_deadline_s)
 
@@ -176,7 +176,7 @@ class SharedTier(AskedTier):
         return self._read_block
 
     def write(self, block: TierBlock, offsets: Sequence[int], on_done: OnDone) -> bool:
-        unwelcome = self._draining or self.breaker.open or self._clock() < self._full_until
+        unwelcome = self._closed or self.breaker.open or self._clock() < self._full_until
         if unwelcome or len(self._writes) >= MOST_WRITES or block.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
@@ -219,25 +219,19 @@ class SharedTier(AskedTier):
             self.breaker.failed(at_once=True)
             self._failed("timeout", f"{self.name} is being connected to for too long; see its name and the network.")
 
-    def stats(self) -> TierStats:
-        own = self.counters
-        return TierStats(
-            0,
-            read_blocks=own.read_blocks,
-            read_bytes=own.read_bytes,
-            written_blocks=own.written_blocks,
-            written_bytes=own.written_bytes,
-            refused_writes=own.dropped_writes,
-            queued_reads=len(self._reads),
-            queued_writes=len(self._writes),
-            errors=dict(own.errors),
-        )
+    @property
+    def queued_reads(self) -> int:
+        """Reads that wait or run."""
+        return len(self._reads)
 
-    def drain(self) -> None:
-        self._draining = True
+    @property
+    def queued_writes(self) -> int:
+        """Writes that wait or run."""
+        return len(self._writes)
 
     def close(self, deadline_s: float) -> bool:
-        self._draining = True
+        """As ``DeviceTier.close``."""
+        self._closed = True
         ended = self._workers.close(deadline_s)
         self._deliver()
         if ended:
