@@ -11,7 +11,14 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvoffd.config import Config
+
 WRITER_CLOSE_S = 2.0
+
+
+def path_beside_pool(config: Config, suffix: str) -> str:
+    """Where something is kept as long as the pool: beside ``pool_file``, without one in the daemon's directory."""
+    return (config.pool_file or str(config.directory / "kvoffd")) + suffix
 
 
 class OfNoUse(ValueError):

@@ -1,4 +1,4 @@
-"""The limits of namespaces, in a file beside the pool's, from one daemon to the next."""
+"""The limits of namespaces, in a file, from one daemon to the next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from kvoffd.cache.shares import MAX_LIMITED, Shares
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.kept_file import KeptFile, OfNoUse
+from kvoffd.server.kept_file import KeptFile, OfNoUse, path_beside_pool
 from kvoffd_proto.messages import NamespaceLimits
 
 logger = logging.getLogger(__name__)
@@ -31,21 +31,19 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeptLimits:
-    """Keeps limits in ``<pool_file>.limits``: CRC-32 of what follows, in hex, then a line of JSON for each namespace.
+    """Keeps limits in ``<pool_file>.limits``, or ``kvoffd.limits`` in the daemon's directory.
 
-    A file of no use, or a limit that this pool cannot keep, is left out, and the log says so.
+    It has the CRC-32 of what follows, in hex, then a line of JSON for each namespace. A file of no use, or a limit that
+    this pool cannot keep, is left out, and the log says so.
     """
 
     def __init__(self, shares: Shares, config: Config) -> None:
         self._shares = shares
-        path, most_bytes = config.pool_file + LIMITS_SUFFIX, (MAX_LIMITED + 1) * LIMIT_BYTES
-        self._file = KeptFile(path, most_bytes) if config.pool_file else None
+        self._file = KeptFile(path_beside_pool(config, LIMITS_SUFFIX), (MAX_LIMITED + 1) * LIMIT_BYTES)
         self._written = self._content()
 
     def go_on(self) -> None:
         """Take over what an earlier daemon left, if it left anything."""
-        if self._file is None:
-            return
         try:
             checksum, _, body = self._file.read().partition(b"\n")
             if checksum != b"%08x" % zlib.crc32(body):
@@ -69,26 +67,24 @@ class KeptLimits:
     @property
     def is_being_written(self) -> bool:
         """Whether ``note`` has not ended."""
-        return self._file is not None and self._file.is_being_written
+        return self._file.is_being_written
 
     @property
     def problem(self) -> str:
         """Why what there is now may not outlive the daemon."""
-        if self._file is None:
-            return "the pool has no pool_file, so they end with the daemon"
         if self._file.is_being_written:
             return f"{self._file.path} takes long to write"
         return f"{self._file.path} cannot be written: {self._file.error}" if self._file.error else ""
 
     def note(self) -> None:
         """Write what there is now, in a thread; where one is writing, when the daemon ends."""
-        if self._file is not None and not self._file.is_being_written:
+        if not self._file.is_being_written:
             self._written = self._content()
             self._file.write_soon([self._written])
 
     def close(self) -> None:
         """Write what is not written."""
-        if self._file is not None and self._file.join() and (content := self._content()) != self._written:
+        if self._file.join() and (content := self._content()) != self._written:
             self._file.write([content])
 
     def _content(self) -> bytes:

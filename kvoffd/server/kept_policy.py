@@ -1,4 +1,4 @@
-"""What a policy knows, in a file beside the pool's, from one daemon to the next.
+"""What a policy knows, in a file, from one daemon to the next.
 
 A file that is damaged, another user's or another policy's is no obstacle: the policy begins without it, and the log
 says so.
@@ -14,7 +14,7 @@ from queue import Empty, Queue
 
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.config import Config
-from kvoffd.server.kept_file import KeptFile, OfNoUse
+from kvoffd.server.kept_file import KeptFile, OfNoUse, path_beside_pool
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,16 @@ LARGEST_PART, LARGEST_BYTES = 25, 16 << 20
 
 
 class KeptPolicy:
-    """Keeps what a policy knows in ``<pool_file>.policy``: now and then, and when the daemon ends."""
+    """Keeps what a policy knows in ``<pool_file>.policy``, or ``kvoffd.policy`` in the daemon's directory.
+
+    Now and then, and when the daemon ends.
+    """
 
     def __init__(self, policy: EvictionPolicy, config: Config) -> None:
         self._policy = policy
         self._name = config.eviction_policy.encode()
         most_bytes = config.pool_bytes // LARGEST_PART + LARGEST_BYTES
-        self._file = KeptFile(config.pool_file + POLICY_SUFFIX, most_bytes) if config.pool_file else None
+        self._file = KeptFile(path_beside_pool(config, POLICY_SUFFIX), most_bytes)
         self._due = time.monotonic() + KEPT_EVERY_S
         self._record: Iterator[bytes] | None = None
         """What is still to be made of the record that is being written."""
@@ -47,8 +50,6 @@ class KeptPolicy:
 
     def go_on(self) -> None:
         """Have the policy, which is new, go on with what an earlier daemon left, if it left anything."""
-        if self._file is None:
-            return
         try:
             name, _, record = self._file.read().partition(b"\n")
             if name != self._name:
@@ -62,8 +63,6 @@ class KeptPolicy:
 
     def tick(self) -> None:
         """Write the file where that is due, in a thread: a daemon that is killed leaves what it knew then."""
-        if self._file is None:
-            return
         if not self._file.is_being_written:
             self._record = None  # where it could not be written, too
             if time.monotonic() < self._due:
@@ -86,8 +85,6 @@ class KeptPolicy:
 
     def close(self) -> None:
         """Leave what the policy knows now to the next daemon. Where that fails, it begins anew."""
-        if self._file is None:
-            return
         if self._record is not None:
             while not self._pieces.empty():
                 _discard_one(self._pieces)
@@ -97,7 +94,7 @@ class KeptPolicy:
             self._complain()
 
     def _complain(self) -> None:
-        if self._file is not None and (error := self._file.error) is not None:
+        if (error := self._file.error) is not None:
             logger.warning(
                 "What the policy knows cannot be written to %s (%s); the next daemon learns anew.",
                 self._file.path,

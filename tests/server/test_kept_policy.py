@@ -48,17 +48,20 @@ def use(daemon: DaemonProcess) -> None:
             scheduler.ask(lookup, m.LookupReply)
 
 
-def test_it_is_written_beside_the_pool_file_and_read_by_the_next_daemon(pool_file: Path) -> None:
-    flags = {"pool_file": str(pool_file), "eviction_policy": "learned"}
-    with DaemonProcess("16MiB", **flags) as daemon:
+@pytest.mark.parametrize("in_file", [True, False])
+def test_it_is_written_beside_the_pool_file_or_the_sockets_and_read_by_the_next_daemon(
+    pool_file: Path, in_file: bool
+) -> None:
+    flags = {"pool_file": str(pool_file)} if in_file else {}
+    with DaemonProcess("16MiB", eviction_policy="learned", **flags) as daemon:
         use(daemon)
         known = stats(daemon.directory).ghost_keys
         assert known == 4
         assert daemon.stop() == 0
-        kept = Path(f"{pool_file}.policy")
+        kept = Path(f"{pool_file}.policy") if in_file else daemon.directory / "kvoffd.policy"
         assert kept.read_bytes().startswith(b"learned\n")
         daemon.start()
-        assert stats(daemon.directory).ghost_keys == known
+        assert stats(daemon.directory).ghost_keys == (known if in_file else known + 2), "or the two blocks are gone"
         assert "begins without" not in daemon.log
         daemon.stop()
 
