@@ -91,6 +91,7 @@ def simulate(given: argparse.Namespace) -> int:
     except BrokenPipeError:
         return _end_output()
     except OSError as error:
+        _end_output()
         return _refuse(f"What it found cannot be printed ({error.strerror}).", given_log_format({}, os.environ))
     except (ValueError, KvoffdError) as error:
         return _refuse(str(error), given_log_format({}, os.environ))
