@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from kvoffd.cache.namespace import Block, Namespace
 from kvoffd.errors import BadGeometry, KvoffdError
@@ -38,6 +38,7 @@ def clear(context: Context, session: Session, message: m.Clear) -> Iterator[m.Do
     if context.disks is not None:
         context.disks.cleared(message.namespace)
     forget_idle(context)
+    yield from context.removals_kept()
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     yield m.Done(message.request_id, context.epoch, count)
 
@@ -50,17 +51,11 @@ def reset_fleet(context: Context, session: Session, message: m.ResetFleet) -> It
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     raises = [store.raise_generation(message.namespace) for store in stores]
-    yield from _others_served(context, lambda: all(one.ended for one in raises), context.clock() + FLEET_WAIT_S)
+    yield from context.others_served(lambda: all(one.ended for one in raises), context.clock() + FLEET_WAIT_S)
     if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
         raise KvoffdError(f"Not every shared store could be told: {' '.join(problems)}", ErrorCode.NOT_READY)
     logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
     yield m.Done(message.request_id, context.epoch, len(raises))
-
-
-def _others_served(context: Context, done: Callable[[], bool], until: float) -> Iterator[None]:
-    """Let others be served until it is done, or it is that late."""
-    while not done() and context.clock() < until:
-        yield None
 
 
 @answers(m.SetNamespaceLimits)
@@ -69,9 +64,9 @@ def set_namespace_limits(context: Context, session: Session, message: m.SetNames
     shares, kept, until = context.cache.blocks.shares, context.kept_limits, context.clock() + LIMITS_WAIT_S
     shares.set(message.namespace, message.limits)
     if kept is not None:
-        yield from _others_served(context, lambda: not kept.is_being_written, until)
+        yield from context.others_served(lambda: not kept.is_being_written, until)
         kept.note()
-        yield from _others_served(context, lambda: not kept.is_being_written, until)
+        yield from context.others_served(lambda: not kept.is_being_written, until)
         if problem := kept.problem:
             logger.warning("The limits of namespaces hold, but %s.", problem)
     name, one = message.namespace.hex()[:12], message.limits

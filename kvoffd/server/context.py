@@ -37,6 +37,9 @@ from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
+REMOVAL_WAIT_S = 0.5
+"""For disks to note what an invalidation, a reset or a clear removed; the answer waits for it."""
+
 StructT = TypeVar("StructT", bound=Struct)
 Sender: TypeAlias = bytes | Callable[[bytes], None]
 """Who asked: a client's name at ``jobs.sock``, or what sends a frame to an administrator elsewhere."""
@@ -99,6 +102,23 @@ class Context:
     @property
     def tiering(self) -> TieringManager | None:
         return self.disks.tiering if self.disks is not None else None
+
+    def others_served(self, done: Callable[[], bool], until: float) -> Iterator[None]:
+        """Let others be served until it is done, or it is that late."""
+        while not done() and self.clock() < until:
+            yield None
+
+    def removals_kept(self) -> Iterator[None]:
+        """Let others be served until what was removed from disks stays away after a kill too, or it takes too long."""
+        if self.tiering is None:
+            return
+        kept = self.tiering.removals_kept()
+        yield from self.others_served(kept, self.clock() + REMOVAL_WAIT_S)
+        if not kept():
+            logger.warning(
+                "A disk takes long to note what was removed from it: the answer goes out, and a kill or a power cut "
+                "before it is noted would bring that back."
+            )
 
     def reply(self, sender: Sender, reply: m.AnyReply) -> None:
         """Send a reply, to a client of ``jobs.sock`` with the next flush."""

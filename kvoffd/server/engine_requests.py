@@ -259,6 +259,7 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
         count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
     finally:
         memory.take(session.id, -nbytes)
+    yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
 
@@ -287,6 +288,7 @@ def hint(context: Context, session: Session, message: m.Hint) -> Iterator[m.Done
                     raise UnknownNamespace("The namespace was forgotten meanwhile; open it again.")
     finally:
         memory.take(session.id, -nbytes)
+    yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
 
@@ -308,6 +310,7 @@ def reset(context: Context, session: Session, message: m.Reset) -> Iterator[m.Do
     count = yield from context.cache.reset(context.cache.namespace(message.namespace))
     if context.disks is not None:
         context.disks.namespace_reset(message.namespace)
+    yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
 

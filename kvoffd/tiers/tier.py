@@ -151,14 +151,15 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, block_ids: Iterable[TierKey]) -> int:
-        """Remove blocks for good. Returns how many were there.
-
-        They do not come back after a restart, but after a kill before that was written, which is begun at once.
-        """
+        """Remove blocks for good: see ``removals_kept``. Returns how many were there."""
 
     @abstractmethod
     def remove_namespace(self, fingerprint: bytes) -> int:
         """Remove all blocks of a namespace for good, also those being written. Returns how many could be read."""
+
+    def removals_kept(self) -> Callable[[], bool]:
+        """What says whether all that was removed up to now stays away also after a kill or a power cut."""
+        return lambda: True
 
     @abstractmethod
     def tick(self) -> None:
@@ -311,6 +312,10 @@ class CompositeTier(Tier):
 
     def remove_namespace(self, fingerprint: bytes) -> int:
         return sum(tier.remove_namespace(fingerprint) for tier in self._members)
+
+    def removals_kept(self) -> Callable[[], bool]:
+        kept = [tier.removals_kept() for tier in self._members]
+        return lambda: all(one() for one in kept)
 
     def tick(self) -> None:
         for tier in self._members:

@@ -142,6 +142,19 @@ def test_what_is_invalidated_or_reset_or_cleared_does_not_come_back(daemon: Daem
         wait_until(lambda: admin.stats().disks[0].blocks == 0, DEADLINE_S)
 
 
+def test_what_was_removed_stays_away_after_a_kill_right_behind_the_answer(daemon: DaemonProcess) -> None:
+    for how in ("reset", "clear"):
+        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+            serving(admin)
+            fill(engine, admin, 48)
+            assert engine.scheduler.reset() if how == "reset" else admin.clear() == 48
+            daemon.kill()
+        daemon.start()
+        with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:
+            serving(admin)
+            assert engine.lookup(keys_of(0)) == admin.stats().disks[0].blocks == 0
+
+
 def test_clearing_all_reaches_namespaces_that_nobody_has_opened_yet(tmp_path: Path) -> None:
     with daemon_on(tmp_path) as daemon:
         with engine_on(daemon) as engine, AdminClient(daemon.directory) as admin:

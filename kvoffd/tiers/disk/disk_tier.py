@@ -216,7 +216,7 @@ class DiskTier(DeviceTier):
             self._index.drop(entry)
         # The device may still have a record of a block that was evicted a while ago.
         if entries or self._updates.may_differ:
-            self._updates.sync_removed()
+            self._updates.note_removed()
         if entries:
             self._events.removed([entry.block.id for entry in entries])
         self._write_records()
@@ -229,6 +229,10 @@ class DiskTier(DeviceTier):
             self._events.removed(removed)
         self._write_records()
         return len(removed)
+
+    def removals_kept(self) -> Callable[[], bool]:
+        removals = self._updates.removals
+        return lambda: self._updates.kept_removals >= removals
 
     def tick(self) -> None:
         self.workers.end_late()
@@ -334,7 +338,7 @@ class DiskTier(DeviceTier):
             self._end(ended)
         if self._index.removed_entries:
             self._index.free_removed()
-            self._updates.sync_removed()
+            self._updates.sync()
             self._wake()
         self._write_records()
         if self.hangs:

@@ -30,6 +30,8 @@ class Update(NamedTuple):
     """Whether the device's cache is flushed (fdatasync) after the head and after all of them."""
     regions: dict[int, set[int] | None]
     """The regions whose records are written, as ``Dirty.take`` returned them."""
+    removals: int
+    """So many removals, the first ones, hold after a crash once this is done."""
 
     @property
     def nbytes(self) -> int:

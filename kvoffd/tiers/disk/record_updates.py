@@ -33,6 +33,12 @@ class RecordUpdates:
         self._sync = False
         self._unsynced = False
         self._running: Update | None = None
+        self.removals = 0
+        """Removals of blocks, or of namespaces, that were noted."""
+        self.kept_removals = 0
+        """Of these so many, the first ones, hold after a crash."""
+        self._need_records = False
+        """Whether some of the others do once all records are written, and not as soon as the head is."""
 
     @property
     def is_urgent(self) -> bool:
@@ -58,17 +64,25 @@ class RecordUpdates:
         """Whether the file may be out of date after a crash, since not all is written and synced."""
         return self.differs or self._running is not None or self._unsynced
 
-    def sync_removed(self) -> None:
-        """Notes that blocks were removed: what is dirty now, and what was written, must reach the device."""
+    def sync(self) -> None:
+        """Notes that what is dirty now, and what was written, must reach the device."""
         self._sync = True
+
+    def note_removed(self) -> None:
+        """Notes that blocks were removed."""
+        self._sync = self._need_records = True
+        self.removals += 1
 
     def forget_namespace(self, fingerprint: bytes) -> None:
         """Notes that all blocks of a namespace that were written up to now are removed."""
         floors = self.head.floors
-        if fingerprint in floors or len(floors) < MAX_FLOORS:  # else it takes until all of its records are written
+        if fingerprint in floors or len(floors) < MAX_FLOORS:
             floors[fingerprint] = self._regions.generation
             self._head_differs = True
+        else:
+            self._need_records = True
         self._sync = True
+        self.removals += 1
 
     def begin(self) -> Update | None:
         """The next update; None where there is nothing to write, or one is being written.
@@ -89,7 +103,8 @@ class RecordUpdates:
             self.head.number = number_before  # its next one must not go where the last one is
             raise
         self._head_differs = False
-        self._running = Update(writes, self._sync, taken)
+        holds = self._sync and not (self._need_records and len(self._regions.dirty))
+        self._running = Update(writes, self._sync, taken, self.removals if holds else self.kept_removals)
         self._regions.hold(taken)
         return self._running
 
@@ -105,8 +120,11 @@ class RecordUpdates:
             return
         self.head.written_bytes += update.nbytes
         self._unsynced = not update.sync
+        self.kept_removals = update.removals
         if update.sync and not len(self._regions.dirty):
             self._sync = False
+        if self.kept_removals == self.removals:
+            self._need_records = False
 
     def drop_floors(self) -> None:
         """Drops the floors where no record of removed namespaces is left. Only when none of their slots is in use."""
@@ -217,12 +235,12 @@ class RecordWriter:
         updates, head = self.updates, self._file.head
         if not self._closing:
             self._closing = True
-            updates.sync_removed()  # the head that says "closed" must not reach the device before all else
+            updates.sync()  # the head that says "closed" must not reach the device before all else
         while (updates.differs or head.is_open) and self._failures_while_closing < _LAST_TRIES:
             if not updates.differs:
                 head.is_open = False
                 updates.note_head()
-                updates.sync_removed()
+                updates.sync()
             self._submit_update()
             if not workers.wait_idle(until):
                 return False
