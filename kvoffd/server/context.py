@@ -110,9 +110,9 @@ class Context:
 
     def removals_kept(self) -> Iterator[None]:
         """Let others be served until what was removed from disks stays away after a kill too, or it takes too long."""
-        if self.tiering is None:
+        if self.disks is None:
             return
-        kept = self.tiering.removals_kept()
+        kept = self.disks.removals_kept()
         yield from self.others_served(kept, self.clock() + REMOVAL_WAIT_S)
         if not kept():
             logger.warning(

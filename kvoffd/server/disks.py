@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffd.cache.cache import BlockCache
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -25,8 +26,9 @@ from kvoffd.tiers.disk.file import OpeningStopped
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.shared.shared_tier import SharedTier
 from kvoffd.tiers.shared.store import Credentials, open_store
-from kvoffd.tiers.tier import CompositeTier, TierListener
+from kvoffd.tiers.tier import CompositeTier, TierKey, TierListener
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.tier_stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -45,6 +47,8 @@ HARMLESS_ERRORS = {
     DiskFault.TRUNCATED,
 }
 """Kinds of what a disk tier reports that are no fault of the drive now."""
+MOST_INVALIDATED = 65_536
+"""Blocks that a directory is told of when it is open, of those that were invalidated before."""
 OpenDisk = Callable[[DiskSize, TierListener, Callable[[], bool]], DiskTier]
 """Opens a directory, told when to stop; for any thread. Raises KvoffdError."""
 OpenShared = Callable[[TierListener, KeptResets], list[SharedTier]]
@@ -63,6 +67,8 @@ class Disk:
     """It is to be given up as soon as it is open, or stopped being opened."""
     cleared: set[bytes | None] = field(default_factory=set)
     """Namespaces that were cleared while it was being opened; None is all."""
+    invalidated: set[TierKey] = field(default_factory=set)
+    """Blocks that were invalidated then, up to ``MOST_INVALIDATED``."""
 
 
 @dataclass(eq=False)
@@ -178,6 +184,39 @@ class Disks:
         for disk in self._disks.values():
             if disk.state is DiskState.OPENING:
                 disk.cleared.add(fingerprint)
+
+    def invalidated(self, namespace: Namespace, groups: Sequence[GroupKeys]) -> None:
+        """Blocks were invalidated: also in directories that are being opened; of very many, the whole namespace there.
+
+        (Those that serve are reached through the cache.)
+        """
+        opening = [disk for disk in self._disks.values() if disk.state is DiskState.OPENING]
+        if not opening:
+            return
+        count = sum(len(part.keys) for part in groups) // namespace.key_bytes
+        ids = {
+            TierKey(namespace.fingerprint, part.group, key)
+            for part in (groups if count <= MOST_INVALIDATED else ())
+            for key in namespace.split(part.group, part.keys)
+        }
+        for disk in opening:
+            if len(disk.invalidated) + count > MOST_INVALIDATED:
+                disk.cleared.add(namespace.fingerprint)
+            else:
+                disk.invalidated |= ids
+
+    def removals_kept(self) -> Callable[[], bool]:
+        """As a tier's. What is removed from a directory that is being opened is so when it is open."""
+        kept = self._tiers.removals_kept()
+        waited_for = [one for one in self._disks.values() if one.state is DiskState.OPENING]
+        waited_for = [one for one in waited_for if one.cleared or one.invalidated]
+        return lambda: (
+            kept()
+            and all(
+                one.state is not DiskState.OPENING and (one.tier is None or one.tier.removals_kept()())
+                for one in waited_for
+            )
+        )
 
     def tick(self) -> None:
         if self.tiering is not None:
@@ -311,6 +350,7 @@ class Disks:
         known = {fingerprint for fingerprint, _ in tier.groups()}
         for fingerprint in known if None in disk.cleared else known & disk.cleared:
             tier.remove_namespace(fingerprint)
+        tier.remove(disk.invalidated)
         self._tiers.attach(tier)
         assert self.tiering is not None
         self.tiering.directory_attached()

@@ -259,6 +259,8 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
         count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
     finally:
         memory.take(session.id, -nbytes)
+    if context.disks is not None:
+        context.disks.invalidated(namespace, message.groups)
     yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
@@ -288,6 +290,8 @@ def hint(context: Context, session: Session, message: m.Hint) -> Iterator[m.Done
                     raise UnknownNamespace("The namespace was forgotten meanwhile; open it again.")
     finally:
         memory.take(session.id, -nbytes)
+    if context.disks is not None:
+        context.disks.invalidated(namespace, message.groups)
     yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 

@@ -136,10 +136,6 @@ class TieringManager:
             self._unpublished.pop((namespace, group), None)
         return self.tier.remove_namespace(namespace.fingerprint)
 
-    def removals_kept(self) -> Callable[[], bool]:
-        """As the tier's."""
-        return self.tier.removals_kept()
-
     def has(self, namespace: Namespace, group: int, key: bytes) -> bool:
         return key in self.tier.index(namespace.fingerprint, group)
 

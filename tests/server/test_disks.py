@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cache_harness import CacheHarness
+from support.cache_harness import CacheHarness, keys_of
 from support.tiering_harness import FoldedTierEvents
 from support.waiting import wait_until
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
 from kvoffd.server.recent import Recent
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
-from kvoffd.tiers.tier import TierBlock, TierListener, TierStats
-from kvoffd_proto.messages import Clear, GroupSpec
+from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
+from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec
 from kvoffd_proto.tier_stats import DiskState
 
 SIZE = DiskSize("/somewhere", 2**30)
@@ -36,6 +37,9 @@ class FakeDisk:
         self.closes: list[float] = []
         self.names = {b"one", b"other"}
         """Namespaces that it has blocks of."""
+        self.removed: set[TierKey] = set()
+        self.kept = True
+        """Whether that holds after a kill."""
 
     def stats(self) -> TierStats:
         return TierStats._make((2**30, *[0] * 11, self.busy, 0, 0.0, {}))
@@ -61,6 +65,14 @@ class FakeDisk:
     def remove_namespace(self, fingerprint: bytes) -> int:
         self.names.discard(fingerprint)
         return 0
+
+    def remove(self, block_ids: Iterable[TierKey]) -> int:
+        self.removed = set(block_ids)
+        self.kept = False
+        return len(self.removed)
+
+    def removals_kept(self) -> Callable[[], bool]:
+        return lambda: self.kept
 
     def report(self) -> object:
         return type("Report", (), {"open_seconds": 0.0, "found_blocks": 0, "direct": True})()
@@ -219,6 +231,7 @@ def clear_by_operator(rig: DisksRig, namespace: bytes | None) -> None:
         epoch=1,
         sessions=[],
         clock=time.monotonic,
+        removals_kept=lambda: iter(()),
     )
     assert list(clear(context, SimpleNamespace(id=1, peer="somebody"), Clear(1, bytes(16), namespace)))  # type: ignore[arg-type]
 
@@ -232,6 +245,40 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
     clear_by_operator(rig, namespace)
     rig.opened()
     assert disk.names == left
+
+
+def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened(
+    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disks_module, "MOST_INVALIDATED", 4)
+    space, disk = rig.rig.open("one"), FakeDisk()
+    disk.names = {space.fingerprint}
+    rig.result = disk
+    rig.attach()
+    rig.disks.invalidated(space, [GroupKeys(0, keys_of(1, 2)), GroupKeys(0, keys_of(2, 3))])
+    kept = rig.disks.removals_kept()
+    assert not kept()
+    rig.opened()
+    assert disk.removed == {TierKey(space.fingerprint, 0, keys_of(number)) for number in (1, 2, 3)}
+    assert disk.names == {space.fingerprint}
+    assert not kept()
+    disk.kept = True
+    assert kept()
+    assert rig.disks.removals_kept()()
+
+
+def test_where_very_much_is_invalidated_nothing_of_the_namespace_comes(
+    rig: DisksRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disks_module, "MOST_INVALIDATED", 4)
+    space, disk = rig.rig.open("one"), FakeDisk()
+    disk.names = {space.fingerprint, b"other"}
+    rig.result = disk
+    rig.attach()
+    rig.disks.invalidated(space, [GroupKeys(0, keys_of(1, 2, 3))])
+    rig.disks.invalidated(space, [GroupKeys(0, keys_of(4, 5))])
+    rig.opened()
+    assert disk.names == {b"other"}
 
 
 def test_a_reset_reaches_directories_that_come_go_or_are_away(rig: DisksRig) -> None:

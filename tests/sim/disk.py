@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvoffd.cache.namespace import BlockState
+from kvoffd.cache.namespace import BlockState, Namespace
 from kvoffd.server.disks import Disk
 from kvoffd.server.service import Service
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -188,6 +188,12 @@ class SimDisk:
 
     def cleared(self, fingerprint: bytes | None) -> None:
         """Nothing is to do, as for ``namespace_reset``."""
+
+    def invalidated(self, namespace: Namespace, groups: Sequence[m.GroupKeys]) -> None:
+        """Nothing is to do either."""
+
+    def removals_kept(self) -> Callable[[], bool]:
+        return self.tier.removals_kept()
 
     def handled(self, request: m.AnyRequest) -> None:
         """Note what a request that succeeded has dropped."""
