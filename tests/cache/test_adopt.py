@@ -391,7 +391,13 @@ def test_keys_that_are_looked_for_among_what_is_left_are_memory_of_their_session
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
     session = SimpleNamespace(id=1, check_namespace=lambda name: None)
-    context = SimpleNamespace(cache=heir.cache, check_key_count=lambda namespace, groups: None, epoch=0)
+    context = SimpleNamespace(
+        disks=None,
+        removals_kept=lambda: iter(()),
+        cache=heir.cache,
+        check_key_count=lambda namespace, groups: None,
+        epoch=0,
+    )
     message = m.Invalidate(1, b"", namespace.fingerprint, [m.GroupKeys(0, keys_of(*range(1, 101)))])
     parts = engine_requests.invalidate(cast(Context, context), cast(Session, session), message)
     assert isinstance(parts, Iterator)
