@@ -256,11 +256,12 @@ def invalidate(context: Context, session: Session, message: m.Invalidate) -> Ite
     memory = context.cache.memory
     memory.claim(session.id, nbytes)  # for the turns of others
     try:
-        count = yield from context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+        steps = context.cache.invalidate(namespace, [(part.group, part.keys) for part in message.groups])
+        if context.disks is not None:  # before the steps, in which a directory may be open at last
+            context.disks.invalidated(namespace, message.groups)
+        count = yield from steps
     finally:
         memory.take(session.id, -nbytes)
-    if context.disks is not None:
-        context.disks.invalidated(namespace, message.groups)
     yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
@@ -290,9 +291,6 @@ def hint(context: Context, session: Session, message: m.Hint) -> Iterator[m.Done
                     raise UnknownNamespace("The namespace was forgotten meanwhile; open it again.")
     finally:
         memory.take(session.id, -nbytes)
-    if context.disks is not None:
-        context.disks.invalidated(namespace, message.groups)
-    yield from context.removals_kept()
     yield m.Done(message.request_id, context.epoch, count)
 
 

@@ -18,11 +18,12 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server import disks as disks_module
 from kvoffd.server.admin_requests import clear
 from kvoffd.server.disks import Disks
+from kvoffd.server.engine_requests import hint, invalidate
 from kvoffd.server.recent import Recent
 from kvoffd.settings import DiskSize
 from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
-from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec
+from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Hint, Invalidate
 from kvoffd_proto.tier_stats import DiskState
 
 SIZE = DiskSize("/somewhere", 2**30)
@@ -245,6 +246,31 @@ def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(
     clear_by_operator(rig, namespace)
     rig.opened()
     assert disk.names == left
+
+
+@pytest.mark.parametrize(("request_type", "removed"), [(Invalidate, 2), (Hint, 0)])
+def test_an_engine_takes_from_a_directory_that_is_being_opened_what_it_invalidates_and_nothing_else(
+    rig: DisksRig, request_type: type[Invalidate | Hint], removed: int
+) -> None:
+    disk = rig.result = FakeDisk()
+    rig.attach()
+    space, cache = rig.rig.open("one"), rig.rig.cache
+    context = SimpleNamespace(
+        cache=cache,
+        disks=rig.disks,
+        check_key_count=lambda namespace, groups: None,
+        removals_kept=lambda: iter(()),
+        epoch=1,
+    )
+    session = SimpleNamespace(id=1, check_namespace=lambda name: None)
+    groups = [GroupKeys(0, keys_of(1, 2))]
+    if request_type is Invalidate:
+        parts = invalidate(context, session, Invalidate(1, b"", space.fingerprint, groups))  # type: ignore[arg-type]
+    else:
+        parts = hint(context, session, Hint(1, b"", space.fingerprint, groups, priority=1))  # type: ignore[arg-type]
+    assert [part for part in parts if part is not None]  # type: ignore[union-attr]
+    rig.opened()
+    assert len(disk.removed) == removed
 
 
 def test_what_is_invalidated_does_not_come_with_a_directory_that_is_being_opened(
