@@ -161,8 +161,7 @@ class LeftBlocks:
 
     def remove(self, groups: Collection[int]) -> Iterator[Iterator[SomeBlocks]]:
         """Takes out all blocks of groups, step by step. Others may be taken out meanwhile."""
-        wanted = np.zeros(len(self.groups), bool)
-        wanted[list(groups)] = True
+        wanted = self._mask(groups)
         begin = self._begin
         while begin < self._end and self.counts[wanted].any():
             places = self._find(begin, min(begin + LOOKED_AT_ONCE, self._end), wanted)[: self.blocks_at_once]
@@ -173,8 +172,7 @@ class LeftBlocks:
         self, groups: Collection[int], choose: Callable[[SomeBlocks], Sequence[bool]]
     ) -> Iterator[Iterator[SomeBlocks]]:
         """As ``remove``, but only the blocks that are chosen."""
-        wanted = np.zeros(len(self.groups), bool)
-        wanted[list(groups)] = True
+        wanted = self._mask(groups)
         begin, most = self._begin, self.blocks_at_once
         while begin < self._end and self.counts[wanted].any():
             places = self._find(begin, min(begin + NAMED_AT_ONCE, self._end), wanted)
@@ -190,8 +188,7 @@ class LeftBlocks:
 
     def give_up(self, most: int, groups: Collection[int]) -> Iterator[SomeBlocks]:
         """Takes out up to so many blocks of groups: the oldest that are found soon, so that there may be others."""
-        wanted = np.zeros(len(self.groups), bool)
-        wanted[list(groups)] = True
+        wanted = self._mask(groups)
         passed = frozenset(groups)
         begin = max(self._begin, self._passed.get(passed, 0))
         for _ in range(LOOKS):
@@ -201,6 +198,12 @@ class LeftBlocks:
             begin += LOOKED_AT_ONCE
         self._passed[passed] = begin  # nobody need look there again: no block is put back
         return self._out_of_order(places)
+
+    def _mask(self, groups: Collection[int]) -> npt.NDArray[np.bool_]:
+        """By number, whether a group is one of these."""
+        wanted = np.zeros(len(self.groups), bool)
+        wanted[list(groups)] = True
+        return wanted
 
     def _find(self, begin: int, end: int, wanted: npt.NDArray[np.bool_]) -> Numbers:
         """Places in a part of the order that have blocks of some groups."""
