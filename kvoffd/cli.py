@@ -114,7 +114,10 @@ def show(loaded: LoadedConfig, *, as_json: bool) -> int:
 
 
 def _end_output() -> int:
-    """The reader, such as head, has seen enough. Python would complain again when it closes stdout."""
+    """Nothing more goes out: the reader, such as head, has seen enough, or the disk is full.
+
+    Python would complain again when it closes stdout.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

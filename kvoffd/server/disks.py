@@ -350,7 +350,8 @@ class Disks:
         known = {fingerprint for fingerprint, _ in tier.groups()}
         for fingerprint in known if None in disk.cleared else known & disk.cleared:
             tier.remove_namespace(fingerprint)
-        tier.remove(disk.invalidated)
+        if disk.invalidated:  # to be told of none is work for the device too
+            tier.remove(disk.invalidated)
         self._tiers.attach(tier)
         assert self.tiering is not None
         self.tiering.directory_attached()
