@@ -11,7 +11,6 @@ from kvoffd.cache.blocks import Blocks
 from kvoffd.cache.namespace import Block, MissReason, Namespace
 from kvoffd.cache.policies import DECLINED, EvictionPolicy
 from kvoffd.cache.shares import Claim
-from kvoffd.system.files import on_error
 
 
 @dataclass(slots=True)
@@ -26,7 +25,7 @@ class Admission:
     """Those for which there is no room."""
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Admitter:
     """Takes slots for the keys of one store, of one rank and group."""
 
@@ -49,8 +48,11 @@ class Admitter:
         admit all, whatever the policy says.
         """
         found = Admission()
-        with on_error(lambda: self.blocks.return_slots(found.offsets)):
+        try:
             self._admit(keys, lacking, fresh if starts is not None else (), starts or (), found)
+        except BaseException:
+            self.blocks.return_slots(found.offsets)
+            raise
         found.admitted.sort()
         found.offsets.sort()
         return found

@@ -85,8 +85,6 @@ class Blocks(Room):
         self.quarantined: dict[int, int] = {}
         """By offset, the size of slots that are never used again."""
         self.quarantined_bytes = 0
-        self.pinned_blocks = 0
-        """Blocks with pins of any kind."""
         self.pinned_bytes = 0
         self.misses = Misses()
         self.tiering: TieringHooks | None = None
@@ -111,13 +109,14 @@ class Blocks(Room):
         namespace: Namespace,
         group: int,
         keys: Sequence[bytes],
+        known: Sequence[Block | None],
         rank: int,
         offsets: Sequence[int],
         slot_bytes: int,
         first_blocks: Sequence[int],
     ) -> list[Block]:
-        """Begin to write a shard of each key in the slot at its offset; blocks are made where there are none."""
-        half_stored, known = self.half_stored, namespace.index[group].find(b"".join(keys))
+        """Begin to write a shard of each key, given with its block if it has one, in the slot at its offset."""
+        half_stored = self.half_stored
         blocks = [block or Block(namespace, group, key) for key, block in zip(keys, known, strict=True)]
         self._move([block for block in blocks if block.state is ABSENT], ABSENT, WRITING)
         at, added = 2 * rank, []

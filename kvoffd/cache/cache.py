@@ -245,9 +245,10 @@ class BlockCache(LeasedBlocks):
         if narrow:
             offsets = self._reopen(ticket, narrow, offsets)
         ticket.offsets = offsets
-        copied = keys if len(offsets) == len(keys) else [keys[number] for number in ticket.copy]
+        if len(offsets) < len(keys):
+            keys, known = [keys[number] for number in ticket.copy], [known[number] for number in ticket.copy]
         firsts = [first_blocks.get(number, 0) for number in ticket.copy]
-        ticket.blocks = blocks.start_shards(namespace, group, copied, rank, offsets, slot_bytes, firsts)
+        ticket.blocks = blocks.start_shards(namespace, group, keys, known, rank, offsets, slot_bytes, firsts)
         self.stores.add(ticket)
         return ticket
 

@@ -14,7 +14,6 @@ from kvoffd.cache.namespace import SLOT_BYTES, Block, MissReason, Namespace
 from kvoffd.cache.policies import EvictionPolicy
 from kvoffd.cache.shares import Claim, Shares, Whose
 from kvoffd.pool.pool import Pool
-from kvoffd.system.files import on_error
 
 GIVEN_UP_AT_ONCE = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its maximum: where
@@ -33,6 +32,8 @@ class Room(ABC):
         self.hints = Hints(slots.pool_bytes, clock)
         self._slots = slots
         self._policy = policy
+        self.pinned_blocks = 0
+        """Blocks with pins of any kind."""
         self._max_index_bytes = max_index_bytes
         self._known_bytes = 0
         self.left: LeftBlocks | None = None
@@ -86,7 +87,7 @@ class Room(ABC):
             count = self._room_below_maximum(claim, slot_bytes, count, protected, worth, block_bytes)
         count = self._room_in_index(namespace, count, protected, worth, claim)
         offsets = self._slots.take(slot_bytes, count, node)
-        with on_error(lambda: self._slots.free(offsets)):
+        try:
             while (lacking := count - len(offsets)) > 0:
                 if not self._give_up_left(slot_bytes, lacking, claim):
                     victims = self._victims(slot_bytes, lacking, protected, worth, claim)
@@ -95,6 +96,9 @@ class Room(ABC):
                     self.evict(victims)
                 # Nothing came free if it was the pool's last region, too short for this size: the next one will do.
                 offsets.extend(self._slots.take(slot_bytes, lacking, node))
+        except BaseException:
+            self._slots.free(offsets)
+            raise
         if claim is not None:
             claim.take(slot_bytes * len(offsets))
         return sorted(offsets)
@@ -165,6 +169,8 @@ class Room(ABC):
 
     def evictable(self, protected: Set[Block], claim: Claim | None = None) -> bool:
         """Whether any block could be evicted, whatever it is worth."""
+        if claim is None and len(self._policy) > self.pinned_blocks + len(protected):
+            return True
         return any(True for _ in _loose(self._candidates(inf, claim), protected))
 
     def _candidates(self, worth: float, claim: Claim | None) -> Iterator[Block]:

@@ -65,9 +65,9 @@ class SessionMemory:
 
     def take(self, owner: int, nbytes: int) -> None:
         """The session holds more, or less where ``nbytes`` is negative."""
-        before = max(0, self._held[owner] - self._own_bytes)
-        self._held[owner] += nbytes
-        assert self._held[owner] >= 0
-        self._free_bytes -= max(0, self._held[owner] - self._own_bytes) - before
-        if not self._held[owner]:
+        before = self._held[owner]
+        after = self._held[owner] = before + nbytes
+        assert after >= 0
+        self._free_bytes -= max(0, after - self._own_bytes) - max(0, before - self._own_bytes)
+        if not after:
             del self._held[owner]

@@ -15,7 +15,7 @@ from multiprocessing import active_children, get_context, parent_process
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvoffd.cache.policies import POLICY_NAMES
-from kvoffd.simulate.optimum import optimum_percent
+from kvoffd.simulate.optimum import Uses, optimum_percent, uses_of
 from kvoffd.simulate.replay import Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
 from kvoffd_proto.units import format_size, parse_size
@@ -48,6 +48,12 @@ def simulate(given: argparse.Namespace) -> int:
         raise BadTrace(f"{given.file} has no request; there is nothing to replay.")
     if trace.cut_off:
         print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
+    if trace.missing:
+        print(
+            f"{given.file} lacks {trace.missing:,} lines, which came faster than they were recorded: with them the "
+            "hit ratios would be others.",
+            file=sys.stderr,
+        )
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
     results = _run(trace, policies, _sizes(given, trace))
@@ -118,7 +124,9 @@ def _run(trace: Trace, policies: Sequence[str], sizes: Sequence[int]) -> list[Re
     context = get_context("fork")
     done = context.Value("Q", 0)
     others = set(active_children())
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), context, _begin_worker, (trace, done)) as pool:
+    with ProcessPoolExecutor(
+        len(os.sched_getaffinity(0)), context, _begin_worker, (trace, uses_of(trace), done)
+    ) as pool:
         try:
             # What Ctrl-C raises in a fork would be lost.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -143,6 +151,7 @@ class _Worker:
     """What a process replays."""
 
     trace: Trace
+    uses: Uses
     done: Synchronized[int]
     """Accesses of all processes."""
 
@@ -152,8 +161,8 @@ class _Worker:
             cls.done.value += accesses
 
 
-def _begin_worker(trace: Trace, done: Synchronized[int]) -> None:
-    _Worker.trace, _Worker.done = trace, done
+def _begin_worker(trace: Trace, uses: Uses, done: Synchronized[int]) -> None:
+    _Worker.trace, _Worker.uses, _Worker.done = trace, uses, done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Else it would wait for work without end.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,7 +176,7 @@ def _replay(policy: str, blocks: int) -> Replayed:
 
 
 def _optimum(blocks: int) -> float:
-    found = optimum_percent(_Worker.trace, blocks)
+    found = optimum_percent(_Worker.uses, blocks)
     _Worker.note(_Worker.trace.accesses)
     return found
 

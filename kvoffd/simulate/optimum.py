@@ -7,35 +7,72 @@ a pool need not store what is offered. A block is never used before the ones tha
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
 
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 
 
-def optimum_percent(trace: Trace, blocks: int) -> float:
+class Uses(NamedTuple):
+    """All accesses of a trace, in order."""
+
+    keys: list[int]
+    """By number from 0 up."""
+    next_uses: list[int]
+    """Number of the next request that has the key, counted from 1 up; 0 where there is none."""
+    ranks: list[int]
+    """Least for what is to go first: the next use, how deep the key is in its request, and the key, in one number."""
+    bounds: list[int]
+    """Where the requests begin, and the last one's end."""
+    distinct: int
+    per_use: int
+    """Ranks of one next use."""
+
+
+def uses_of(trace: Trace) -> Uses:
+    """What the optimum needs to know of a trace, whatever the size of the pool."""
+    lengths = np.array([len(request) // KEY_BYTES for request in trace.requests], dtype=np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    number = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    depth = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+    every, keys = np.unique(np.frombuffer(b"".join(trace.requests), dtype=np.uint64), return_inverse=True)
+    order = np.argsort(keys, kind="stable")  # accesses of each key, in order
+    last = np.append(keys[order][1:] != keys[order][:-1], True)
+    follows = np.append(number[order][1:], 0)
+    follows[last] = 0
+    for at in np.flatnonzero(follows == number[order])[::-1]:  # a request that has a key twice
+        follows[at] = follows[at + 1]
+    next_use = np.empty_like(follows)
+    next_use[order] = follows
+    deepest = int(lengths.max(initial=1))
+    assert (len(lengths) + 1) * deepest * len(every) < 2**62
+    rank = -((next_use * deepest + depth) * len(every) + keys)
+    return Uses(keys.tolist(), next_use.tolist(), rank.tolist(), bounds.tolist(), len(every), deepest * len(every))
+
+
+def optimum_percent(uses: Uses, blocks: int) -> float:
     """The share of the accesses that could be hits, with a pool of so many blocks."""
-    requests = [_keys(request) for request in trace.requests]
-    next_use: dict[bytes, int] = {}
-    later: list[list[int]] = []
-    for number in range(len(requests) - 1, -1, -1):
-        keys = requests[number]
-        later.append([next_use.get(key, 0) for key in keys])
-        next_use.update(dict.fromkeys(keys, number))
-    later.reverse()
-    resident: dict[bytes, int] = {}
-    farthest: list[tuple[int, int, bytes]] = []
-    hits = 0
-    for keys, uses in zip(requests, later, strict=True):
-        for depth, (key, use) in enumerate(zip(keys, uses, strict=True)):
-            hits += resident.pop(key, None) is not None
+    keys, next_uses, ranks, bounds, distinct, per_use = uses
+    kept_until = [0] * distinct
+    """By key: its next use where it is kept, else 0."""
+    farthest: list[int] = []
+    hits = held = 0
+    for begin, end in pairwise(bounds):
+        for at in range(begin, end):
+            key, use = keys[at], next_uses[at]
+            if kept_until[key]:
+                hits += 1
+                held -= 1
+            kept_until[key] = use
             if use:
-                resident[key] = use
-                heappush(farthest, (-use, -depth, key))
-        while len(resident) > blocks:
-            use, _, key = heappop(farthest)
-            if resident.get(key) == -use:
-                del resident[key]
-    return 100 * hits / max(1, trace.accesses)
-
-
-def _keys(request: bytes) -> list[bytes]:
-    return [request[at : at + KEY_BYTES] for at in range(0, len(request), KEY_BYTES)]
+                held += 1
+                heappush(farthest, ranks[at])
+        while held > blocks:
+            first = -heappop(farthest)
+            key = first % distinct
+            if kept_until[key] == first // per_use:
+                kept_until[key] = 0
+                held -= 1
+    return 100 * hits / max(1, len(keys))

@@ -34,6 +34,8 @@ class Trace(NamedTuple):
     """Whether the file ends in the middle."""
     others: Sequence[tuple[int, int, float]] = ()
     """Tokens, pool bytes and part of all accesses of each kind of blocks, where there are several."""
+    missing: int = 0
+    """Lines that the recording says it lacks."""
 
     @property
     def accesses(self) -> int:
@@ -52,9 +54,10 @@ def read_trace(path: Path) -> Trace:
     kinds: Counter[tuple[int, int]] = Counter()
     """Blocks by their tokens and bytes."""
     requests: list[bytes] = []
+    missing: list[int] = []
     cut_off = False
     try:
-        requests.extend(_requests(_lines(path), path, kinds))
+        requests.extend(_requests(_lines(path), path, kinds, missing))
     except EOFError:
         cut_off = True
     tokens, _ = max(kinds, key=kinds.__getitem__, default=(MOONCAKE_TOKENS, 0))
@@ -62,7 +65,7 @@ def read_trace(path: Path) -> Trace:
     every = sum(sized.values())
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others)
+    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, sum(missing))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -85,7 +88,9 @@ def _lines(path: Path) -> Iterator[bytes]:
             raise BadTrace(f"{path} is damaged: {error}") from None
 
 
-def _requests(lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]]) -> Iterator[bytes]:
+def _requests(
+    lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]], missing: list[int]
+) -> Iterator[bytes]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -93,12 +98,15 @@ def _requests(lines: Iterator[bytes], path: Path, kinds: Counter[tuple[int, int]
             found = json.loads(line)
             ids = found["hash_ids"]
             kind = int(found.get("block_tokens", MOONCAKE_TOKENS)), int(found.get("block_bytes", 0))
-            if min(kind) < 0:
+            dropped = int(found.get("dropped", 0))
+            if min(*kind, dropped) < 0:
                 raise ValueError
+            if dropped:
+                missing.append(dropped)
             kinds[kind] += len(ids)
             yield b"".join([block.to_bytes(KEY_BYTES, "big") for block in ids])
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise BadTrace(
                 f"{path}:{number} is not a line of Mooncake's format, a JSON object whose hash_ids are a list of whole "
-                "numbers from 0 up, like block_tokens, block_bytes."
+                "numbers from 0 up, like all other fields."
             ) from None

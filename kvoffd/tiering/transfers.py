@@ -85,13 +85,15 @@ class TierTransfers:
 
     def _begin(self, namespace: Namespace, group: int, source: TierBlock, offsets: Sequence[int]) -> Promotion:
         tickets: list[StoreTicket] = []
+        block: Block | None = None
         for rank, (offset, shard) in enumerate(zip(offsets, source.shards, strict=True)):
             slot_bytes = namespace.slot_bytes(rank, group)
             (block,) = self._cache.blocks.start_shards(
-                namespace, group, [source.id.key], rank, [offset], slot_bytes, [shard.first_block]
+                namespace, group, [source.id.key], [block], rank, [offset], slot_bytes, [shard.first_block]
             )
             tickets.append(StoreTicket(namespace, rank, group, [0], [offset], [], [block]))
         self._cache.stores.update(tickets)
+        assert block is not None, "a block has shards"
         return Promotion(source, block, tickets)
 
     def end_promotion(self, promotion: Promotion, ok: bool) -> bool:

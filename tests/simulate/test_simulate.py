@@ -16,7 +16,7 @@ from support.waiting import wait_until
 
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.cli import main
-from kvoffd.simulate.optimum import optimum_percent
+from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
@@ -58,7 +58,7 @@ def most_hits(requests: list[list[int]], blocks: int) -> int:
 @pytest.mark.parametrize("blocks", [1, 2, 3])
 def test_the_optimum_is_what_trying_everything_finds(requests: list[list[int]], blocks: int) -> None:
     trace = trace_of(requests)
-    assert optimum_percent(trace, blocks) == pytest.approx(100 * most_hits(requests, blocks) / trace.accesses)
+    assert optimum_percent(uses_of(trace), blocks) == pytest.approx(100 * most_hits(requests, blocks) / trace.accesses)
 
 
 def test_an_lru_is_replayed_as_one() -> None:
@@ -115,6 +115,13 @@ def test_what_is_wrong_is_said_in_a_sentence(
     file = write(tmp_path / "small.jsonl", [[1]])
     assert main(["simulate", str(file), *arguments]) == 2
     assert sentence in capfd.readouterr().err
+
+
+def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gaps.jsonl"
+    file.write_text('{"hash_ids": [1]}\n{"hash_ids": [1], "dropped": 1200}\n{"hash_ids": [2], "dropped": 34}\n')
+    assert main(["simulate", "--blocks=10", str(file)]) == 0
+    assert "gaps.jsonl lacks 1,234 lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"\x1f\x8b\x08gzip", b"\x8f\x7f" * 5000, b"", b'{"hash_ids":[1,-2]}'])

@@ -23,38 +23,41 @@ static const struct place *place_of(const struct learned *l, uint64_t hash)
 static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
-    const uint64_t *hashes = s->room == 1 ? &s->hash : s->hashes;
-    const uint32_t *handles = s->room == 1 ? &s->handle : (const uint32_t *)(s->hashes + s->room);
-    uint32_t held = 0;
+    const uint64_t *hashes = s->alone ? &s->hash : s->keys->hashes;
+    const uint32_t *handles = s->alone ? &l->holders[s->holder].handle : (const uint32_t *)(hashes + s->keys->room);
+    uint32_t held = 0, base = s->alone ? 0 : s->keys->base, room = s->alone ? 1 : s->keys->room;
 
-    HOLDS(s->base <= s->low && s->low < s->high && s->high - s->base <= s->room);
+    HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
+    HOLDS(!s->held == !s->holder && s->holder < l->holder_top && s->weight <= l->known.lifetime);
     HOLDS(s->low <= s->top && s->top <= s->high && !s->met && s->kind < CLASSES && s->age_bin < BINS);
     HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
-    HOLDS(s->top == s->low || handles[s->top - 1 - s->base]);
+    HOLDS(s->top == s->low || handles[s->top - 1 - base]);
     for (uint32_t at = s->low; at < s->high; at++) {
-        const struct place *there = place_of(l, hashes[at - s->base]);
+        const struct place *there = place_of(l, hashes[at - base]);
         HOLDS(there->hash && there->span == number && there->place == at);
-        HOLDS(at < s->top || !handles[at - s->base]);
-        held += handles[at - s->base] != 0;
+        HOLDS(at < s->top || !handles[at - base]);
+        held += handles[at - base] != 0;
     }
     HOLDS(held == s->held);
-    HOLDS(!s->child || (l->spans[s->child].before == number && l->spans[s->child].room));
-    HOLDS(!s->before || (l->spans[s->before].child == number && l->spans[s->before].room));
+    HOLDS(!s->child || (l->spans[s->child].before == number && l->spans[s->child].high));
+    HOLDS(!s->before || (l->spans[s->before].child == number && l->spans[s->before].high));
     return 0;
 }
 
 static int check_cells(const struct learned *l, uint64_t held)
 {
+    const struct holder *holder;
     uint64_t found = 0;
 
     for (uint32_t cell = 0; cell < CELLS; cell++) {
         uint32_t before = 0;
         uint64_t nbytes = 0;
-        for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next[BY_WORTH]) {
+        for (uint32_t number = l->cells[cell].first; number; before = number, number = holder->next[BY_WORTH]) {
             const struct span *s = &l->spans[number];
-            HOLDS(s->held && s->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
+            holder = &l->holders[s->holder];
+            HOLDS(s->held && holder->previous[BY_WORTH] == before && s->kind * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
-            nbytes += s->held * s->weight;
+            nbytes += s->held * (uint64_t)s->weight;
         }
         HOLDS(l->cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
@@ -63,8 +66,9 @@ static int check_cells(const struct learned *l, uint64_t held)
     }
     HOLDS(found == held);
     uint32_t before = 0;
-    for (uint32_t number = l->pool.first; number; before = number, number = l->spans[number].next[BY_AGE]) {
-        HOLDS(l->spans[number].held && l->spans[number].previous[BY_AGE] == before);
+    for (uint32_t number = l->pool.first; number; before = number, number = holder->next[BY_AGE]) {
+        holder = &l->holders[l->spans[number].holder];
+        HOLDS(l->spans[number].held && holder->previous[BY_AGE] == before);
         HOLDS(found--);
     }
     HOLDS(!found && l->pool.last == before);
@@ -81,8 +85,8 @@ static int check_order(const struct learned *l, uint64_t young)
         if (s->recent && !recent)
             recent = number;
         HOLDS(s->recent == (recent != 0));
-        recent_bytes += s->recent ? (s->high - s->low) * s->weight : 0;
-        HOLDS(l->spans[number].room && !l->spans[number].old && l->spans[number].older == before);
+        recent_bytes += s->recent ? (s->high - s->low) * (uint64_t)s->weight : 0;
+        HOLDS(l->spans[number].high && !l->spans[number].old && l->spans[number].older == before);
         HOLDS(young--);
     }
     HOLDS(recent == l->recent && recent_bytes == l->recent_bytes && recent_bytes <= l->known.lifetime);
@@ -93,18 +97,19 @@ static int check_order(const struct learned *l, uint64_t young)
 int check_learned(const struct learned *l)
 {
     uint64_t keys = 0, blocks = 0, nbytes = 0, spans = 0, held = 0, young = 0, places = 0, arrays = 0, room = 0;
+    uint64_t holders = 0;
     int wrong;
 
     for (uint32_t number = 1; number < l->span_top; number++) {
         const struct span *s = &l->spans[number];
-        if (!s->room)
+        if (!s->high)
             continue;
         if ((wrong = check_span(l, number)))
             return wrong;
         keys += s->high - s->low;
         blocks += s->held;
-        nbytes += (s->high - s->low) * s->weight;
-        arrays += s->room == 1 ? 0 : (s->room * 12 + 8 + 15) / 16 * 16;
+        nbytes += (s->high - s->low) * (uint64_t)s->weight;
+        arrays += s->alone ? 0 : (s->keys->room * 12 + 16 + 15) / 16 * 16;
         spans++;
         held += s->held != 0;
         young += !s->old;
@@ -118,7 +123,10 @@ int check_learned(const struct learned *l)
     }
     HOLDS(room == l->place_room);
     HOLDS(keys == l->known.known_keys && keys == places && blocks == l->known.blocks && spans == l->known.spans);
-    HOLDS(nbytes == l->known.known_bytes && arrays == l->array_bytes);
+    HOLDS(nbytes == l->known.known_bytes && arrays == l->keys_bytes);
+    for (uint32_t unused = l->unused_holders; unused; unused = l->holders[unused].handle)
+        HOLDS(++holders < l->holder_top);
+    HOLDS(held + holders + 1 == l->holder_top && !l->holders[0].handle);
     if ((wrong = check_cells(l, held)))
         return wrong;
     return check_order(l, young);

@@ -25,6 +25,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     for (int bin = 0; bin < BINS; bin++)
         l->edges[bin] = AGES[bin] * lifetime;
     make_places(l);
+    make_spans(l);
     work_out(l);
     order_cells(l);
     forget_oldest(l, 0);
@@ -63,7 +64,9 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
             first.place = 0;
         }
         struct span *s = &l->spans[number];
-        uint32_t *blocks = handles_of(s) + (first.place - s->base);
+        if (!s->held)
+            hold_blocks(l, number);
+        uint32_t *blocks = handle_at(l, s, first.place);
         for (uint32_t at = 0; at < length; at++) {
             if (blocks[at])
                 return 1;
@@ -96,7 +99,7 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
         if (!first.span)
             return 1;
         struct span *s = &l->spans[first.span];
-        uint32_t *blocks = handles_of(s) + (first.place - s->base);
+        uint32_t *blocks = handle_at(l, s, first.place);
         for (uint32_t at = 0; at < length; at++) {
             if (!blocks[at])
                 return 1;
@@ -106,7 +109,7 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
         s->held -= length;
         add_blocks(l, s, -(int64_t)length);
         if (!s->held)
-            leave_cell(l, first.span);
+            hold_none(l, first.span);
         settle_span(l, first.span);
         i += length;
     }
@@ -130,14 +133,14 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
  * of those that are behind it in the same request, so that chains have no holes. Returns how many are written then. */
 static uint64_t walk(struct learned *l, uint32_t first, int order, uint32_t *handles, uint64_t found, uint64_t most)
 {
-    for (uint32_t oldest = first; oldest; oldest = l->spans[oldest].next[order]) {
+    for (uint32_t oldest = first; oldest; oldest = holder_of(l, oldest)->next[order]) {
         if (l->spans[oldest].seen == l->walks)
             continue;
         for (uint32_t number = deepest(l, oldest);; number = l->spans[number].before) {
             struct span *s = &l->spans[number];
             s->seen = l->walks;
             for (uint32_t at = s->top; s->held && at-- > s->low;) {
-                uint32_t handle = handles_of(s)[at - s->base];
+                uint32_t handle = *handle_at(l, s, at);
                 if (handle)
                     handles[found++] = handle;
                 if (found == most)
@@ -155,7 +158,8 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double worth, uint32_t *ha
 {
     uint64_t found = 0;
 
-    l->walks++;
+    if (!++l->walks)
+        l->walks = 1;
     if (l->known.as_lru)
         return walk(l, l->pool.first, BY_AGE, handles, 0, most);
     for (uint32_t word = 0; word < sizeof l->filled / sizeof *l->filled; word++)
@@ -209,13 +213,13 @@ static uint64_t bytes_before(const struct learned *l, const struct row *row, int
     uint32_t number = row->first;
     uint64_t before = 0;
 
-    for (int steps = 0; number && number != until; number = l->spans[number].next[order]) {
+    for (int steps = 0; number && number != until; number = holder_of(l, number)->next[order]) {
         if (steps++ == MOST_STEPS) {
             double first = l->spans[number].since, last = l->spans[row->last].since, at = l->spans[until].since;
             double part = last > first ? (at - first) / (last - first) : 0;
             return before + (nbytes - before) * (part < 0 ? 0 : part > 1 ? 1 : part);
         }
-        before += l->spans[number].held * l->spans[number].weight;
+        before += l->spans[number].held * weight_of(&l->spans[number]);
     }
     return before;
 }

@@ -19,13 +19,13 @@ static struct row *row_of(struct learned *l, const struct span *s, int order)
 /* Puts a span behind another one, or first where that is 0. */
 static void link_in(struct learned *l, uint32_t number, uint32_t before, int order)
 {
-    struct span *s = &l->spans[number];
-    struct row *row = row_of(l, s, order);
+    struct holder *own = holder_of(l, number);
+    struct row *row = row_of(l, &l->spans[number], order);
 
-    s->previous[order] = before;
-    s->next[order] = before ? l->spans[before].next[order] : row->first;
-    *(before ? &l->spans[before].next[order] : &row->first) = number;
-    *(s->next[order] ? &l->spans[s->next[order]].previous[order] : &row->last) = number;
+    own->previous[order] = before;
+    own->next[order] = before ? holder_of(l, before)->next[order] : row->first;
+    *(before ? &holder_of(l, before)->next[order] : &row->first) = number;
+    *(own->next[order] ? &holder_of(l, own->next[order])->previous[order] : &row->last) = number;
 }
 
 static uint64_t between(uint64_t earlier, uint64_t later)
@@ -42,23 +42,23 @@ static void link_by_age(struct learned *l, uint32_t number, int order, int older
 
     if (older && before && between(l->spans[next].since, since) <= between(since, l->spans[before].since)) {
         for (int steps = 0; next && l->spans[next].since < since && steps < NEAR; steps++)
-            next = l->spans[next].next[order];
-        link_in(l, number, next ? l->spans[next].previous[order] : before, order);
+            next = holder_of(l, next)->next[order];
+        link_in(l, number, next ? holder_of(l, next)->previous[order] : before, order);
         return;
     }
     for (int steps = 0; before && l->spans[before].since > since && steps < NEAR; steps++)
-        before = l->spans[before].previous[order];
+        before = holder_of(l, before)->previous[order];
     link_in(l, number, before, order);
 }
 
 static void unlink_from(struct learned *l, uint32_t number, int order)
 {
-    struct span *s = &l->spans[number];
-    struct row *row = row_of(l, s, order);
+    struct holder *own = holder_of(l, number);
+    struct row *row = row_of(l, &l->spans[number], order);
 
-    *(s->previous[order] ? &l->spans[s->previous[order]].next[order] : &row->first) = s->next[order];
-    *(s->next[order] ? &l->spans[s->next[order]].previous[order] : &row->last) = s->previous[order];
-    s->previous[order] = s->next[order] = 0;
+    *(own->previous[order] ? &holder_of(l, own->previous[order])->next[order] : &row->first) = own->next[order];
+    *(own->next[order] ? &holder_of(l, own->next[order])->previous[order] : &row->last) = own->previous[order];
+    own->previous[order] = own->next[order] = 0;
 }
 
 static void set_filled(struct learned *l, uint32_t cell)
@@ -68,7 +68,7 @@ static void set_filled(struct learned *l, uint32_t cell)
     *word = l->cells[cell].first ? *word | bit : *word & ~bit;
 }
 
-/* A span has got blocks; `older`: that became ready before all that others have. */
+/* A span holds blocks; `older`: that became ready before all that others have. */
 void fill_cell(struct learned *l, uint32_t number, int older)
 {
     link_by_age(l, number, BY_WORTH, older);
@@ -76,7 +76,7 @@ void fill_cell(struct learned *l, uint32_t number, int older)
     set_filled(l, cell_of(&l->spans[number]));
 }
 
-/* A span has no blocks any more. */
+/* Undoes it. */
 void leave_cell(struct learned *l, uint32_t number)
 {
     unlink_from(l, number, BY_WORTH);
@@ -87,7 +87,7 @@ void leave_cell(struct learned *l, uint32_t number)
 /* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
 void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
 {
-    l->cell_bytes[cell_of(s)] += blocks * s->weight;
+    l->cell_bytes[cell_of(s)] += blocks * (int64_t)weight_of(s);
 }
 
 /* A span that has blocks was cut off from another one. */

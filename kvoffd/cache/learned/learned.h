@@ -19,7 +19,8 @@ enum {
     EPOCHS_KEPT = 320,
     FEWEST_STAYS = 128, /* lifetimes for which it is done as an LRU does, at first */
     AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
-    MOST_COUNTED = 1 << 30, /* of sightings, of turns */
+    MOST_COUNTED = 1 << 30, /* keys of a span, keys behind it */
+    MOST_SEEN = UINT16_MAX, /* sightings, turns */
 };
 
 /* Orders in which spans that have blocks are linked. */
@@ -39,31 +40,43 @@ enum {
 
 /* Keys of one chain, consecutive, that one request touched last and that have one class. A later request takes keys from
  * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
- * number; 0 is none. */
+ * number; 0 is none. They are small, for the sake of single keys without a block. */
 struct span {
     union {
-        uint64_t *hashes; /* by place from `base` on, `room` of them; handles of blocks behind them, 0 for none */
-        uint64_t hash; /* where `room` is 1: its key's */
+        struct keys *keys;
+        uint64_t hash; /* where it is `alone`: its key's, whose place is 0 */
     };
     uint64_t since; /* the bytes accessed when its keys' lives began */
-    uint64_t weight; /* bytes of a block */
-    uint64_t seen; /* the last walk that came by */
-    uint32_t base, room, low, top, high; /* from `top` on no place has a block */
+    float weight; /* bytes of a block, of which weight_of makes a whole number */
+    uint32_t seen; /* the last walk that came by */
+    uint32_t low, top, high; /* from `top` on no place has a block */
     uint32_t held; /* blocks */
-    uint32_t met; /* keys that the request at hand has found so far */
-    uint32_t sightings; /* requests that saw the keys */
-    uint32_t turn; /* number of the request in its conversation; 0 for what a store brought */
+    uint32_t holder; /* what it has by number while it has blocks, else 0 */
+    uint16_t sightings; /* requests that saw the keys */
+    uint16_t turn; /* number of the request in its conversation; 0 for what a store brought */
     uint32_t behind; /* keys of the request behind `high` */
     uint32_t before, child; /* neighbours in the request */
     uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
-    uint32_t previous[ORDERS], next[ORDERS]; /* neighbours in the cell, and in all that have blocks */
-    uint32_t handle; /* where `room` is 1: of its key's block, 0 for none */
     uint8_t kind; /* class */
     uint8_t floor; /* of the classes of its chain up to here, the one that was worth least */
     uint8_t age_bin;
+    uint8_t alone : 1; /* has room for one key */
+    uint8_t met : 1; /* by the request at hand */
     uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
     uint8_t recent : 1; /* an LRU would have its keys */
     uint8_t closed : 1; /* a store of keys in it was declined; the others of this request are, too */
+};
+
+/* A span's keys, where it has room for several. */
+struct keys {
+    uint32_t base, room; /* the first one's place, and the number */
+    uint64_t hashes[]; /* and behind them handles of blocks, 0 for none */
+};
+
+/* What a span has that has blocks. */
+struct holder {
+    uint32_t previous[ORDERS], next[ORDERS]; /* neighbours in the cell, and in all that have blocks */
+    uint32_t handle; /* where the span is `alone`: its block's */
 };
 
 struct place {
@@ -103,7 +116,9 @@ struct learned {
     uint64_t part_mask, place_room; /* the latter of all parts */
     struct span *spans; /* [span_room], by number, of which those from `span_top` on were never used */
     uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
-    uint64_t array_bytes; /* of all spans' hashes and handles */
+    uint64_t keys_bytes; /* of all spans' keys */
+    struct holder *holders; /* [holder_room], by number, of which those from `holder_top` on were never used */
+    uint32_t holder_room, holder_top, unused_holders; /* the latter linked by `handle` */
     struct row oldest; /* spans that are not old, the next one to be forgotten first */
     uint32_t recent; /* the first of them that an LRU would have */
     uint32_t to_record, recorded; /* the next span that goes into the record, and the last one that did; 0 for none */
@@ -122,7 +137,7 @@ struct learned {
     uint64_t cell_bytes[CELLS]; /* of their blocks */
     uint16_t rank[CELLS], by_rank[CELLS]; /* ascending worth */
     uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
-    uint64_t walks;
+    uint32_t walks;
     double lead, lead_squares; /* of an LRU's hits over those that were, by request, in bytes; and the squares */
     uint64_t judge_at, stays; /* when the lead is looked at next; lifetimes for which it is done as an LRU does */
     void *scratch;
@@ -176,16 +191,26 @@ static inline void fetch_place(const struct learned *l, uint64_t hash)
     __builtin_prefetch(&part->places[home_of(part, hash)]);
 }
 
+/* What a span has while it holds blocks. */
+static inline struct holder *holder_of(const struct learned *l, uint32_t number)
+{
+    return &l->holders[l->spans[number].holder];
+}
+
 /* memory.c */
 void *or_end(void *room);
 void *clear_room(uint64_t count, uint64_t nbytes);
 void *scratch(struct learned *l, uint64_t nbytes);
 
 /* spans.c */
-uint64_t *hashes_of(const struct span *s);
-uint32_t *handles_of(const struct span *s);
+uint64_t weight_of(const struct span *s);
+uint64_t *hash_at(struct span *s, uint32_t place);
+uint32_t *handle_at(const struct learned *l, const struct span *s, uint32_t place);
+void hold_blocks(struct learned *l, uint32_t number);
+void hold_none(struct learned *l, uint32_t number);
+void make_spans(struct learned *l);
 void free_spans(struct learned *l);
-uint32_t new_span(struct learned *l);
+uint32_t new_span(struct learned *l, uint64_t weight);
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count);
 uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since);
 void lift_span(struct learned *l, uint32_t number, uint32_t *handles);

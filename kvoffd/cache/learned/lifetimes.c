@@ -53,7 +53,7 @@ void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * s->weight;
+        l->open[s->kind][epoch % EPOCHS_KEPT] += keys * weight_of(s);
 }
 
 /* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
@@ -62,9 +62,9 @@ void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *e
     uint64_t epoch = s->since / epoch_bytes(l);
 
     if (ends)
-        ends[age_bin(l, s->since)] += keys * s->weight;
+        ends[age_bin(l, s->since)] += keys * weight_of(s);
     if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * s->weight;
+        l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * weight_of(s);
 }
 
 /* Time has passed: lives that began too long ago are watched no more. */

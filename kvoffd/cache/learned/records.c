@@ -29,9 +29,9 @@ void kvoffd_learned_begin_record(struct learned *l)
     l->records = 0;
 }
 
-static uint64_t write_span(const struct learned *l, const struct span *s, uint8_t *to)
+static uint64_t write_span(const struct learned *l, struct span *s, uint8_t *to)
 {
-    struct kept_span kept = { .since = s->since, .weight = s->weight, .keys = s->high - s->low, .turn = s->turn };
+    struct kept_span kept = { .since = s->since, .weight = weight_of(s), .keys = s->high - s->low, .turn = s->turn };
 
     kept.sightings = s->sightings;
     kept.behind = s->behind;
@@ -39,7 +39,7 @@ static uint64_t write_span(const struct learned *l, const struct span *s, uint8_
     kept.floor = s->floor;
     kept.flags = s->child && s->child == l->recorded ? HAS_CHILD : 0;
     memcpy(to, &kept, sizeof kept);
-    memcpy(to + sizeof kept, hashes_of(s) + (s->low - s->base), kept.keys * sizeof(uint64_t));
+    memcpy(to + sizeof kept, hash_at(s, s->low), kept.keys * sizeof(uint64_t));
     return sizeof kept + kept.keys * sizeof(uint64_t);
 }
 
@@ -51,7 +51,7 @@ uint64_t kvoffd_learned_record(struct learned *l, uint8_t *to, uint64_t room)
     uint64_t made = 0;
 
     while (l->to_record) {
-        const struct span *s = &l->spans[l->to_record];
+        struct span *s = &l->spans[l->to_record];
         uint64_t nbytes = sizeof(struct kept_span) + (s->high - s->low) * sizeof(uint64_t);
         if (nbytes > room - made)
             return made ? made : nbytes;
@@ -128,7 +128,7 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     *from += sizeof kept;
     if (kept.keys > (end - *from) / sizeof(uint64_t))
         return CUT_OFF;
-    if (!kept.keys || kept.keys > MOST_COUNTED || kept.sightings > MOST_COUNTED || kept.turn > MOST_COUNTED ||
+    if (!kept.keys || kept.keys > MOST_COUNTED || kept.sightings > MOST_SEEN || kept.turn > MOST_SEEN ||
         kept.behind > MOST_COUNTED || kept.kind >= CLASSES || kept.floor >= CLASSES || !kept.weight ||
         kept.weight > l->known.lifetime || kept.since > l->known.now)
         return BAD_SPAN;
@@ -139,11 +139,10 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
         if (!hashes[i])
             return BAD_KEYS;
     take_again(l, hashes, kept.keys);
-    uint32_t child = kept.flags & HAS_CHILD && l->spans[*last].room ? *last : 0, number = new_span(l);
+    uint32_t child = kept.flags & HAS_CHILD && l->spans[*last].high ? *last : 0, number = new_span(l, kept.weight);
     uint64_t known = l->known.known_keys;
     struct span *s = &l->spans[number];
     s->since = kept.since;
-    s->weight = kept.weight;
     s->sightings = kept.sightings;
     s->turn = kept.turn;
     s->behind = kept.behind;
@@ -153,7 +152,7 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     if (child)
         l->spans[child].before = number;
     set_keys(l, number, hashes, kept.keys);
-    l->known.known_bytes += kept.keys * kept.weight;
+    l->known.known_bytes += kept.keys * weight_of(s);
     link_young(l, number);
     *last = number;
     *from += kept.keys * sizeof(uint64_t);

@@ -125,9 +125,9 @@ static void meet(struct learned *l, struct request *r)
         struct place first;
         uint32_t keys = run_length(l, r->hashes + r->met, r->count - r->met, &first);
         struct span *s = &l->spans[first.span];
-        if (first.place != s->low + s->met)
+        if (s->met || first.place != s->low)
             break;
-        s->met += keys;
+        s->met = 1;
         r->segments[r->made++] = (struct segment){ r->met, r->met + keys, 0, 0, first.span };
         r->met += keys;
     }
@@ -153,7 +153,7 @@ static void describe(const struct learned *l, struct request *r)
     uint32_t turn = 0;
     for (uint32_t i = r->made; i-- && !turn;)
         turn = l->spans[r->segments[i].kind].turn;
-    r->turn = turn < MOST_COUNTED ? 1 + (turn ? turn : 1) : turn;
+    r->turn = turn < MOST_SEEN ? 1 + (turn ? turn : 1) : turn;
 }
 
 static int later_turn(const struct request *r)
@@ -201,7 +201,7 @@ static void take_known(struct learned *l, struct request *r)
             lru_hits = found->end;
         end_lives(l, s, keys, l->returned[s->kind]);
         found->kind = known_class(r, s->sightings);
-        found->sightings = s->sightings + (s->sightings < MOST_COUNTED);
+        found->sightings = s->sightings + (s->sightings < MOST_SEEN);
         found->renewed = number;
     }
     r->lru_hits = lru_hits;
@@ -281,14 +281,16 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
             if (l->admission_worth[b->floor] < l->admission_worth[s->kind])
                 s->floor = b->floor;
         }
-        if (!one->renewed)
-            memcpy(handles_of(s), r->handles + one->begin, keys * sizeof *r->handles);
         for (uint32_t at = 0; at < keys && !one->renewed; at++)
             if (r->handles[one->begin + at]) {
                 s->held++;
                 s->top = at + 1;
             }
         if (s->held) {
+            if (!one->renewed) {
+                hold_blocks(l, number);
+                memcpy(handle_at(l, s, 0), r->handles + one->begin, keys * sizeof *r->handles);
+            }
             fill_cell(l, number, 0);
             add_blocks(l, s, s->held);
         }

@@ -2,134 +2,186 @@
 #define _GNU_SOURCE
 #include "learned.h"
 
+#include <float.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
-enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST_SPANS = 1024, WASTED = 32 };
+enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST = 1024, WASTED = 32 };
 enum { AGED_AT_ONCE = 64, FORGOTTEN_AT_ONCE = 2048 };
 
-uint64_t *hashes_of(const struct span *s)
+uint64_t weight_of(const struct span *s)
 {
-    return s->room == 1 ? (uint64_t *)&s->hash : s->hashes;
+    return s->weight;
 }
 
-uint32_t *handles_of(const struct span *s)
+/* Where the hash of a key is, and those of the keys behind it. */
+uint64_t *hash_at(struct span *s, uint32_t place)
 {
-    return s->room == 1 ? (uint32_t *)&s->handle : (uint32_t *)(s->hashes + s->room);
+    return s->alone ? &s->hash : &s->keys->hashes[place - s->keys->base];
 }
 
-/* Memory of a span's arrays, with what malloc takes; a single key is in the span. */
-static uint64_t array_bytes(uint32_t keys)
+/* Where the handle of a key's block is, and those of the keys behind it. To be written to only if the span holds blocks. */
+uint32_t *handle_at(const struct learned *l, const struct span *s, uint32_t place)
 {
-    uint64_t nbytes = (uint64_t)keys * (sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(size_t);
-
-    return keys == 1 ? 0 : (nbytes + 15) / 16 * 16;
+    if (s->alone)
+        return &l->holders[s->holder].handle;
+    return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
 }
 
-/* Gives a span room for keys, and copies as many. */
-static void make_arrays(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t keys)
+/* Memory of a span's keys, with what malloc takes. */
+static uint64_t keys_bytes(uint32_t keys)
 {
-    s->room = keys;
-    if (keys > 1)
-        s->hashes = or_end(malloc(keys * (sizeof(uint64_t) + sizeof(uint32_t))));
-    l->array_bytes += array_bytes(keys);
-    memcpy(hashes_of(s), hashes, keys * sizeof *hashes);
+    uint64_t nbytes = sizeof(struct keys) + keys * (sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(size_t);
+
+    return (nbytes + 15) / 16 * 16;
+}
+
+/* Gives a span room for several keys, the first one at the place `low`, and copies as many. */
+static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
+{
+    s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
+    s->keys->base = s->low;
+    s->keys->room = count;
+    l->keys_bytes += keys_bytes(count);
+    memcpy(s->keys->hashes, hashes, count * sizeof *hashes);
     if (handles)
-        memcpy(handles_of(s), handles, keys * sizeof *handles);
+        memcpy(s->keys->hashes + count, handles, count * sizeof *handles);
     else
-        memset(handles_of(s), 0, keys * sizeof *handles);
+        memset(s->keys->hashes + count, 0, count * sizeof *handles);
 }
 
-static void free_arrays(struct learned *l, const struct span *s)
+static void free_keys(struct learned *l, struct keys *keys)
 {
-    l->array_bytes -= array_bytes(s->room);
-    if (s->room > 1)
-        free(s->hashes);
+    l->keys_bytes -= keys_bytes(keys->room);
+    free(keys);
 }
 
-/* Doubles the room for spans, without copying them. */
-static void more_spans(struct learned *l)
+/* Doubles the room for things, without copying them: `each` bytes, 0 at first. */
+static void *more_room(void *before, uint32_t *room, uint64_t each)
 {
-    uint64_t before = l->span_room * sizeof *l->spans;
+    uint64_t nbytes = *room * each;
     void *made;
 
-    l->span_room = l->span_room ? 2 * l->span_room : FEWEST_SPANS;
+    *room = *room ? 2 * *room : FEWEST;
     if (before)
-        made = mremap(l->spans, before, l->span_room * sizeof *l->spans, MREMAP_MAYMOVE);
+        made = mremap(before, nbytes, *room * each, MREMAP_MAYMOVE);
     else
-        made = mmap(NULL, l->span_room * sizeof *l->spans, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    l->spans = or_end(made == MAP_FAILED ? NULL : made);
+        made = mmap(NULL, *room * each, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return or_end(made == MAP_FAILED ? NULL : made);
+}
+
+/* Before anything else. Number 0 of each is none. */
+void make_spans(struct learned *l)
+{
+    l->spans = more_room(NULL, &l->span_room, sizeof *l->spans);
+    l->holders = more_room(NULL, &l->holder_room, sizeof *l->holders);
+    l->span_top = l->holder_top = 1;
 }
 
 void free_spans(struct learned *l)
 {
     for (uint32_t number = 1; number < l->span_top; number++)
-        free_arrays(l, &l->spans[number]);
-    if (l->span_room)
-        munmap(l->spans, l->span_room * sizeof *l->spans);
+        if (!l->spans[number].alone)
+            free(l->spans[number].keys);
+    munmap(l->spans, l->span_room * sizeof *l->spans);
+    munmap(l->holders, l->holder_room * sizeof *l->holders);
 }
 
-/* A span without keys, whose fields are 0. */
-uint32_t new_span(struct learned *l)
+static void set_weight(const struct learned *l, struct span *s, uint64_t weight)
+{
+    uint64_t nbytes = weight < l->known.lifetime ? weight : l->known.lifetime;
+    int lost = 64 - __builtin_clzll(nbytes | 1) - FLT_MANT_DIG;
+
+    s->weight = lost > 0 ? nbytes >> lost << lost : nbytes;
+}
+
+/* A span without keys, whose other fields are 0. */
+uint32_t new_span(struct learned *l, uint64_t weight)
 {
     uint32_t number = l->unused_spans;
 
     if (number) {
         l->unused_spans = l->spans[number].child;
     } else {
-        number = l->span_top ? l->span_top : 1;
-        if (number >= l->span_room)
-            more_spans(l);
-        l->span_top = number + 1;
+        number = l->span_top++;
+        if (number == l->span_room)
+            l->spans = more_room(l->spans, &l->span_room, sizeof *l->spans);
     }
     memset(&l->spans[number], 0, sizeof *l->spans);
+    set_weight(l, &l->spans[number], weight);
     l->known.spans++;
     return number;
 }
 
-/* Gives the keys of a span places in it, wherever they were. */
-static void enter_keys(struct learned *l, uint32_t number)
+/* A span is about to get its first block. */
+void hold_blocks(struct learned *l, uint32_t number)
 {
-    const struct span *s = &l->spans[number];
-    const uint64_t *hashes = hashes_of(s);
+    uint32_t holder = l->unused_holders;
 
-    for (uint32_t i = s->low; i < s->high; i++) {
-        if (i + AHEAD < s->high)
-            fetch_place(l, hashes[i + AHEAD - s->base]);
-        set_place(l, hashes[i - s->base], number, i);
+    if (holder) {
+        l->unused_holders = l->holders[holder].handle;
+    } else {
+        holder = l->holder_top++;
+        if (holder == l->holder_room)
+            l->holders = more_room(l->holders, &l->holder_room, sizeof *l->holders);
     }
+    memset(&l->holders[holder], 0, sizeof *l->holders);
+    l->spans[number].holder = holder;
 }
 
-/* Gives a span its keys, without blocks, and enters them. */
+static void free_holder(struct learned *l, uint32_t number)
+{
+    uint32_t holder = l->spans[number].holder;
+
+    l->holders[holder].handle = l->unused_holders;
+    l->unused_holders = holder;
+    l->spans[number].holder = 0;
+}
+
+/* A span has lost its last block: it leaves its cell. */
+void hold_none(struct learned *l, uint32_t number)
+{
+    leave_cell(l, number);
+    free_holder(l, number);
+}
+
+/* Gives a span its keys, without blocks, and enters them, wherever they were. */
 void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count)
 {
     struct span *s = &l->spans[number];
 
     s->high = count;
-    make_arrays(l, s, hashes, NULL, count);
-    enter_keys(l, number);
+    s->alone = count == 1;
+    if (s->alone)
+        s->hash = *hashes;
+    else
+        make_keys(l, s, hashes, NULL, count);
+    for (uint32_t i = 0; i < count; i++) {
+        if (i + AHEAD < count)
+            fetch_place(l, hashes[i + AHEAD]);
+        set_place(l, hashes[i], number, i);
+    }
 }
 
 /* A new span, whose keys' lives begin or began then. It is in no order yet. */
 uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since)
 {
-    uint32_t number = new_span(l);
+    uint32_t number = new_span(l, weight);
     struct span *s = &l->spans[number];
 
-    s->weight = weight < l->known.lifetime ? weight : l->known.lifetime;
     s->since = since;
     s->sightings = 1;
     s->kind = s->floor = kind;
     set_keys(l, number, hashes, count);
-    l->known.known_bytes += count * s->weight;
+    l->known.known_bytes += count * weight_of(s);
     begin_lives(l, s, count);
     return number;
 }
 
 static uint64_t bytes_of(const struct span *s)
 {
-    return (s->high - s->low) * s->weight;
+    return (s->high - s->low) * weight_of(s);
 }
 
 /* An LRU has no room for the oldest of its keys. */
@@ -146,9 +198,9 @@ static void age_recent(struct learned *l)
 /* Keys of a span are taken or forgotten. */
 static void lose_bytes(struct learned *l, const struct span *s, uint64_t keys)
 {
-    l->known.known_bytes -= keys * s->weight;
+    l->known.known_bytes -= keys * weight_of(s);
     if (s->recent)
-        l->recent_bytes -= keys * s->weight;
+        l->recent_bytes -= keys * weight_of(s);
 }
 
 static void leave_order(struct learned *l, uint32_t number)
@@ -228,7 +280,8 @@ static void bury(struct learned *l, uint32_t number)
     struct span *s = &l->spans[number];
 
     leave_request(l, number);
-    free_arrays(l, s);
+    if (!s->alone)
+        free_keys(l, s->keys);
     memset(s, 0, sizeof *s);
     s->child = l->unused_spans;
     l->unused_spans = number;
@@ -236,14 +289,12 @@ static void bury(struct learned *l, uint32_t number)
 }
 
 /* Counts anew what of a span has blocks. */
-static void count_blocks(struct span *s)
+static void count_blocks(const struct learned *l, struct span *s)
 {
-    const uint32_t *handles = handles_of(s);
-
     s->held = 0;
     s->top = s->low;
     for (uint32_t i = s->low; i < s->high; i++)
-        if (handles[i - s->base]) {
+        if (*handle_at(l, s, i)) {
             s->held++;
             s->top = i + 1;
         }
@@ -253,15 +304,14 @@ static void count_blocks(struct span *s)
 static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 {
     struct span *s = &l->spans[number];
-    const uint64_t *hashes = hashes_of(s);
     uint32_t keys = s->high - s->top < most ? s->high - s->top : most;
 
     if (!keys)
         return 0;
     for (uint32_t i = s->high - keys; i < s->high; i++) {
         if (i + AHEAD < s->high)
-            fetch_place(l, hashes[i + AHEAD - s->base]);
-        remove_place(l, hashes[i - s->base], number);
+            fetch_place(l, *hash_at(s, i + AHEAD));
+        remove_place(l, *hash_at(s, i), number);
     }
     end_lives(l, s, keys, l->forgotten[s->kind]);
     lose_bytes(l, s, keys);
@@ -276,11 +326,10 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 void settle_span(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
-    const uint32_t *handles = handles_of(s);
 
     if (s->top < s->low || !s->held)
         s->top = s->low;
-    while (s->top > s->low && !handles[s->top - 1 - s->base])
+    while (s->top > s->low && !*handle_at(l, s, s->top - 1))
         s->top--;
     if (s->low == s->high)
         bury(l, number);
@@ -291,12 +340,11 @@ void settle_span(struct learned *l, uint32_t number)
 /* Makes a span of the keys from a place on, which is not the first; returns it. */
 uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
 {
-    uint32_t rest = new_span(l), had = l->spans[number].held;
+    uint32_t rest = new_span(l, weight_of(&l->spans[number])), had = l->spans[number].held;
     struct span *s = &l->spans[number], *r = &l->spans[rest];
     uint32_t count = s->high - place;
 
     r->since = s->since;
-    r->weight = s->weight;
     r->seen = s->seen;
     r->sightings = s->sightings;
     r->turn = s->turn;
@@ -311,12 +359,14 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     if (r->child)
         l->spans[r->child].before = rest;
     s->child = rest;
-    set_keys(l, rest, hashes_of(s) + (place - s->base), count);
-    memcpy(handles_of(r), handles_of(s) + (place - s->base), count * sizeof(uint32_t));
+    set_keys(l, rest, hash_at(s, place), count);
+    if (had)
+        hold_blocks(l, rest);
+    memcpy(handle_at(l, r, 0), handle_at(l, s, place), count * sizeof(uint32_t));
     s->high = place;
     s->behind += count;
-    count_blocks(r);
-    count_blocks(s);
+    count_blocks(l, r);
+    count_blocks(l, s);
     r->recent = s->recent;
     if (!r->old)
         link_before(l, rest, number);
@@ -324,8 +374,10 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
         l->recent = rest;
     if (r->held)
         link_behind(l, rest, number);
+    else if (had)
+        free_holder(l, rest);
     if (had && !s->held)
-        leave_cell(l, number);
+        hold_none(l, number);
     settle_span(l, number);
     return rest;
 }
@@ -333,14 +385,14 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
 /* Moves what is left of a span's arrays to their beginning where much was taken. */
 static void compact(struct learned *l, struct span *s)
 {
-    uint32_t keys = s->high - s->low, wasted = s->low - s->base;
-
-    if (wasted < WASTED || wasted < keys)
+    if (s->alone)
         return;
-    struct span before = *s;
-    make_arrays(l, s, hashes_of(&before) + wasted, handles_of(&before) + wasted, keys);
-    free_arrays(l, &before);
-    s->base = s->low;
+    struct keys *before = s->keys;
+    uint32_t wasted = s->low - before->base;
+    if (wasted < WASTED || wasted < s->high - s->low)
+        return;
+    make_keys(l, s, hash_at(s, s->low), handle_at(l, s, s->low), s->high - s->low);
+    free_keys(l, before);
 }
 
 /* Takes the first keys out of a span, and writes the handles of their blocks. Their places are not to be found then. */
@@ -349,14 +401,14 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     struct span *s = &l->spans[number];
     uint32_t had = s->held;
 
-    memcpy(handles, handles_of(s) + (s->low - s->base), count * sizeof *handles);
+    memcpy(handles, handle_at(l, s, s->low), count * sizeof *handles);
     for (uint32_t i = 0; i < count && s->held; i++)
         s->held -= handles[i] != 0;
     add_blocks(l, s, (int64_t)s->held - had);
     lose_bytes(l, s, count);
     s->low += count;
     if (had && !s->held)
-        leave_cell(l, number);
+        hold_none(l, number);
     if (s->low < s->high)
         compact(l, s);
     settle_span(l, number);
@@ -367,7 +419,7 @@ void lift_span(struct learned *l, uint32_t number, uint32_t *handles)
 {
     struct span *s = &l->spans[number];
 
-    memcpy(handles, handles_of(s) + (s->low - s->base), (s->high - s->low) * sizeof *handles);
+    memcpy(handles, handle_at(l, s, s->low), (s->high - s->low) * sizeof *handles);
     l->known.known_bytes -= bytes_of(s);
     if (s->held) {
         add_blocks(l, s, -(int64_t)s->held);
@@ -381,7 +433,7 @@ void begin_again(struct learned *l, uint32_t number, int kind, uint64_t weight)
 {
     struct span *s = &l->spans[number];
 
-    s->weight = weight < l->known.lifetime ? weight : l->known.lifetime;
+    set_weight(l, s, weight);
     s->since = l->known.now;
     s->seen = 0;
     s->kind = s->floor = kind;
@@ -410,7 +462,7 @@ void forget_oldest(struct learned *l, uint64_t most)
         done += forget_tail(l, number, most - done);
     }
     l->known.nbytes = sizeof *l + l->place_room * sizeof(struct place) + (l->part_mask + 1) * sizeof *l->parts +
-                      l->span_top * sizeof *l->spans + l->array_bytes;
+                      l->span_top * sizeof *l->spans + l->holder_top * sizeof *l->holders + l->keys_bytes;
 }
 
 /* The same in steps: to be called where so many keys are added or lose their blocks. */

@@ -16,7 +16,7 @@ from kvoffd.cache.policies.learned import Policy
 from kvoffd_proto.messages import READY
 
 MIB = 1 << 20
-MOST_COUNTED = 1 << 30
+MOST_SEEN = 2**16 - 1
 
 
 def policy_of(rig: CacheHarness) -> Policy:
@@ -99,7 +99,7 @@ def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
 def counted_to_the_most(record: bytes) -> bytes:
     """Its first span was seen, and its conversation went on, as often as is counted."""
     changed = bytearray(record)
-    struct.pack_into("=II", changed, 20, MOST_COUNTED, MOST_COUNTED)
+    struct.pack_into("=II", changed, 20, MOST_SEEN, MOST_SEEN)
     struct.pack_into("=I", changed, len(changed) - 4, zlib.crc32(changed[:-4]))
     return bytes(changed)
 
@@ -115,7 +115,7 @@ def test_what_is_asked_for_for_ever_is_counted_no_further() -> None:
         ask(heir, namespace, [1, 2, 3])
         worth = policy.worth_of(namespace, 0, keys_of(1))
         assert worth is not None
-        assert (worth.requests, worth.turn) == (MOST_COUNTED, MOST_COUNTED)
+        assert (worth.requests, worth.turn) == (MOST_SEEN, MOST_SEEN)
         next_one = make_policy("learned", heir.slots.pool_bytes)
         next_one.go_on(record_of(heir))  # is not refused
     check_learned(policy)
