@@ -26,6 +26,9 @@ def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pyte
             return capsys.readouterr().out
 
         assert cli("curve").startswith("No request has asked")
+        drawn = tmp_path / "curve.png"
+        assert main(["curve", "--png", str(drawn), "--directory", str(daemon.directory)]) == 2
+        assert "nothing to draw" in capsys.readouterr().err
         assert engine.store(KEYS[:4], range(4)).ok
         for _ in range(4):
             assert engine.lookup(KEYS[:8]) == 4
@@ -45,7 +48,6 @@ def test_it_tells_what_requests_found_and_had_found(tmp_path: Path, capsys: pyte
         assert "Tokens     50.0 % found; lru: half the pool 75.0 %, this 75.0 %" in cli("stats")
         assert main(["curve", "--namespace", "", "--directory", str(daemon.directory)]) == 2
         assert "has the label ''" in capsys.readouterr().err
-        drawn = tmp_path / "curve.png"
         cli("curve", "--png", str(drawn))
         assert drawn.read_bytes().startswith(b"\x89PNG")
 

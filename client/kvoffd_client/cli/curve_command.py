@@ -56,7 +56,9 @@ def curve(
         known = None if namespace is None else resolve_namespace(admin.namespaces().namespaces, namespace)
     if known is not None:
         found = structs.replace(found, curves=[one for one in found.curves if one.namespace == known.namespace])
-    if png is not None and found.curves:
+    if png is not None:
+        if not found.curves:
+            raise CliError(f"No request has asked for anything so far: there is nothing to draw into {png}.")
         _draw(found, png)
     if json:
         print_json(found)
