@@ -72,7 +72,8 @@ class Admitter:
             return
         begins = sorted({bisect_left(fresh, start) for start in starts})
         at = 0
-        for count, worth in self.policy.offers(self.namespace, self.group, [keys[number] for number in fresh], begins):
+        offered = keys if len(fresh) == len(keys) else [keys[number] for number in fresh]
+        for count, worth in self.policy.offers(self.namespace, self.group, offered, begins):
             self._take(fresh[at : at + count], self._limit(worth), found, self.namespace.block_bytes(self.group))
             at += count
         assert at == len(fresh)

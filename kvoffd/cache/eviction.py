@@ -67,7 +67,7 @@ def choose_victims(
             if once and not chosen:
                 return []
             patience_bytes = 2 * passed_bytes
-    return _with_region(chosen, _coldest_region(passed, slots, holders, protected, claim), claim)
+    return _with_region(chosen, _coldest_region(passed, slots, holders, protected, claim) if passed else (), claim)
 
 
 def _with_region(chosen: dict[Block, None], region: Iterable[Block], claim: Claim | None) -> list[Block]:

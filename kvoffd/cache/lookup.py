@@ -99,7 +99,9 @@ class LeasedBlocks:
         lease = deferred.lease
         for (group, keys), states in zip(deferred.groups, deferred.states, strict=True):
             index = lease.namespace.index[group]
-            if states.count(READY) < len(states):
+            if (ready := states.count(READY)) == len(states) - len(states.lstrip(_READY_BYTE)):
+                keys = keys[: ready * lease.namespace.key_bytes]
+            else:
                 split = lease.namespace.split(group, keys)
                 keys = b"".join([key for key, state in zip(split, states, strict=True) if state == READY])
             blocks = index.all(keys)

@@ -192,16 +192,17 @@ class Room(ABC):
         wanted = count * each
         # Where there is less memory than an earlier daemon had, more of its blocks go later.
         excess = min(self.index_bytes + wanted - self._max_index_bytes, 2 * wanted)
+        if excess <= 0:
+            return count
         victims: list[Block] = []
-        if excess > 0:
-            for block in _loose(self._candidates(worth, claim), protected):
-                victims.append(block)
-                if claim is not None:
-                    claim.evict(block)
-                excess -= block.namespace.index_bytes_per_block + SLOT_BYTES * block.slots
-                if excess <= 0:
-                    break
-            self.evict(victims)
+        for block in _loose(self._candidates(worth, claim), protected):
+            victims.append(block)
+            if claim is not None:
+                claim.evict(block)
+            excess -= block.namespace.index_bytes_per_block + SLOT_BYTES * block.slots
+            if excess <= 0:
+                break
+        self.evict(victims)
         return max(0, min(count, (self._max_index_bytes - self.index_bytes) // each))
 
 
