@@ -128,9 +128,8 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     *from += sizeof kept;
     if (kept.keys > (end - *from) / sizeof(uint64_t))
         return CUT_OFF;
-    if (!kept.keys || kept.keys > MOST_COUNTED || kept.sightings > MOST_SEEN || kept.turn > MOST_SEEN ||
-        kept.behind > MOST_COUNTED || kept.kind >= CLASSES || kept.floor >= CLASSES || !kept.weight ||
-        kept.weight > l->known.lifetime || kept.since > l->known.now)
+    if (!kept.keys || kept.keys > MOST_COUNTED || kept.behind > MOST_COUNTED || kept.kind >= CLASSES ||
+        kept.floor >= CLASSES || !kept.weight || kept.weight > l->known.lifetime || kept.since > l->known.now)
         return BAD_SPAN;
     if (kept.flags & HAS_CHILD && !*last)
         return BAD_SPAN;
@@ -143,8 +142,8 @@ static enum refusal read_span(struct learned *l, uint32_t *last, const uint8_t *
     uint64_t known = l->known.known_keys;
     struct span *s = &l->spans[number];
     s->since = kept.since;
-    s->sightings = kept.sightings;
-    s->turn = kept.turn;
+    s->sightings = kept.sightings < MOST_SEEN ? kept.sightings : MOST_SEEN;
+    s->turn = kept.turn < MOST_SEEN ? kept.turn : MOST_SEEN;
     s->behind = kept.behind;
     s->kind = kept.kind;
     s->floor = kept.floor;

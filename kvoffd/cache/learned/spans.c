@@ -300,6 +300,25 @@ static void count_blocks(const struct learned *l, struct span *s)
         }
 }
 
+/* A span has got fewer keys: where much of its arrays is unused, what is left moves to smaller ones. */
+static void compact(struct learned *l, uint32_t number)
+{
+    struct span *s = &l->spans[number];
+    struct keys *before = s->keys;
+
+    if (s->low == s->high) {
+        bury(l, number);
+        return;
+    }
+    if (s->alone)
+        return;
+    uint32_t wasted = before->room - (s->high - s->low);
+    if (wasted < WASTED || wasted < s->high - s->low)
+        return;
+    make_keys(l, s, hash_at(s, s->low), handle_at(l, s, s->low), s->high - s->low);
+    free_keys(l, before);
+}
+
 /* Forgets the last keys of a span, at most so many, that are behind its last block; returns how many. */
 static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 {
@@ -317,8 +336,7 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
     lose_bytes(l, s, keys);
     s->behind += keys;
     s->high -= keys;
-    if (s->low == s->high)
-        bury(l, number);
+    compact(l, number);
     return keys;
 }
 
@@ -331,10 +349,8 @@ void settle_span(struct learned *l, uint32_t number)
         s->top = s->low;
     while (s->top > s->low && !*handle_at(l, s, s->top - 1))
         s->top--;
-    if (s->low == s->high)
-        bury(l, number);
-    else if (s->old)
-        forget_tail(l, number, UINT32_MAX);
+    if (!s->old || !forget_tail(l, number, UINT32_MAX))
+        compact(l, number);
 }
 
 /* Makes a span of the keys from a place on, which is not the first; returns it. */
@@ -382,19 +398,6 @@ uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     return rest;
 }
 
-/* Moves what is left of a span's arrays to their beginning where much was taken. */
-static void compact(struct learned *l, struct span *s)
-{
-    if (s->alone)
-        return;
-    struct keys *before = s->keys;
-    uint32_t wasted = s->low - before->base;
-    if (wasted < WASTED || wasted < s->high - s->low)
-        return;
-    make_keys(l, s, hash_at(s, s->low), handle_at(l, s, s->low), s->high - s->low);
-    free_keys(l, before);
-}
-
 /* Takes the first keys out of a span, and writes the handles of their blocks. Their places are not to be found then. */
 void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles)
 {
@@ -409,8 +412,6 @@ void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *han
     s->low += count;
     if (had && !s->held)
         hold_none(l, number);
-    if (s->low < s->high)
-        compact(l, s);
     settle_span(l, number);
 }
 

@@ -80,6 +80,18 @@ def test_what_is_stored_without_being_asked_for_is_forgotten_too(asked_first: bo
     check_learned(policy)
 
 
+def test_the_memory_of_keys_that_are_forgotten_is_given_back_where_keys_before_them_have_blocks() -> None:
+    rig = CacheHarness(regions=16, region_bytes=16 * MIB, policy="learned")  # 4,096 blocks
+    namespace = rig.open(shard_bytes=(MIB // 16,))
+    for first in range(0, 300 * 2000, 2000):
+        ask(rig, namespace, list(range(first, first + 2000)))
+        rig.put(namespace, keys_of(first))
+    policy = policy_of(rig)
+    assert len(policy) == 300
+    assert policy.nbytes < rig.slots.pool_bytes // 50
+    check_learned(policy)
+
+
 def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
     """Each of its keys was seen another number of times than the next one."""
     rig = CacheHarness(regions=8, region_bytes=1024 * MIB, policy="learned")
@@ -96,20 +108,21 @@ def test_a_request_made_of_very_many_parts_is_taken_from_its_end() -> None:
     assert order[:900] == sorted(order[:900], reverse=True)
 
 
-def counted_to_the_most(record: bytes) -> bytes:
-    """Its first span was seen, and its conversation went on, as often as is counted."""
+def counted(record: bytes, seen: int) -> bytes:
+    """Its first span was seen, and its conversation went on, so often."""
     changed = bytearray(record)
-    struct.pack_into("=II", changed, 20, MOST_SEEN, MOST_SEEN)
+    struct.pack_into("=II", changed, 20, seen, seen)
     struct.pack_into("=I", changed, len(changed) - 4, zlib.crc32(changed[:-4]))
     return bytes(changed)
 
 
-def test_what_is_asked_for_for_ever_is_counted_no_further() -> None:
+@pytest.mark.parametrize("seen", [MOST_SEEN, MOST_SEEN + 1, 2**30])
+def test_what_is_asked_for_for_ever_is_counted_no_further(seen: int) -> None:
     rig = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")
     ask(rig, rig.open(shard_bytes=(MIB,)), [1, 2, 3])
     heir = CacheHarness(regions=10, region_bytes=4 * MIB, policy="learned")
     policy = policy_of(heir)
-    policy.go_on(counted_to_the_most(record_of(rig)))
+    policy.go_on(counted(record_of(rig), seen))
     namespace = heir.open(shard_bytes=(MIB,))
     for _ in range(3):
         ask(heir, namespace, [1, 2, 3])
