@@ -63,11 +63,6 @@ class WorkerClient(SessionClient[WorkerSession]):
         return self._session.usable and self._session.registration_wanted
 
     @property
-    def shard_bytes(self) -> list[int]:
-        """Per group, bytes of this rank's shard of a block, from the daemon; empty before the first registration."""
-        return list(self._session.shard_bytes)
-
-    @property
     def unfinished(self) -> int:
         """Jobs without a result (those waiting in take_results() have one)."""
         return len(self._session.jobs)

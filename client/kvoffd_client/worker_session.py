@@ -50,7 +50,6 @@ class WorkerSession(Session):
         self._by_request: dict[int, set[int]] = {}  # ids of its parts that have no result, by the request's id
         self._draining: set[int] = set()
         self.results: list[m.JobResult] = []
-        self.shard_bytes: list[int] = []
         self.registration_wanted = True
         self._sequence = 0
         self._ahead: set[int] = set()
@@ -273,7 +272,6 @@ class WorkerSession(Session):
 
     def _on_registered(self, reply: ReplyOrError, now: float) -> None:
         if isinstance(reply, m.Registered):
-            self.shard_bytes = reply.shard_bytes
             self._become_ready(now)
         else:
             self._fail_handshake("Register", reply, now)

@@ -168,24 +168,6 @@ class BlockCache(LeasedBlocks):
 
     # --- store -----------------------------------------------------------------------------------
 
-    def begin_store(
-        self,
-        namespace: Namespace,
-        rank: int,
-        group: int,
-        keys: bytes,
-        first_block: int = 0,
-        same_job: Sequence[StoreTicket] = (),
-        node: int | None = None,
-    ) -> StoreTicket:
-        """As ``begin_stores`` of one job, whose first key is written from engine block ``first_block`` on.
-
-        Raises BadGeometry, BadKeys.
-        """
-        namespace.slot_bytes(rank, group)
-        split = namespace.split(group, keys, distinct=True)
-        return self.begin_stores(namespace, rank, group, split, {0: first_block}, same_job, node)
-
     def begin_stores(
         self,
         namespace: Namespace,
@@ -304,7 +286,7 @@ class BlockCache(LeasedBlocks):
         if len(blocks) < len(found) or not readable:
             self._refuse_unreadable(found, rank, group, first_block)
         self.blocks.pin(blocks)
-        ticket = LoadTicket(namespace, rank, lease_id, blocks, offsets)
+        ticket = LoadTicket(rank, lease_id, blocks, offsets)
         self.loads.add(ticket)
         return ticket
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,14 +50,6 @@ class SlotHolders:
                 every = every[[block is not None for block in region.blocks]]
             found.frombytes(every.tobytes())
         return found
-
-    def items(self) -> Iterator[tuple[int, Block]]:
-        """All slots that blocks have, by offset, and their blocks, region by region."""
-        for number, region in self._regions.items():
-            base = number * self._region_bytes
-            for at, block in enumerate(region.blocks):
-                if block is not None:
-                    yield base + at * region.slot_bytes, block
 
     def get(self, offset: int) -> Block | None:
         """The block that has the slot; None where no block has it."""

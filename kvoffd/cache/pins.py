@@ -209,7 +209,6 @@ class StoreTicket:
 class LoadTicket:
     """One group of a running load. Its blocks stay until its end, whatever becomes of the lease."""
 
-    namespace: Namespace
     rank: int
     lease_id: int
     blocks: list[Block]

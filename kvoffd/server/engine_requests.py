@@ -191,9 +191,7 @@ def _registered(
     except BaseException:
         memory.close(lambda: None)
         raise
-    session.registrations[message.registration_id] = Registration(
-        memory, message.registration_id, namespace, message.rank, layouts, books_bytes
-    )
+    session.registrations[message.registration_id] = Registration(memory, namespace, message.rank, layouts, books_bytes)
     return m.Registered(message.request_id, context.epoch, message.registration_id, shard_bytes)
 
 

@@ -186,7 +186,6 @@ class ClientMemory:
 class Registration(ClientMemory):
     """KV tensors that a worker has registered: its memory and the layouts over it."""
 
-    id: bytes
     namespace: Namespace
     rank: int
     layouts: list[GroupLayout]

@@ -71,11 +71,10 @@ class GroupLayout:
 
     tensor_address: npt.NDArray[np.uint64]  # [L] address of engine block 0
     stride: npt.NDArray[np.uint64]  # [L] bytes between engine blocks
-    num_blocks: npt.NDArray[np.int64]  # [L] engine blocks in the tensor
     page_bytes: npt.NDArray[np.uint64]  # [L] bytes of an engine block that belong to the layer
     slot_page_offset: npt.NDArray[np.uint64]  # [L] offset of the layer in a slot
     blocks_per_key: int
-    block_limit: int  # block ids lie below it: the least of num_blocks
+    block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
     shard_bytes: int  # bytes of a whole shard
 
 
@@ -124,7 +123,6 @@ def _build_layout(
     return GroupLayout(
         tensor_address=np.array([segments[t.segment][0] + t.offset_bytes for t in used], dtype=np.uint64),
         stride=np.array([t.stride_bytes for t in used], dtype=np.uint64),
-        num_blocks=np.array([t.num_blocks for t in used], dtype=np.int64),
         page_bytes=np.array(page_bytes, dtype=np.uint64),
         slot_page_offset=np.concatenate((np.zeros(1, dtype=np.uint64), ends[:-1])),
         blocks_per_key=blocks_per_key,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FakeSlots, FoldedEvents, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FakeSlots, FoldedEvents, begin_store, keys_of, made
 from support.invariants import check_invariants
 from support.plain_adoption import plain_plan
 from support.slot_table import SlotRecord, left_slots
@@ -112,7 +112,7 @@ def test_adopted_blocks_are_not_verified_and_new_ones_need_not_be() -> None:
     rig.put(rig.open(), keys_of(1))
     cache = Heir(rig.slots).cache
     (namespace,) = cache.namespaces
-    cache.commit_store(cache.begin_store(namespace, 0, 0, keys_of(2)))
+    cache.commit_store(begin_store(cache, namespace, 0, 0, keys_of(2)))
     index = namespace.index[0]
     assert [index[keys_of(number)].shards[0].verified for number in (1, 2)] == [False, True]
 
@@ -130,7 +130,7 @@ def test_what_was_stored_first_is_evicted_first_and_leaves_before_roots() -> Non
 def test_a_block_that_lacks_a_shard_is_freed() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     heir = Heir(rig.slots)
     assert heir.adoption == Adoption(0, 0, 0, 1)
     assert heir.slots.free_bytes == heir.slots.pool_bytes
@@ -200,7 +200,7 @@ def put(heir: Heir, *numbers: int, name: str = "a", shard_bytes: int = SLOT_UNIT
     """Store keys; returns for how many there was no room."""
     namespace, _ = heir.cache.open_namespace(name.encode().ljust(32), name, 1, 8, [GroupSpec("full", 16)], "{}")
     heir.cache.set_shard_bytes(namespace, 0, (shard_bytes,))
-    ticket = heir.cache.begin_store(namespace, 0, 0, keys_of(*numbers))
+    ticket = begin_store(heir.cache, namespace, 0, 0, keys_of(*numbers))
     heir.cache.commit_store(ticket)
     check_invariants(heir.cache)
     return len(ticket.dropped)
@@ -299,7 +299,7 @@ def test_shards_of_several_ranks_are_taken_over_and_given_up_together() -> None:
     assert heir.keys() == [7, 8]
     (namespace,) = heir.cache.namespaces
     for rank in range(2):
-        heir.cache.commit_store(heir.cache.begin_store(namespace, rank, 0, keys_of(9)))
+        heir.cache.commit_store(begin_store(heir.cache, namespace, rank, 0, keys_of(9)))
         check_invariants(heir.cache)
     heir.finish()
     assert heir.keys() == [*range(2, 10)]
@@ -479,8 +479,8 @@ def test_keys_of_one_identity_are_told_apart() -> None:
     """Two blocks of two ranks, each half stored, whose keys have one hash."""
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 1, 0, keys_of(2)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 1, 0, keys_of(2)))
     records = rig.slots.ready_records()
     left = left_slots(records)
     left.identities[:] = 7
@@ -508,7 +508,7 @@ def _tables(draw: st.DrawFn) -> tuple[CacheHarness, list[SlotRecord]]:
         if draw(st.booleans()):
             rig.put(namespace, keys_of(*chain), group)
         else:
-            rig.cache.commit_store(rig.cache.begin_store(namespace, rank, group, keys_of(*chain)))
+            rig.cache.commit_store(begin_store(rig.cache, namespace, rank, group, keys_of(*chain)))
     records = []
     for record in rig.slots.ready_records():
         change = draw(st.sampled_from(["none"] * 6 + ["lost", "group", "rank", "world_size", "length", "key", "name"]))

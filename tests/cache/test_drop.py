@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache import cache as cache_module
@@ -68,14 +68,14 @@ def test_a_key_can_be_stored_again_while_its_old_block_is_leaving() -> None:
 def test_a_block_dropped_while_it_is_written_never_becomes_ready(commit: bool) -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
-    running = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
+    running = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
     made(rig.cache.reset(namespace))
     usage = rig.cache.pool_usage()
     assert (usage.writing_bytes, usage.leaving_bytes) == (0, SLOT_UNIT)
     check_invariants(rig.cache)
     # The same key begins anew while the old write still runs into its own slot.
-    anew = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    anew = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
     assert anew.copy == [0]
     assert anew.offsets != running.offsets
     if commit:
@@ -130,7 +130,7 @@ def test_a_bad_invalidate_is_refused_whole() -> None:
 def test_no_event_is_told_of_a_block_that_never_was_readable() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     assert made(rig.cache.invalidate(namespace, [(0, keys_of(1))])) == 1
     assert rig.events.log == []
 
@@ -141,14 +141,14 @@ def test_a_large_namespace_is_cleared_in_steps_and_looks_empty_from_the_first(mo
     namespace, other = rig.open("a"), rig.open("b")
     rig.put(namespace, keys_of(1, 2, 3, 4, 5))
     rig.put(other, keys_of(1))
-    running = rig.cache.begin_store(namespace, 0, 0, keys_of(6))
+    running = begin_store(rig.cache, namespace, 0, 0, keys_of(6))
     steps = rig.cache.clear(namespace)
     for _ in range(2):
         next(steps)
         check_invariants(rig.cache)
         assert rig.states(namespace, keys_of(1, 5, 6)) == [A, A, A]
         assert rig.cache.lease_blocks(namespace, 7, 1, 0, keys_of(5)) == [None]
-        refused = rig.cache.begin_store(namespace, 0, 0, keys_of(5, 7))
+        refused = begin_store(rig.cache, namespace, 0, 0, keys_of(5, 7))
         assert (refused.copy, refused.dropped) == ([], [0, 1])
         rig.cache.abort_store(refused)
         assert rig.states(other, keys_of(1)) == [R]

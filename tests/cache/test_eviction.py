@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.namespace import SLOT_BYTES, BlockState, Namespace, nbytes_of_block
@@ -42,8 +42,8 @@ def test_pinned_and_half_written_blocks_are_never_evicted() -> None:
     namespace = rig.open()
     rig.put(namespace, keys_of(*range(6)))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(6)))])
-    writing = rig.cache.begin_store(namespace, 0, 0, keys_of(6, 7))
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(8, 9))
+    writing = begin_store(rig.cache, namespace, 0, 0, keys_of(6, 7))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(8, 9))
     assert (ticket.copy, ticket.dropped) == ([], [0, 1])
     assert namespace.counters.dropped_keys == 2
     rig.cache.commit_store(ticket)
@@ -56,7 +56,7 @@ def test_a_job_larger_than_the_pool_keeps_its_head_and_drops_its_tail() -> None:
     rig = full_rig()
     namespace = rig.open()
     rig.put(namespace, keys_of(90, 91))
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(*range(10)))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(*range(10)))
     assert (ticket.copy, ticket.dropped) == ([*range(8)], [8, 9])
     rig.cache.commit_store(ticket)
     check_invariants(rig.cache)
@@ -68,7 +68,7 @@ def test_a_job_never_evicts_its_own_keys() -> None:
     rig.put(namespace, keys_of(*range(8)))
     order = [int.from_bytes(block.key, "big") for block in rig.cache.policy.candidates()]
     oldest = order[:2]
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(100, *oldest, 101))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(100, *oldest, 101))
     assert (ticket.copy, ticket.dropped) == ([0, 3], [])
     assert rig.states(namespace, keys_of(*order)) == [R, R, A, A, R, R, R, R]
 
@@ -77,8 +77,8 @@ def test_a_job_never_evicts_the_keys_of_its_other_groups() -> None:
     rig = full_rig()
     namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(*range(8)))
-    first = rig.cache.begin_store(namespace, 0, 0, keys_of(*range(7)))
-    second = rig.cache.begin_store(namespace, 0, 1, keys_of(1, 2), same_job=[first])
+    first = begin_store(rig.cache, namespace, 0, 0, keys_of(*range(7)))
+    second = begin_store(rig.cache, namespace, 0, 1, keys_of(1, 2), same_job=[first])
     assert (second.copy, second.dropped) == ([0], [1])
     assert rig.states(namespace, keys_of(*range(8))) == [R] * 7 + [A]
 
@@ -95,7 +95,7 @@ def test_slots_come_in_ascending_order() -> None:
     rig = full_rig()
     namespace = rig.open()
     rig.put(namespace, keys_of(*range(8)))
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(*range(20, 26)))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(*range(20, 26)))
     assert ticket.offsets == sorted(ticket.offsets)
     assert len(set(ticket.offsets)) == 6
 
@@ -105,7 +105,7 @@ def test_a_block_goes_with_the_slots_of_all_its_ranks() -> None:
     namespace = rig.open(world_size=2)
     for number in range(4):
         rig.put(namespace, keys_of(number))
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(10, 11))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(10, 11))
     assert len(ticket.copy) == 2
     # One block of two slots was enough for two shards.
     assert namespace.counters.evicted_blocks == 1
@@ -167,8 +167,8 @@ def test_a_region_with_a_key_of_the_same_job_is_not_taken_over() -> None:
     namespace = rig.open(shard_bytes=(SLOT_UNIT, 4 * SLOT_UNIT))
     for number in range(8):
         rig.put(namespace, keys_of(number))
-    first = rig.cache.begin_store(namespace, 0, 0, keys_of(2))
-    second = rig.cache.begin_store(namespace, 0, 1, keys_of(1, 2), same_job=[first])
+    first = begin_store(rig.cache, namespace, 0, 0, keys_of(2))
+    second = begin_store(rig.cache, namespace, 0, 1, keys_of(1, 2), same_job=[first])
     assert (second.copy, second.dropped) == ([0], [1])
     assert rig.states(namespace, keys_of(*range(8))) == [R] * 4 + [A] * 4
 
@@ -269,7 +269,7 @@ def test_the_ranks_of_a_world_count_before_they_store() -> None:
     rig = CacheHarness(regions=8, region_bytes=8 * SLOT_UNIT, max_index_bytes=most)
     namespace, _ = rig.cache.open_namespace(b"w" * 32, "wide", 4096, 8, rig.open().groups, "")
     rig.cache.set_shard_bytes(namespace, 4095, [SLOT_UNIT])
-    ticket = rig.cache.begin_store(namespace, 4095, 0, keys_of(*range(12)))
+    ticket = begin_store(rig.cache, namespace, 4095, 0, keys_of(*range(12)))
     assert (len(ticket.copy), len(ticket.dropped)) == (10, 2)
     rig.cache.abort_store(ticket)
     check_invariants(rig.cache)

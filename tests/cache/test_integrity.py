@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, adopt_all, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, adopt_all, begin_store, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.cache import BlockCache
@@ -17,7 +17,7 @@ from kvoffd.server.scrubber import Scrubber
 def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:
     """All ranks' shards, with checksums as the copy thread takes them."""
     for rank in range(namespace.world_size):
-        ticket = rig.cache.begin_store(namespace, rank, 0, keys)
+        ticket = begin_store(rig.cache, namespace, rank, 0, keys)
         ticket.checksums = rig.slots.digests([(offset, SLOT_UNIT) for offset in ticket.offsets])
         rig.cache.commit_store(ticket)
 
@@ -127,7 +127,7 @@ def test_a_shard_that_is_being_written_anew_is_not_judged() -> None:
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=2)
     old = looks_unchecked(rig)
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
     assert ticket.copy == [0]
     assert rig.cache.integrity.apply(old, old.checksum + 1)
     ticket.checksums = [77]
@@ -165,7 +165,7 @@ def test_adopted_slots_are_looked_at_before_a_load_and_only_until_then() -> None
 
 def store_without_checksums(rig: CacheHarness, namespace: Namespace, keys: bytes, first_block: int = 0) -> None:
     """As where the threads that take checksums are behind."""
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys, first_block)
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys, first_block)
     ticket.checksums = [0] * len(ticket.offsets)
     rig.cache.commit_store(ticket)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
@@ -119,7 +119,7 @@ def test_bytes_of_a_running_load_outlive_the_end_of_the_lease(end: str) -> None:
     assert len(rig.cache.leases) == 0
     check_invariants(rig.cache)
     # Two new blocks want room: only the slot nobody reads may be used.
-    store = rig.cache.begin_store(namespace, 0, 0, keys_of(3, 4))
+    store = begin_store(rig.cache, namespace, 0, 0, keys_of(3, 4))
     assert len(store.offsets) == 1
     assert ticket.offsets[0] not in store.offsets
     rig.cache.end_load([ticket], ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 from support.invariants import check_invariants
 
 from kvoffd.cache.blocks import Blocks
@@ -19,7 +19,7 @@ def test_a_lookup_tells_the_state_of_every_key_of_every_group() -> None:
     namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
     rig.put(namespace, keys_of(1, 3))
     rig.put(namespace, keys_of(2), group=1)
-    rig.cache.begin_store(namespace, 0, 1, keys_of(4))
+    begin_store(rig.cache, namespace, 0, 1, keys_of(4))
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3)), (1, keys_of(2, 4)), (0, b"")])
     assert answer.states == [bytes([R, A, R]), bytes([R, W]), b""]
     assert answer.pinned == 3
@@ -60,7 +60,7 @@ def test_asking_again_never_calls_ready_what_the_lease_does_not_hold() -> None:
     rig.put(namespace, keys_of(1))
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
     rig.put(namespace, keys_of(2))
-    rig.cache.begin_store(namespace, 0, 0, keys_of(3))
+    begin_store(rig.cache, namespace, 0, 0, keys_of(3))
     answer = rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 2, 3))])
     assert answer.states == [bytes([R, A, W])]
     with pytest.raises(NotReady):
@@ -206,7 +206,7 @@ def test_whatever_comes_next_finds_the_blocks_of_a_lookup_pinned(next_call: str)
     assert rig.cache.lookup(namespace, 5, 1, [(0, keys_of(1, 9, 2, 3, 4))]).pinned == 4
     # Nothing in between, not even a look at the books: the pins are entered late, and must not be too late.
     if next_call == "store":
-        assert rig.cache.begin_store(namespace, 0, 0, keys_of(9)).dropped == [0]
+        assert begin_store(rig.cache, namespace, 0, 0, keys_of(9)).dropped == [0]
     elif next_call == "invalidate":
         made(rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))]))
     elif next_call == "clear":

@@ -6,7 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 
 from kvoffd.cache import misses as module
 from kvoffd.cache.cache import BlockCache
@@ -39,7 +39,7 @@ def test_every_way_out_has_its_reason() -> None:
     assert missed(rig, namespace, 1, 4, 5) == {"never_stored": 2}
     for _ in rig.cache.invalidate(namespace, [(0, keys_of(1))]):
         pass
-    rig.cache.begin_store(namespace, 0, 0, keys_of(6))
+    begin_store(rig.cache, namespace, 0, 0, keys_of(6))
     block = namespace.index[0][keys_of(2)]
     rig.cache.blocks.quarantine(block, 0)
     assert missed(rig, namespace, 1, 2, 3, 4, 6) == {
@@ -62,7 +62,7 @@ def test_what_was_evicted_and_what_found_no_room() -> None:
     (evicted,) = (n for n in range(slots) if keys_of(n) not in namespace.index[0])
     assert missed(rig, namespace, evicted, slots + 1, slots + 2) == {"evicted": 1, "never_stored": 1}
     rig.cache.lookup(namespace, 5, 1, [(0, keys_of(*range(slots + 2)))])
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(slots + 3))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(slots + 3))
     assert ticket.dropped
     assert missed(rig, namespace, slots + 3) == {"no_room": 1}
 
@@ -74,7 +74,7 @@ def test_half_stored_blocks_and_limits_of_leases() -> None:
         rig.slots, make_policy("lru", rig.slots.pool_bytes), rig.events, rig.clock, lease_bounds=bounds
     )
     namespace = rig.open(world_size=2)
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
     rig.cache.commit_store(ticket)
     assert missed(rig, namespace, 1) == {"half_stored": 1}
     rig.clock.now += 1000

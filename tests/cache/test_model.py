@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
 from support.invariants import check_invariants
 from support.share_oracle import ShareOracle, held, kept
 from support.slot_table import left_slots
@@ -97,7 +97,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces, rank=ranks, group=groups, chain=distinct_chains, first_block=first_blocks)
     def begin_store(self, space: int, rank: int, group: int, chain: list[int], first_block: int) -> None:
         namespace, rank, group = self.geometry(space, rank, group)
-        ticket = self.cache.begin_store(namespace, rank, group, keys_of(*chain), first_block)
+        ticket = begin_store(self.cache, namespace, rank, group, keys_of(*chain), first_block)
         self.notice_evictions({(space, group, key) for key in chain})
         expected: list[int] = []
         for number, key in enumerate(chain):
@@ -411,9 +411,9 @@ class CacheMachine(RuleBasedStateMachine):
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
         before = self.cache.pool_usage()
         with pytest.raises(BadKeys):
-            self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain) + b"x")
+            begin_store(self.cache, self.spaces[space], 0, 0, keys_of(*chain) + b"x")
         with pytest.raises(BadKeys):
-            self.cache.begin_store(self.spaces[space], 0, 0, keys_of(*chain, 1, 1))
+            begin_store(self.cache, self.spaces[space], 0, 0, keys_of(*chain, 1, 1))
         with pytest.raises(BadKeys):
             self.cache.lookup(self.spaces[space], self.next_lease, 1, [(0, keys_of(*chain)), (0, b"x")])
         assert self.cache.pool_usage() == before

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 from support.invariants import check_invariants
 
 from kvoffd.cache.namespace import BlockState
@@ -15,8 +15,8 @@ A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 def test_a_block_is_ready_when_every_rank_has_committed() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    first = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
-    second = rig.cache.begin_store(namespace, 1, 0, keys_of(1, 2))
+    first = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2))
+    second = begin_store(rig.cache, namespace, 1, 0, keys_of(1, 2))
     assert rig.states(namespace, keys_of(1, 2)) == [W, W]
     assert rig.cache.commit_store(first) == 0
     assert rig.states(namespace, keys_of(1, 2)) == [W, W]
@@ -29,9 +29,9 @@ def test_a_block_is_ready_when_every_rank_has_committed() -> None:
 def test_shards_of_one_block_may_come_from_any_engine_and_job() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    one_engine = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3))
+    one_engine = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2, 3))
     rig.cache.commit_store(one_engine)
-    other_engine = rig.cache.begin_store(namespace, 1, 0, keys_of(3, 1))
+    other_engine = begin_store(rig.cache, namespace, 1, 0, keys_of(3, 1))
     assert rig.cache.commit_store(other_engine) == 2
     assert rig.states(namespace, keys_of(1, 2, 3)) == [R, W, R]
 
@@ -39,8 +39,8 @@ def test_shards_of_one_block_may_come_from_any_engine_and_job() -> None:
 def test_a_shard_that_another_job_writes_is_skipped() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    running = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
-    same_rank = rig.cache.begin_store(namespace, 0, 0, keys_of(2, 3))
+    running = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2))
+    same_rank = begin_store(rig.cache, namespace, 0, 0, keys_of(2, 3))
     assert (same_rank.copy, same_rank.dropped) == ([1], [])
     check_invariants(rig.cache)
     rig.cache.commit_store(same_rank)
@@ -52,15 +52,15 @@ def test_a_shard_that_is_written_is_skipped_in_a_writing_and_in_a_ready_block() 
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1))
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(2)))
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(2)))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2, 3))
     assert (ticket.copy, ticket.dropped) == ([2], [])
 
 
 def test_an_empty_store_is_harmless() -> None:
     rig = CacheHarness()
     namespace = rig.open()
-    ticket = rig.cache.begin_store(namespace, 0, 0, b"")
+    ticket = begin_store(rig.cache, namespace, 0, 0, b"")
     assert rig.cache.commit_store(ticket) == 0
     assert rig.events.log == []
     check_invariants(rig.cache)
@@ -69,7 +69,7 @@ def test_an_empty_store_is_harmless() -> None:
 def test_a_shard_lies_in_its_own_slot_and_the_record_says_whose_it_is() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2, shard_bytes=(SLOT_UNIT, 100))
-    ticket = rig.cache.begin_store(namespace, 1, 1, keys_of(7, 8), first_block=3)
+    ticket = begin_store(rig.cache, namespace, 1, 1, keys_of(7, 8), first_block=3)
     assert len(set(ticket.offsets)) == 2
     state, owner, _, _ = rig.slots.records[ticket.offsets[0]]
     assert state == "writing"
@@ -82,7 +82,7 @@ def test_a_shard_lies_in_its_own_slot_and_the_record_says_whose_it_is() -> None:
 def test_an_aborted_store_leaves_nothing_behind() -> None:
     rig = CacheHarness()
     namespace = rig.open()
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2))
     rig.cache.abort_store(ticket)
     assert rig.states(namespace, keys_of(1, 2)) == [A, A]
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
@@ -93,13 +93,13 @@ def test_an_aborted_store_leaves_nothing_behind() -> None:
 def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    dying = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    dying = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     rig.cache.abort_store(dying)
     check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1)) == [W]
-    assert rig.cache.begin_store(namespace, 0, 0, keys_of(1)).copy == []
-    again = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    assert begin_store(rig.cache, namespace, 0, 0, keys_of(1)).copy == []
+    again = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
     assert again.copy == [0]
     assert rig.cache.commit_store(again) == 1
     check_invariants(rig.cache)
@@ -108,8 +108,8 @@ def test_what_another_rank_committed_survives_an_abort_and_can_be_completed() ->
 def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    dying = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
-    living = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    dying = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
+    living = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
     rig.cache.abort_store(dying)
     check_invariants(rig.cache)
     assert rig.cache.commit_store(living) == 0
@@ -121,7 +121,7 @@ def test_an_abort_while_another_rank_writes_leaves_that_rank_alone() -> None:
 def test_a_half_stored_block_is_dropped_after_its_time() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     rig.clock.now += 59.9
     assert rig.cache.expire() == 0
     rig.clock.now += 0.2
@@ -136,8 +136,8 @@ def test_a_half_stored_block_is_dropped_after_its_time() -> None:
 def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
-    slow = rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
+    slow = begin_store(rig.cache, namespace, 1, 0, keys_of(1))
     rig.clock.now += 1000
     assert rig.cache.expire() == 0
     assert rig.cache.commit_store(slow) == 1
@@ -147,9 +147,9 @@ def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> Non
 def test_the_time_of_a_half_stored_block_begins_with_the_end_of_the_last_write() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(1)))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(1)))
     rig.clock.now += 50
-    rig.cache.abort_store(rig.cache.begin_store(namespace, 1, 0, keys_of(1)))
+    rig.cache.abort_store(begin_store(rig.cache, namespace, 1, 0, keys_of(1)))
     rig.clock.now += 50
     assert rig.cache.expire() == 0
     rig.clock.now += 11
@@ -163,7 +163,7 @@ def test_bad_keys_are_refused_before_anything_changes(keys: bytes, error: type[E
     rig = CacheHarness()
     namespace = rig.open()
     with pytest.raises(error):
-        rig.cache.begin_store(namespace, 0, 0, keys)
+        begin_store(rig.cache, namespace, 0, 0, keys)
     assert rig.cache.pool_usage().free_bytes == rig.slots.pool_bytes
     assert sum(map(len, namespace.index)) == 0
     check_invariants(rig.cache)
@@ -174,7 +174,7 @@ def test_a_rank_or_group_that_is_not_there_is_refused(rank: int, group: int) -> 
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
     with pytest.raises(BadGeometry):
-        rig.cache.begin_store(namespace, rank, group, keys_of(1))
+        begin_store(rig.cache, namespace, rank, group, keys_of(1))
     check_invariants(rig.cache)
 
 
@@ -183,13 +183,13 @@ def test_a_rank_that_has_not_registered_can_not_store() -> None:
     namespace, _ = rig.cache.open_namespace(b"x" * 32, "x", 2, 8, rig.open().groups, "")
     rig.cache.set_shard_bytes(namespace, 0, [SLOT_UNIT])
     with pytest.raises(BadGeometry, match="register it first"):
-        rig.cache.begin_store(namespace, 1, 0, keys_of(1))
+        begin_store(rig.cache, namespace, 1, 0, keys_of(1))
 
 
 def test_a_ticket_ends_once() -> None:
     rig = CacheHarness()
     namespace = rig.open()
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
     rig.cache.commit_store(ticket)
     with pytest.raises(KeyError):
         rig.cache.abort_store(ticket)
@@ -201,7 +201,7 @@ def test_a_wider_shard_replaces_a_narrow_one_that_nobody_reads() -> None:
     rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1, 2), first_block=2)
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2), first_block=1)
     assert ticket.copy == [0]
     # While it is written anew, what was there is not to be read.
     assert rig.states(namespace, keys_of(1, 2)) == [W, R]
@@ -216,7 +216,7 @@ def test_a_narrow_shard_in_the_middle_of_a_chain_is_replaced_by_a_whole_one() ->
     rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(2), first_block=2)
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3), first_block=3)
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2, 3), first_block=3)
     assert ticket.copy == [0, 1, 2]
     assert len(set(ticket.offsets)) == 3
     rig.cache.commit_store(ticket)
@@ -230,7 +230,7 @@ def test_a_narrow_shard_under_a_lease_is_left_alone() -> None:
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=2)
     rig.cache.lookup(namespace, 1, 1, [(0, keys_of(1))])
-    assert rig.cache.begin_store(namespace, 0, 0, keys_of(1)).copy == []
+    assert begin_store(rig.cache, namespace, 0, 0, keys_of(1)).copy == []
     rig.cache.begin_load(namespace, 0, 1, 0, keys_of(1), first_block=2)
     check_invariants(rig.cache)
 
@@ -239,14 +239,14 @@ def test_a_narrower_shard_than_the_one_there_is_skipped() -> None:
     rig = CacheHarness()
     namespace = rig.open()
     rig.put(namespace, keys_of(1), first_block=1)
-    assert rig.cache.begin_store(namespace, 0, 0, keys_of(1), first_block=2).copy == []
+    assert begin_store(rig.cache, namespace, 0, 0, keys_of(1), first_block=2).copy == []
 
 
 def test_a_replacement_that_fails_takes_the_torn_shard_with_it_but_no_other_rank_s() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1), first_block=2)
-    torn = rig.cache.begin_store(namespace, 0, 0, keys_of(1))
+    torn = begin_store(rig.cache, namespace, 0, 0, keys_of(1))
     rig.cache.abort_store(torn)
     check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1)) == [W]
@@ -260,7 +260,7 @@ def test_both_ranks_may_widen_a_block_at_once() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)
     rig.put(namespace, keys_of(1), first_block=2)
-    tickets = [rig.cache.begin_store(namespace, rank, 0, keys_of(1)) for rank in (0, 1)]
+    tickets = [begin_store(rig.cache, namespace, rank, 0, keys_of(1)) for rank in (0, 1)]
     assert [ticket.copy for ticket in tickets] == [[0], [0]]
     check_invariants(rig.cache)
     assert [rig.cache.commit_store(ticket) for ticket in tickets] == [0, 1]
@@ -275,7 +275,7 @@ def test_stored_blocks_are_counted() -> None:
     rig.put(namespace, keys_of(3, 4))
     assert namespace.counters.stored_blocks == 4
     assert (namespace.ready_blocks, namespace.ready_bytes) == (4, 8 * SLOT_UNIT)
-    rig.cache.begin_store(namespace, 0, 0, keys_of(5))
+    begin_store(rig.cache, namespace, 0, 0, keys_of(5))
     assert namespace.writing_blocks == 1
 
 
@@ -288,7 +288,7 @@ def test_a_pool_that_fails_to_hand_out_slots_leaves_what_was_there(monkeypatch: 
     rig.put(namespace, keys_of(1), first_block=2)
     monkeypatch.setattr(rig.slots, "take", fail)
     with pytest.raises(MemoryError):
-        rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2), first_block=1)
+        begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2), first_block=1)
     check_invariants(rig.cache)
     assert rig.states(namespace, keys_of(1, 2)) == [R, A]
 
@@ -304,6 +304,6 @@ def test_slots_are_asked_for_on_the_node_of_the_store() -> None:
         return take(slot_bytes, count, node)
 
     rig.slots.take = watched  # type: ignore[method-assign]
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(*range(8)), node=1))
-    rig.cache.commit_store(rig.cache.begin_store(namespace, 0, 0, keys_of(9), node=0))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(*range(8)), node=1))
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(9), node=0))
     assert asked == [1, 0, 0], "the last one again, after an eviction"

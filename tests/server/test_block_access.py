@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 from support.invariants import check_invariants
 
 from kvoffd.config import Config
@@ -27,7 +27,7 @@ def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> 
     rig = CacheHarness()
     space = rig.open(world_size=2)
     for rank in range(2):
-        rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(1), node=rank + 5))
+        rig.cache.abort_store(begin_store(rig.cache, space, rank, 0, keys_of(1), node=rank + 5))
     rig.slots.requested_nodes.clear()
     engine = HostEngine()
     assert engine.close(10)  # so that it cancels what it is given

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.config import Config
@@ -41,7 +41,7 @@ def hung_store(rig: CacheHarness, runner: JobRunner, keys: bytes) -> StoreJobs:
     one = np.zeros(1, dtype=np.int64)
     group = StoredGroup(0, namespace.split(0, keys), np.arange(2, dtype=np.int32), np.arange(2), one, one, one, {})
     job = StoreJobs((1,), cast(Any, session), cast(Any, registration), owner, [group])
-    job.store_tickets.append(rig.cache.begin_store(namespace, 0, 0, keys))
+    job.store_tickets.append(begin_store(rig.cache, namespace, 0, 0, keys))
     runner._running[job] = None
     return job
 

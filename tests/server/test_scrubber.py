@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.cache_harness import CacheHarness, keys_of
+from support.cache_harness import CacheHarness, begin_store, keys_of
 from support.invariants import check_invariants
 
 from kvoffd.server.scrubber import Scrubber
@@ -11,7 +11,7 @@ from kvoffd.server.scrubber import Scrubber
 def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
     rig = CacheHarness()
     namespace = rig.open()
-    ticket = rig.cache.begin_store(namespace, 0, 0, keys_of(1, 2, 3))
+    ticket = begin_store(rig.cache, namespace, 0, 0, keys_of(1, 2, 3))
     ticket.checksums = [0] * 3
     rig.cache.commit_store(ticket)
     scrubber = Scrubber(rig.cache, lambda: 0.0)

@@ -32,6 +32,7 @@ from tests.sim.parts import KeptPool, keep, keep_copy, make_config, make_pool, m
 from tests.sim.pool import WatchedPool, as_bytes
 from tests.sim.shared import SimShared
 from tests.sim.transfer_engine import SimTransferEngine
+from tests.support.cache_harness import begin_store
 from tests.support.share_oracle import ShareOracle
 from tests.support.slot_table import SlotOwner
 
@@ -381,7 +382,7 @@ class SimDaemon:
             space = self._rng.choice(spaces)
             count = self.pool.pool_bytes // space.slot_bytes(0, 0)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
-            cache.abort_store(cache.begin_store(space, 0, 0, keys, node=space.nodes.get(0)))
+            cache.abort_store(begin_store(cache, space, 0, 0, keys, node=space.nodes.get(0)))
         blocks = cache.blocks
         blocks.evict([block for block in cache.policy.candidates() if not block.pins])
         self._schedule_flush()

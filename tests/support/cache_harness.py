@@ -9,6 +9,7 @@ from support.slot_table import SlotOwner, SlotRecord, left_slots, rows_of
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.pins import StoreTicket
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import Ints, NamespaceRecord, Rows
@@ -235,7 +236,7 @@ class CacheHarness:
         """Store keys from all ranks. Returns how many keys were dropped for the last rank."""
         dropped = 0
         for rank in range(namespace.world_size):
-            ticket = self.cache.begin_store(namespace, rank, group, keys, first_block)
+            ticket = begin_store(self.cache, namespace, rank, group, keys, first_block)
             self.cache.commit_store(ticket)
             dropped = len(ticket.dropped)
         return dropped
@@ -245,6 +246,22 @@ class CacheHarness:
         answer = self.cache.lookup(namespace, 9999, 9999, [(group, keys)])
         self.cache.release(9999, [9999])
         return list(answer.states[0])
+
+
+def begin_store(
+    cache: BlockCache,
+    namespace: Namespace,
+    rank: int,
+    group: int,
+    keys: bytes,
+    first_block: int = 0,
+    same_job: Sequence[StoreTicket] = (),
+    node: int | None = None,
+) -> StoreTicket:
+    """Begin the store of one job, whose first key is written from engine block ``first_block`` on."""
+    namespace.slot_bytes(rank, group)
+    split = namespace.split(group, keys, distinct=True)
+    return cache.begin_stores(namespace, rank, group, split, {0: first_block}, same_job, node)
 
 
 def adopt_all(cache: BlockCache, slots: FakeSlots) -> Adoption:

@@ -13,11 +13,16 @@ from kvoffd.tiering.manager import TieringManager
 
 def check_invariants(cache: BlockCache) -> None:
     """Raise AssertionError where an invariant is broken."""
-    blocks = {block for _, block in cache.blocks.holders.items()}
+    blocks = set(_blocks_by_slot(cache.blocks).values())
     _check_slots(cache, cache.blocks, blocks)
     _check_index(cache, blocks)
     _check_writers(cache, blocks)
     _check_pins(cache, blocks)
+
+
+def _blocks_by_slot(blocks: Blocks) -> dict[int, Block]:
+    found = {offset: blocks.holders.get(offset) for offset in blocks.holders.offsets()}
+    return {offset: block for offset, block in found.items() if block is not None}
 
 
 def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> None:
@@ -25,7 +30,7 @@ def _check_slots(cache: BlockCache, all_blocks: Blocks, blocks: set[Block]) -> N
     held_bytes = usage.writing_bytes + usage.ready_bytes + usage.leaving_bytes + usage.left_bytes
     assert usage.free_bytes + held_bytes + usage.quarantined_bytes == pool_bytes, f"the pool does not add up: {usage}"
     held = {shard.offset: block for block in blocks for shard in block.shards.values()}
-    assert held == dict(all_blocks.holders.items()), "slots and shards differ"
+    assert held == _blocks_by_slot(all_blocks), "slots and shards differ"
     assert sorted(held) == sorted(all_blocks.holders.offsets())
     known_bytes = sum(b.namespace.index_bytes_per_block for b in blocks) + all_blocks.shares.nbytes
     assert all_blocks.index_bytes == SLOT_BYTES * len(held) + known_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from support.cache_harness import CacheHarness
+from support.cache_harness import CacheHarness, begin_store
 from support.invariants import check_invariants
 from support.memory_tier import Device, MemoryTier
 
@@ -92,7 +92,7 @@ class TieringHarness(CacheHarness):
     def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> int:
         dropped = 0
         for rank in range(namespace.world_size):
-            ticket = self.cache.begin_store(namespace, rank, group, keys, first_block)
+            ticket = begin_store(self.cache, namespace, rank, group, keys, first_block)
             self.fill(ticket)
             self.cache.commit_store(ticket)
             dropped = len(ticket.dropped)

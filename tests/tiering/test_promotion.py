@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of, made
+from support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness, name_of
 
@@ -222,7 +222,7 @@ def test_a_store_of_what_comes_up_joins_and_copies_nothing(rig: TieringHarness) 
     rig.put_in_tier(space, keys_of(1))
     rig.states(space, keys_of(1))
     rig.tiering.pump()
-    ticket = rig.cache.begin_store(space, 1, 0, keys_of(1))
+    ticket = begin_store(rig.cache, space, 1, 0, keys_of(1))
     assert ticket.copy == []
     rig.cache.commit_store(ticket)
     rig.tier.end_all()
@@ -234,7 +234,7 @@ def test_blocks_come_up_on_the_numa_node_of_their_ranks_stores(rig: TieringHarne
     space = rig.open(world_size=2)
     rig.put_in_tier(space, keys_of(1))
     for rank in range(2):
-        rig.cache.abort_store(rig.cache.begin_store(space, rank, 0, keys_of(2), node=rank + 5))
+        rig.cache.abort_store(begin_store(rig.cache, space, rank, 0, keys_of(2), node=rank + 5))
     rig.states(space, keys_of(1))
     rig.slots.requested_nodes.clear()
     rig.finish_promotions()

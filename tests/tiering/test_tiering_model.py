@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.cache_harness import SLOT_UNIT, keys_of, made
+from support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
 from support.tiering_harness import TieringHarness
 
 from kvoffd.cache.namespace import BlockState
@@ -34,7 +34,7 @@ class TieringMachine(RuleBasedStateMachine):
     def begin_store(self, space: int, chain: list[int]) -> None:
         namespace = self.spaces[space]
         for rank in range(namespace.world_size):
-            self.stores.append(self.rig.cache.begin_store(namespace, rank, 0, keys_of(*chain)))
+            self.stores.append(begin_store(self.rig.cache, namespace, rank, 0, keys_of(*chain)))
 
     @precondition(lambda self: self.stores)
     @rule(data=st.data(), ok=st.booleans())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of, made
+from support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
 from support.invariants import check_invariants
 from support.tiering_harness import TieringHarness
 
@@ -141,7 +141,7 @@ def test_a_write_that_fails_is_let_go() -> None:
 def test_blocks_without_a_checksum_stay() -> None:
     rig = rig_of(WriteMode.ALWAYS)
     space = rig.open()
-    ticket = rig.cache.begin_store(space, 0, 0, keys_of(1))
+    ticket = begin_store(rig.cache, space, 0, 0, keys_of(1))
     rig.fill(ticket)
     ticket.checksums = []
     rig.cache.commit_store(ticket)

@@ -12,7 +12,7 @@ from math import inf, nan
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import CacheHarness, FoldedEvents, adopt_all, keys_of, made
+from support.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
 from support.invariants import check_invariants
 from support.learned_check import check_learned
 
@@ -246,7 +246,7 @@ def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
         rig.cache.release(1, [7])
     for rank in range(2):
         for group in range(2):
-            ticket = rig.cache.begin_store(namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
+            ticket = begin_store(rig.cache, namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
             assert ticket.copy == [0, 1, 2, 3]
             rig.cache.commit_store(ticket)
     known = policy_of(rig).known
@@ -264,10 +264,10 @@ def test_what_one_rank_was_declined_the_others_are_declined_too() -> None:
             ask(rig, namespace, chain)
             rig.put(namespace, keys_of(*chain))
     ask(rig, namespace, [50, 51])
-    first = rig.cache.begin_store(namespace, 0, 0, keys_of(50, 51))
+    first = begin_store(rig.cache, namespace, 0, 0, keys_of(50, 51))
     assert first.declined == [0, 1]
     made(rig.cache.clear(namespace))  # there is room now
-    second = rig.cache.begin_store(namespace, 1, 0, keys_of(50, 51))
+    second = begin_store(rig.cache, namespace, 1, 0, keys_of(50, 51))
     assert second.declined == [0, 1]
     assert namespace.counters.declined_keys >= 4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 import pytest
-from support.cache_harness import CacheHarness, keys_of
+from support.cache_harness import CacheHarness, begin_store, keys_of
 from support.invariants import check_invariants
 
 from kvoffd.cache import policies
@@ -241,12 +241,12 @@ def test_the_gate_stores_what_is_asked_for_again_and_says_what_it_declines() -> 
     for again in (False, True, True):  # one request, which waits
         ask(rig, namespace, keys_of(1, 2, 3), again)
     for rank in range(2):
-        ticket = rig.cache.begin_store(namespace, rank, 0, keys_of(1, 2, 3))
+        ticket = begin_store(rig.cache, namespace, rank, 0, keys_of(1, 2, 3))
         assert (ticket.copy, ticket.declined, ticket.dropped) == ([], [0, 1, 2], [])
         rig.cache.commit_store(ticket)
     ask(rig, namespace, keys_of(1, 2, 4))
     for rank in range(2):
-        ticket = rig.cache.begin_store(namespace, rank, 0, keys_of(1, 2, 4))
+        ticket = begin_store(rig.cache, namespace, rank, 0, keys_of(1, 2, 4))
         assert (ticket.copy, ticket.declined, ticket.dropped) == ([0, 1], [2], [])
         rig.cache.commit_store(ticket)
     assert ask(rig, namespace, keys_of(1, 2, 4)) == bytes([READY, READY, ABSENT])
