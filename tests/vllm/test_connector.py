@@ -387,3 +387,13 @@ def test_the_first_step_that_computes_nothing_makes_way_for_the_last_tokens(
     for tokens in (0, 64, 1, 0, 0, 1, 0):
         scheduler.build_connector_meta(empty_step(tokens))
     assert pauses == [connector_module.OUTPUT_PAUSE_S] * 2
+
+
+def test_a_step_of_prompts_is_timed_when_its_output_has_come(scheduler: KvoffdConnector) -> None:
+    output = empty_step(2048)
+    output.num_scheduled_tokens = {"r": 2048}
+    scheduler.build_connector_meta(output)
+    prefill = scheduler.connector_scheduler.manager._lookup_settings.prefill
+    assert prefill.tokens_per_second == 0.0
+    assert list(scheduler.take_events()) == []
+    assert prefill.tokens_per_second > 0.0

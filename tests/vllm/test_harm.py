@@ -141,13 +141,13 @@ def test_the_manager_counts_what_is_left_out_and_tells_the_daemon(said: pytest.L
     told = rig.manager.get_stats()
     assert told is not None
     assert f"{stats.SLOW_LOADS}" in str(told.data)
-    rig.manager.begin_step(1)
+    rig.manager.step_begins([1])
     assert rig.client.reports == []
     rig.clock.now += REPORT_EVERY_S
-    rig.manager.begin_step(1)
+    rig.manager.step_begins([1])
     assert rig.client.reports == [(10_000, pytest.approx(2000), 1, 1)]
     rig.clock.now += REPORT_EVERY_S
-    rig.manager.begin_step(1)
+    rig.manager.step_begins([1])
     assert len(rig.client.reports) == 1, "nothing is new"
     assert harm.skipped_loads == 0
 

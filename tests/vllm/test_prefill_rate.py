@@ -7,84 +7,110 @@ from math import inf
 import pytest
 from support.vllm_fakes import Clock, key
 
-from kvoffd_client.vllm.prefill_rate import AHEAD, STEPS, PrefillRate
+from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate
 
 TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
+IDLE, DECODING = (), (1,) * 8
+Step = tuple[tuple[int, ...], float]
+"""Tokens of each request, and the seconds that they take; IDLE: as long as there is nothing to do."""
 
 
-def rate_after(*steps: tuple[int, float]) -> PrefillRate:
-    """Of steps of so many tokens that take so many seconds."""
-    clock = Clock()
-    rate = PrefillRate(TOKENS, clock)
+def rate_after(*steps: Step, most_running: int = 1) -> PrefillRate:
+    """As vLLM's loop begins steps, and takes their outputs when as many run as may or none is to begin."""
+    clock, ends = Clock(), [0.0]
+    rate = PrefillRate(TOKENS, clock, most_running)
+    running: list[float] = []
+
+    def end_first() -> None:
+        clock.now = max(clock.now, running.pop(0))
+        rate.step_ended()
+
     for tokens, seconds in steps:
-        rate.step(tokens)
-        clock.now += seconds
-    rate.step(0)
+        rate.step_begins(tokens)
+        ends.append(max(ends[-1], clock.now) + (seconds if tokens else 0.0))
+        running.append(ends[-1])
+        while running and (len(running) == most_running or not tokens):
+            end_first()
+        clock.now += 0.0 if tokens else seconds
+    while running:
+        end_first()
     return rate
 
 
-def test_steps_of_prompts_in_a_row_are_timed() -> None:
-    rate = rate_after(*[(2048, 0.1)] * STEPS)
+EVERY_DEPTH = pytest.mark.parametrize("most_running", [1, 2, 5], ids=["sync", "async", "pipeline"])
+
+
+@EVERY_DEPTH
+def test_steps_of_prompts_in_a_row_are_timed(most_running: int) -> None:
+    rate = rate_after(*[((2048,), 0.1)] * 5, most_running=most_running)
     assert rate.tokens_per_second == pytest.approx(20_480)
     assert rate.seconds_for([key(1), key(2)]) == pytest.approx(32 / 20_480)
     assert rate.seconds_for([key(1), key(2), key(3, 7)]) == pytest.approx(64 / 20_480), "groups are computed together"
     assert rate.seconds_for([]) == 0.0
 
 
-def test_it_follows_slowly() -> None:
-    rate = rate_after(*[(2048, 0.1)] * 2 * STEPS, *[(2048, 0.2)] * STEPS)
-    assert rate.tokens_per_second == pytest.approx(0.7 * 20_480 + 0.3 * 10_240)
+@EVERY_DEPTH
+@pytest.mark.parametrize("before", [[(IDLE, 60.0)], [(DECODING, 0.01)] * 9], ids=["idle", "decoding"])
+@pytest.mark.parametrize("after", [[(IDLE, 60.0)], [(DECODING, 0.01)] * 9], ids=["one token", "decoding on"])
+def test_a_single_prompt_is_timed_whatever_goes_before_and_follows(
+    most_running: int, before: list[Step], after: list[Step]
+) -> None:
+    rate = rate_after(*before, ((2048, *DECODING), 0.2056), *after, most_running=most_running)
+    assert rate.tokens_per_second == pytest.approx(10_000)
 
 
-def test_the_first_steps_in_which_an_engine_compiles_are_forgotten() -> None:
-    assert rate_after(*[(2048, 4.0)] * STEPS).tokens_per_second == pytest.approx(512)
-    rate = rate_after(*[(2048, 4.0)] * STEPS, *[(2048, 0.1)] * STEPS)
-    assert rate.tokens_per_second == pytest.approx(20_480)
+@EVERY_DEPTH
+def test_a_prompt_in_small_steps_is_timed_whole(most_running: int) -> None:
+    small = [((512, *DECODING), 0.05), ((512, *DECODING), 0.054)]
+    rate = rate_after(*[(DECODING, 0.01)] * 3, *small, (DECODING, 0.01), most_running=most_running)
+    assert rate.tokens_per_second == pytest.approx(10_000)
 
 
-def pipelined(ahead: int, *steps: tuple[int, float]) -> PrefillRate:
-    """As vLLM begins steps, so many before those before them have ended."""
-    clock, ends, ended = Clock(), [0.0] * (ahead + 1), 0.0
-    rate = PrefillRate(TOKENS, clock)
-    for tokens, seconds in steps:
-        clock.now = max(clock.now, ends[-1 - ahead])
-        rate.step(tokens)
-        ended = max(ended, clock.now) + seconds
-        ends.append(ended)
-        clock.now += 1e-4
-    return rate
-
-
-@pytest.mark.parametrize("ahead", [0, 1, AHEAD])
-@pytest.mark.parametrize("before", [[], [(8, 0.01)] * 5], ids=["idle", "decoding"])
-def test_a_single_prompt_is_timed_up_to_its_first_tokens(ahead: int, before: list[tuple[int, float]]) -> None:
-    rate = pipelined(ahead, *before, (2048, 0.2), (952, 0.1), *[(9, 0.01)] * 6)
-    assert rate.tokens_per_second == pytest.approx(10_000, rel=0.04)
-
-
+@EVERY_DEPTH
 @pytest.mark.parametrize(
     "steps",
     [
-        [(2048, 0.1)] * (STEPS - 1),
-        [(64, 0.01)] * 50,
-        [(2048, 0.1), (1, 0.01)] * 20,
-        [(900, 0.1), *[(1, 0.01)] * 4],  # so short a prompt is not what is loaded
-        [(2048, 0.1), *[(1, 0.02)] * 4],  # hardly longer than decoding
-        [(2048, 0.1), *[(1, 0.01)] * 3, (0, 60.0), *[(1, 0.01)] * 4],
-        [(2048, 0.1), (1, 0.01), (1, 0.01), (0, 60.0), (40, 0.01), *[(1, 0.01)] * 4],
+        [((1,) * 300, 0.03)] * 50,  # many users
+        [((4,) * 300, 0.03)] * 50,  # with speculative tokens
+        [((1000,) + (1,) * 400, 0.1)] * 5,
+        [((40,) * 30, 0.1)] * 5,  # short ends of prompts that were found
+        [((900,), 0.1), (DECODING, 0.01)] * 9,
+        [((900,), 0.1), (IDLE, 60.0)] * 9,
+        [((200,), 0.1)] * 9,
     ],
 )
-def test_what_cannot_be_told_from_decoding_and_pauses_tells_nothing(steps: list[tuple[int, float]]) -> None:
-    rate = rate_after(*steps)
+def test_what_is_not_mostly_prompts_or_too_short_tells_nothing(steps: list[Step], most_running: int) -> None:
+    rate = rate_after(*steps, most_running=most_running)
     assert rate.tokens_per_second == 0.0
     assert rate.seconds_for([key(1)]) == inf
 
 
-def test_what_runs_into_more_prompts_is_timed_with_them_alone() -> None:
-    rate = rate_after(*[(2048, 0.1)] * (STEPS + 1), *[(1, 0.001)] * 4)
-    assert rate.tokens_per_second == pytest.approx(20_480)
+def test_it_follows_an_engine_that_changed_and_no_single_slow_step() -> None:
+    before = [((2048,), 0.1)] * 2 * SAMPLES
+    assert rate_after(*before, ((2048,), 4.0)).tokens_per_second == pytest.approx(20_480)
+    assert rate_after(*before, *[((2048,), 0.2)] * SAMPLES).tokens_per_second == pytest.approx(10_240)
 
 
-def test_a_pause_of_the_engine_is_no_slow_step() -> None:
-    rate = rate_after(*[(2048, 0.1)] * (STEPS - 1), (1, 60.0), *[(2048, 0.1)] * STEPS)
-    assert rate.tokens_per_second == pytest.approx(20_480)
+def test_the_first_steps_in_which_an_engine_compiles_are_forgotten() -> None:
+    assert rate_after(((2048,), 4.0)).tokens_per_second == pytest.approx(512)
+    assert rate_after(((2048,), 4.0), ((2048,), 0.1)).tokens_per_second == pytest.approx(20_480)
+
+
+def test_steps_that_failed_never_end() -> None:
+    clock = Clock()
+    rate = PrefillRate(TOKENS, clock, most_running=2)
+    for tokens in (1, 2048):
+        rate.step_begins([tokens])
+    clock.now += 60.0
+    for tokens in (2048, 1):
+        rate.step_begins([tokens])
+    for seconds in (0.2048, 0.01):
+        clock.now += seconds
+        rate.step_ended()
+    assert rate.tokens_per_second == pytest.approx(10_000)
+
+
+def test_an_output_of_no_step_is_no_error() -> None:
+    rate = PrefillRate(TOKENS, Clock())
+    rate.step_ended()
+    assert rate.tokens_per_second == 0.0

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -268,8 +268,8 @@ class KvoffdConnector(OffloadingConnector):
         its user waits for the first token.
         """
         namespace = self._manager.namespace
-        self._manager.begin_step(tokens := scheduler_output.total_num_scheduled_tokens)
-        if computes := tokens > 0:
+        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
+        if computes := scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # the weights that compute these tokens must be named
         elif self._computed:
             time.sleep(OUTPUT_PAUSE_S)
@@ -295,6 +295,11 @@ class KvoffdConnector(OffloadingConnector):
                 self._job_failed(job_id, failed)
             self._manager.namespace.report(meta.memory)
         super().update_connector_output(connector_output)
+
+    def take_events(self) -> Iterable[v.KVCacheEvent]:
+        """As vLLM's, which asks for each step whose output has come, in their order, and nowhere else."""
+        self._manager.step_ended()
+        return super().take_events()
 
     def reset_cache(self) -> bool | None:
         """Use nothing of the daemon until the workers have named the weights in their memory anew.
@@ -396,7 +401,10 @@ def _setup_of(
         namespace = namespace_of(collect_factors(vllm_config, kv_cache_config, options), label_of(vllm_config))
     transfer = vllm_config.kv_transfer_config
     loads, stores, engine_id = transfer.is_kv_consumer, transfer.is_kv_producer, str(transfer.engine_id)
-    return EngineSetup(options, namespace, group_ids, shard_bytes, loads, stores, engine_id=engine_id)
+    most_running = vllm_config.max_concurrent_batches
+    return EngineSetup(
+        options, namespace, group_ids, shard_bytes, loads, stores, engine_id=engine_id, most_running=most_running
+    )
 
 
 def _choose_load_failure_policy(transfer_configs: Sequence[v.KVTransferConfig], options: ConnectorOptions) -> None:

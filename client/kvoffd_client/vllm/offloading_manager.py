@@ -215,12 +215,17 @@ class KvoffdManager(OffloadingManager):
         if self._loads and self._may_use_daemon:
             self._early_lookups.ask(request_id, groups, generation)
 
-    def begin_step(self, tokens: int) -> None:
-        """Note that the scheduler begins a step that computes so many tokens; tell the daemon now and then."""
+    def step_begins(self, request_tokens: Collection[int]) -> None:
+        """Note that the scheduler begins a step with so many tokens of each request; tell the daemon now and then."""
         if (harm := self._harm) is not None:
-            harm.prefill.step(tokens)
+            harm.prefill.step_begins(request_tokens)
             if (figures := harm.news()) is not None:
                 self.client.report(*figures)
+
+    def step_ended(self) -> None:
+        """Note that the output of the first of the steps that run has come."""
+        if self._harm is not None:
+            self._harm.prefill.step_ended()
 
     def load_pays(self, request_id: str, tokens: int) -> bool:
         """Whether to load so many tokens of a request, and not to compute them."""

@@ -48,6 +48,7 @@ class EngineSetup:
         memory: where a worker's KV cache is allocated.
         layers: what the pages of a worker's layers are, per group on the wire; empty until vLLM has allocated them.
         engine_id: vLLM's, the same in the scheduler and in all workers of an engine.
+        most_running: steps that vLLM begins at most before the first of them ends.
     """
 
     options: ConnectorOptions
@@ -59,6 +60,7 @@ class EngineSetup:
     memory: SharedKvMemory = field(default_factory=SharedKvMemory)
     layers: tuple[tuple[LayerSpec, ...], ...] = ()
     engine_id: str = ""
+    most_running: int = 1
 
 
 ENGINE_ID_SHOWN = 8
@@ -158,7 +160,7 @@ class KvoffdSpec(OffloadingSpec):
                 clock=time.monotonic,
                 disk_wait=options.disk_wait,
                 disk_wait_s=options.disk_wait_ms / 1000,
-                prefill=PrefillRate(dict(zip(suffixes, tokens, strict=True)), time.monotonic),
+                prefill=PrefillRate(dict(zip(suffixes, tokens, strict=True)), time.monotonic, setup.most_running),
             ),
             StoreWindow(dict(zip(suffixes, setup.shard_bytes, strict=True))),
             KvEventTranslator(setup.group_ids) if publishes else None,
