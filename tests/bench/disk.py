@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.table_format import digest
 from kvoffd.system.mappings import view_of
@@ -261,7 +263,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--index", type=int, default=0, help="also time the index of so many small blocks")
     options = parser.parse_args()
-    print(" ".join(f"{name}: {value};" for name, value in machine().items()), f"load: {os.getloadavg()}\n")
+    print(" ".join(f"{name}: {value};" for name, value in asdict(machine()).items()), f"load: {os.getloadavg()}\n")
     print(HEADER)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for block_bytes in options.blocks:

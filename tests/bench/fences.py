@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.load_generators import LoadGenerators
-from kvoffd_client.bench.results import machine
 from tests.bench.report_file import add_report_options, markdown_table, publish_report, run_facts
 from tests.support.daemon import DaemonProcess
 from tests.support.engine import BLOCK_TOKENS, EngineProcess, completions, prompt, wait_connected, wait_stats
@@ -107,7 +106,7 @@ def main() -> None:
         share = f"{one.stored} ({one.stored / one.blocks:.1%})"
         rows.append([name, *map(str, (one.preemptions, one.blocks, share, one.cancelled, one.unsent, one.failed))])
     command = f"python -m tests.bench.fences --rounds {options.rounds} --others {options.others}"
-    facts = run_facts(command, machine() | {"load average": os.getloadavg()[0]})
+    facts = run_facts(command, load_average=os.getloadavg()[0])
     results: dict[str, object] = {"results": {name: asdict(one) for name, one in found.items()}}
     publish_report(options, "Stores of an engine with too few blocks", facts, results, markdown_table(rows))
 

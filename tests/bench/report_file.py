@@ -9,6 +9,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import asdict
+
+from kvoffd_client.bench.results import machine
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,14 +22,14 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", type=Path, help="write the results to this file too: .json, or Markdown")
 
 
-def run_facts(command: str, machine: dict[str, object]) -> dict[str, object]:
-    """Return when, from which commit, with which command and on which machine something is measured."""
+def run_facts(command: str, **more: object) -> dict[str, object]:
+    """Return when, from which commit, with which command and on which machine, of which is ``more``, it is measured."""
     described = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": described.stdout.strip() or "unknown",
         "command": command,
-        "machine": machine,
+        "machine": asdict(machine()) | more,
     }
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from support.daemon import DaemonProcess
 from support.redis_server import RedisServer, needs_redis
@@ -47,7 +47,7 @@ def small_jobs(daemon: DaemonProcess) -> Report:
 def test_a_bench_reports_every_case_with_its_floor(
     daemon: DaemonProcess, bench: Callable[[DaemonProcess], Report], cases: int
 ) -> None:
-    found = json.loads(json.dumps(bench(daemon).to_object()))
+    found = msgspec.to_builtins(bench(daemon).to_object())
     assert len(found["results"]) == cases == len({result["case"] for result in found["results"]})
     for result in found["results"]:
         assert {"case", "value", "unit", "floor", "ratio"} <= set(result)
@@ -56,10 +56,10 @@ def test_a_bench_reports_every_case_with_its_floor(
         assert result["ratio"] == pytest.approx(result["value"] / result["floor"])
         # Far beyond what is promised: only a bench that measures the wrong thing is out of these bounds.
         assert 0.005 < result["ratio"] < 200
-        if "cpu_seconds" in result:
+        if result["cpu_seconds"] is not None:
             assert 0 < result["cpu_seconds"] < 2
             assert result["cpu_per"] in ("lookup", "job", "GB", "step", "s")
-    assert any("cpu_seconds" in result for result in found["results"])
+    assert any(result["cpu_seconds"] for result in found["results"])
     if bench is small_copy:
         for result in found["results"]:
             assert (0 < result["checksum_cpu_seconds"] <= result["cpu_seconds"]) or result["case"].startswith("load")

