@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
@@ -18,6 +19,9 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F,
 
 # The levels of syslog(3), as sd-daemon(3) puts them before a line: without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+
+
+RARE_S = 60.0
 
 
 class TextFormatter(logging.Formatter):
@@ -58,6 +62,21 @@ class JournalFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return f"<{_PRIORITIES.get(record.levelno, 6)}>{self._line.format(record)}"
+
+
+class RareWarnings:
+    """Warnings of which one a minute is enough: whoever causes them could fill a disk. The others are for debugging."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+        self._next_at = 0.0
+
+    def warn(self, text: str, *values: object) -> None:
+        now = time.monotonic()
+        level = logging.WARNING if now >= self._next_at else logging.DEBUG
+        if level == logging.WARNING:
+            self._next_at = now + RARE_S
+        self._logger.log(level, text, *values)
 
 
 def configure_logging(level: str, log_format: str, stream: TextIO | None = None) -> None:

@@ -10,6 +10,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterable
 
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.session import Peer
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd_proto.sockets import peer_pidfd
@@ -21,7 +22,6 @@ REST_S = 0.005
 """Between two batches: at most 3,200 connections in a second, each of which costs some 20 µs where it is refused."""
 RETRY_S = 0.25
 """After accept() failed, as it does without descriptors: it would fail again at once."""
-FAILURES_LOGGED_S = 60.0
 BACKLOG = 1024
 _UCRED = struct.Struct("iII")
 _PIDFS_MAGIC = 0x50494446  # linux/magic.h
@@ -34,7 +34,7 @@ class Acceptor:
         self._listener = listener
         self._on_stream = on_stream
         self._loop = asyncio.get_running_loop()
-        self._failure_logged_at = -FAILURES_LOGGED_S
+        self._warnings = RareWarnings(logger)
         listener.setblocking(False)
 
     def start(self) -> None:
@@ -64,9 +64,7 @@ class Acceptor:
             except BlockingIOError:
                 return
             except OSError as error:
-                if self._loop.time() - self._failure_logged_at >= FAILURES_LOGGED_S:
-                    self._failure_logged_at = self._loop.time()
-                    logger.warning("Connections cannot be accepted: %s.", error.strerror)
+                self._warnings.warn("Connections cannot be accepted: %s.", error.strerror)
                 rest_s = RETRY_S
                 break
             stream.setblocking(False)

@@ -24,6 +24,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor
 from kvoffd.server.service import Service
 from kvoffd.server.session import Lifeline, Peer, Session
@@ -50,7 +51,6 @@ CARRIED_BYTES = 16 * 1024
 MESSAGES_AT_ONCE = 8
 REST_S = 0.005
 """Pause between two batches of messages: engines' messages come first."""
-WARN_EVERY_S = 60.0
 
 
 class AdminServerError(KvoffdError):
@@ -95,7 +95,7 @@ class AdminServer:
         """Bytes that the daemon sent, by connection, oldest first."""
         self._sessions: dict[str, Session] = {}
         self._read_due = False
-        self._warned_at = -WARN_EVERY_S
+        self._warnings = RareWarnings(logger)
 
     @property
     def endpoint(self) -> str:
@@ -270,10 +270,7 @@ class AdminServer:
 
     def _refused(self, key: str) -> None:
         self._service.context.count_error(ErrorCode.FORBIDDEN)
-        now = self._loop.time()
-        if now - self._warned_at >= WARN_EVERY_S:
-            self._warned_at = now
-            logger.warning("Administration over TCP was refused to the key %s, which admin_clients_file lacks.", key)
+        self._warnings.warn("Administration over TCP was refused to the key %s, which admin_clients_file lacks.", key)
 
 
 def _drop_reason(error: zmq.ZMQError) -> str:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import PoolShare
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
@@ -27,7 +28,6 @@ logger = logging.getLogger(__name__)
 _MAX_FDS = 16
 _READ_BYTES = 1024
 """Some forty frames: what one wake-up of the loop handles of a lifeline."""
-LOGGED_S = 60.0
 HELLO_DEADLINE_S = 10.0
 
 
@@ -167,7 +167,7 @@ class LifelineServer:
         self._acceptor = Acceptor(listener, self._admit)
         self._connections: set[_Connection] = set()
         self.closer = Closer()
-        self._refused_logged_at = -LOGGED_S
+        self._warnings = RareWarnings(logger)
 
     def open(self) -> None:
         """Bind and listen. Raises OSError."""
@@ -218,7 +218,7 @@ class LifelineServer:
             connection.session = context.sessions.open(connection, peer)
         except KvoffdError as error:
             context.count_error(error.code)
-            self._log_refusal(error)
+            self._warnings.warn("A connection was refused: %s", error.message)
             try:
                 connection.send(lifeline.Refused(error.code, error.message))
             except OSError:
@@ -232,13 +232,6 @@ class LifelineServer:
             connection.send(lifeline.Greeting(PROTOCOL_VERSION, context.epoch, session.id, session.token))
         except OSError:
             self._end(connection)
-
-    def _log_refusal(self, error: KvoffdError) -> None:
-        now = self.context.clock()
-        often = now - self._refused_logged_at < LOGGED_S
-        logger.log(logging.DEBUG if often else logging.WARNING, "A connection was refused: %s", error.message)
-        if not often:
-            self._refused_logged_at = now
 
     def _readable(self, connection: _Connection) -> None:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.router_index import RouterIndex
+from kvoffd_proto.codec import encode
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     MEDIUM_CPU,
@@ -18,7 +19,6 @@ from kvoffd_proto.events import (
     BlockStored,
     EventBatch,
     KvEvent,
-    encode_event_batch,
     kv_topic,
 )
 
@@ -91,7 +91,7 @@ class EventPublisher:
             for start in range(0, len(events), MAX_EVENTS_PER_MESSAGE)
         ]
         for fingerprint, events in pending:
-            payload = encode_event_batch(EventBatch(self._wall_clock(), events))
+            payload = encode(EventBatch(self._wall_clock(), events))
             frames = (kv_topic(fingerprint), self.sequence.to_bytes(SEQUENCE_BYTES, "big"), payload)
             self._sent.append(frames)
             self._sent_bytes += len(payload)

@@ -16,6 +16,7 @@ from typing import cast
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.router_stream import RouterMessage, RouterStream
 from kvoffd.settings import Address, parse_address
@@ -47,7 +48,6 @@ OBEYED_AT_ONCE, REST_S = 16, 0.1
 MAX_RESTS = 20
 """A peer that has sent more each time is disconnected then."""
 REPLAYED_AT_ONCE = 16
-LOGGED_S = 60.0
 MAX_FRAME_BYTES, MAX_FRAMES = 512, 4
 MAX_SUBSCRIPTIONS = 64
 
@@ -155,7 +155,7 @@ class _Peer(asyncio.Protocol):
         if self.transport is not None and not self.transport.is_closing():
             name = self.transport.get_extra_info("peername")
             self._server.dropped_subscribers += 1
-            self._server.log("The connection of the router at %s was closed: %s.", name, why)
+            self._server.warnings.warn("The connection of the router at %s was closed: %s.", name, why)
             self.transport.abort()
 
     def _obey(self, taken: list[bytes] | zmtp.Command | zmtp.TooLong) -> None:
@@ -222,7 +222,7 @@ class RouterServer:
         self._connectors: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._last_at = self._loop.time()
-        self._logged_at = -LOGGED_S
+        self.warnings = RareWarnings(logger)
         self.snapshots = 0
         self.replays = 0
         self.dropped_subscribers = 0
@@ -302,18 +302,10 @@ class RouterServer:
             silent.abort("others want its place, and it has not finished ZeroMQ's handshake")
             self.forget(silent)
         elif len(same) >= MAX_PEERS:
-            self.log("A router was refused: %d are connected already.", MAX_PEERS)
+            self.warnings.warn("A router was refused: %d are connected already.", MAX_PEERS)
             return False
         self._peers[peer] = socket_type
         return True
-
-    def log(self, text: str, *values: object) -> None:
-        """Log a warning, but no more than one a minute: whoever can connect could fill a disk."""
-        now = self._loop.time()
-        level = logging.WARNING if now - self._logged_at >= LOGGED_S else logging.DEBUG
-        if level == logging.WARNING:
-            self._logged_at = now
-        logger.log(level, text, *values)
 
     def forget(self, peer: _Peer) -> None:
         self._peers.pop(peer, None)

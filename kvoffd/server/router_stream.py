@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvoffd.server.router_index import RouterIndex
+from kvoffd_proto.codec import encode
 from kvoffd_proto.events import END_OF_REPLAY, SEQUENCE_BYTES
-from kvoffd_proto.router_events import RouterBatch, encode_router_batch
+from kvoffd_proto.router_events import RouterBatch
 
 MAX_KEPT_BYTES = 32 * 1024**2
 """Payloads that are kept for replay, however few messages they are."""
@@ -61,7 +62,7 @@ class RouterStream:
     def take(self) -> Iterator[RouterMessage]:
         """What has happened since the last call."""
         for topic, events in self._index.take():
-            payload = encode_router_batch(RouterBatch(self._wall_clock(), events))
+            payload = encode(RouterBatch(self._wall_clock(), events))
             yield self._keep(RouterMessage(self.number, topic, payload))
 
     def heartbeat(self) -> RouterMessage:
@@ -75,12 +76,12 @@ class RouterStream:
         before these needs nothing of them.
         """
         for topic, events in self._index.snapshot():
-            payload = encode_router_batch(RouterBatch(self._wall_clock(), events))
+            payload = encode(RouterBatch(self._wall_clock(), events))
             number = self.number
             yield RouterMessage(number, topic, payload), self.heartbeat()
 
     def empty_batch(self) -> bytes:
-        return encode_router_batch(RouterBatch(self._wall_clock(), []))
+        return encode(RouterBatch(self._wall_clock(), []))
 
     def replay(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """The messages from number ``start`` to the last one that there is now, and vLLM's end marker.

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from functools import partial
 
+from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.acceptor import Acceptor, failed_streams, peer_of
 from kvoffd.server.admission import may_connect
 from kvoffd.server.connections import (
@@ -49,7 +50,6 @@ PIECE_BYTES = 256
 """What a message that waits to be sent costs besides its own bytes."""
 SENT_AT_ONCE, REPLAYED_AT_ONCE = 256, 64
 """Messages that wait, and KV events of a replay, that are sent before the loop does other work."""
-LOGGED_S = 60.0
 _SO_PASSRIGHTS = 83  # asm-generic/socket.h, Linux 6.16
 
 
@@ -82,7 +82,7 @@ class Transport:
         """Those with connections that get no turn until output is read."""
         self._long_frames = LongFrames(self._loop.time, self._read_on)
         self._scratch = memoryview(bytearray(4 * RECEIVE_BYTES))
-        self._refused_logged_at = -LOGGED_S
+        self._warnings = RareWarnings(logger)
 
     def open(self) -> None:
         """Bind both sockets. Raises OSError."""
@@ -180,20 +180,12 @@ class Transport:
     def _refuse(self, stream: socket.socket, code: ErrorCode, why: str) -> None:
         self._context.count_error(code)
         stream.close()
-        self._log("A connection was refused: %s.", why)
+        self._warnings.warn("A connection was refused: %s.", why)
 
     def _drop(self, connection: Connection, why: str) -> None:
         user, name = connection.process.key[0], connection.door.path.name
-        self._log("A connection of user %d to %s was closed: %s.", user, name, why)
+        self._warnings.warn("A connection of user %d to %s was closed: %s.", user, name, why)
         self._close(connection)
-
-    def _log(self, text: str, *values: object) -> None:
-        """Log a warning, but no more than one a minute: clients could fill a disk."""
-        now = self._loop.time()
-        level = logging.WARNING if now - self._refused_logged_at >= LOGGED_S else logging.DEBUG
-        if level == logging.WARNING:
-            self._refused_logged_at = now
-        logger.log(level, text, *values)
 
     def _close(self, connection: Connection) -> None:
         if connection.closed:

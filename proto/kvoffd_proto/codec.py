@@ -25,8 +25,8 @@ class CodecError(Exception):
     """The frame is not a message of the expected kind. The text says what is wrong with it."""
 
 
-def encode(message: AnyRequest | AnyReply | Completions) -> bytes:
-    """Return the frame of ``message``."""
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the frame of a message, or the payload of a publication."""
     return _encoder.encode(message)
 
 

@@ -69,13 +69,7 @@ class EventBatch(Struct, frozen=True, array_like=True):
     data_parallel_rank: Annotated[int | None, doc("Always nil: the pool serves the whole node.")] = None
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EventBatch)
-
-
-def encode_event_batch(batch: EventBatch) -> bytes:
-    """Return the payload frame."""
-    return _encoder.encode(batch)
 
 
 def decode_event_batch(payload: bytes) -> EventBatch:

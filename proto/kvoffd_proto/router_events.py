@@ -6,7 +6,6 @@ A hash is the last eight bytes of the block hash as a big-endian number, as vLLM
 
 from __future__ import annotations
 
-import msgspec
 from msgspec import Struct
 
 HASH_BYTES = 8
@@ -56,11 +55,3 @@ class RouterBatch(Struct, frozen=True, array_like=True):
     ts: float
     events: list[RouterEvent]
     data_parallel_rank: int = 0
-
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode_router_batch(batch: RouterBatch) -> bytes:
-    """Return the payload frame."""
-    return _encoder.encode(batch)

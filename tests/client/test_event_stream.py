@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvoffd_client.scheduler_session import EventStream
-from kvoffd_proto.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, EventBatch, KvEvent, encode_event_batch
+from kvoffd_proto.codec import encode
+from kvoffd_proto.events import END_OF_REPLAY, AllBlocksCleared, BlockRemoved, EventBatch, KvEvent
 
 MINE, OTHER = b"kv@mine", b"kv@other"
 
@@ -13,7 +14,7 @@ def event(number: int) -> KvEvent:
 
 
 def message(number: int, topic: bytes = MINE) -> tuple[bytes, bytes, bytes]:
-    return topic, number.to_bytes(8, "big"), encode_event_batch(EventBatch(0.0, [event(number)]))
+    return topic, number.to_bytes(8, "big"), encode(EventBatch(0.0, [event(number)]))
 
 
 def stream(max_events: int = 100) -> EventStream:

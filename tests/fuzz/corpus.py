@@ -113,7 +113,7 @@ def _frames() -> list[bytes]:
 def _events() -> list[bytes]:
     stored = events.BlockStored([b"k" * 32], None, [], 16, None, "CPU", None, 0)
     some: list[events.KvEvent] = [stored, events.BlockRemoved([b"k" * 32], "CPU", 0), events.AllBlocksCleared()]
-    return [events.encode_event_batch(events.EventBatch(1.5, some))]
+    return [codec.encode(events.EventBatch(1.5, some))]
 
 
 def _facts() -> list[bytes]:

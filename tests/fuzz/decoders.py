@@ -87,7 +87,7 @@ def event_batch(data: bytes) -> None:
     stream.message(b"kv@x", bytes(8), data)
     stream.take()
     lost = stream.lost
-    good = events.encode_event_batch(events.EventBatch(0.0, [events.AllBlocksCleared()]))
+    good = codec.encode(events.EventBatch(0.0, [events.AllBlocksCleared()]))
     stream.message(b"kv@x", (1).to_bytes(8, "big"), good)
     assert stream.take() == [events.AllBlocksCleared()]
     assert stream.lost == lost

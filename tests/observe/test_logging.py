@@ -12,7 +12,7 @@ from typing import TextIO
 
 import pytest
 
-from kvoffd.observe.logging import configure_logging, print_refusal
+from kvoffd.observe.logging import RareWarnings, configure_logging, print_refusal
 
 NASTY = "name\nERROR forged\r\x1b[31m\x00\u2028\x9b end"
 
@@ -122,3 +122,17 @@ def test_another_file_than_the_journal_gets_no_priorities(tmp_path: Path, monkey
         configure_logging("info", "text", stream)
         logging.getLogger("kvoffd.test").error("said")
     assert (tmp_path / "log").read_text().startswith("2")
+
+
+def test_of_rare_warnings_one_a_minute_goes_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("kvoffd.observe.logging.time.monotonic", lambda: now[0])
+    warnings = RareWarnings(logging.getLogger("rare"))
+    with caplog.at_level(logging.DEBUG):
+        for after_s in (0.0, 1.0, 58.0, 1.0):
+            now[0] += after_s
+            warnings.warn("%s came.", "Somebody")
+    levels = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "rare"]
+    assert levels == [(level, "Somebody came.") for level in ("WARNING", "DEBUG", "DEBUG", "WARNING")]

@@ -7,6 +7,7 @@ import importlib.util
 import msgspec
 import pytest
 
+from kvoffd_proto.codec import encode
 from kvoffd_proto.events import (
     END_OF_REPLAY,
     MEDIUM_CPU,
@@ -16,7 +17,6 @@ from kvoffd_proto.events import (
     EventBatch,
     KvEvent,
     decode_event_batch,
-    encode_event_batch,
     kv_topic,
     session_topic,
 )
@@ -30,11 +30,11 @@ EVENTS: list[KvEvent] = [
 
 def test_a_batch_comes_back_as_it_was_published() -> None:
     batch = EventBatch(12.5, EVENTS)
-    assert decode_event_batch(encode_event_batch(batch)) == batch
+    assert decode_event_batch(encode(batch)) == batch
 
 
 def test_events_are_maps_with_a_type_in_an_array() -> None:
-    raw = msgspec.msgpack.decode(encode_event_batch(EventBatch(12.5, EVENTS)))
+    raw = msgspec.msgpack.decode(encode(EventBatch(12.5, EVENTS)))
     assert raw[0] == 12.5
     assert [event["type"] for event in raw[1]] == ["BlockStored", "BlockRemoved", "AllBlocksCleared"]
     assert raw[1][0]["block_hashes"] == [b"a" * 32, b"b" * 32]
@@ -57,7 +57,7 @@ def test_no_session_hears_another_ones_completions() -> None:
 def test_vllm_reads_our_events() -> None:
     from vllm.distributed import kv_events
 
-    batch = msgspec.msgpack.decode(encode_event_batch(EventBatch(12.5, EVENTS)), type=kv_events.KVEventBatch)
+    batch = msgspec.msgpack.decode(encode(EventBatch(12.5, EVENTS)), type=kv_events.KVEventBatch)
     stored, removed, cleared = batch.events
     assert batch.ts == 12.5
     assert isinstance(stored, kv_events.BlockStored)

@@ -160,7 +160,7 @@ class FakeDaemon:
     ) -> None:
         def step() -> None:
             number = self.kv_messages[-1][0] + 1 if self.kv_messages else 0
-            payload = events.encode_event_batch(events.EventBatch(0.0, batch))
+            payload = codec.encode(events.EventBatch(0.0, batch))
             frames = (events.kv_topic(fingerprint), number.to_bytes(8, "big"), payload)
             self.kv_messages.append((number, frames if keep else (b"", b"", b"")))
             if publish:

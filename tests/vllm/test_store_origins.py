@@ -24,6 +24,7 @@ from vllm.v1.request import Request
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import KeyedSpec, group_transfers
 from kvoffd_client.vllm.store_origins import tell_origins
+from kvoffd_proto.codec import encode
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE
 from kvoffd_proto.messages import WANTS_PARENTS, WANTS_TOKENS, GroupTransfer
 from kvoffd_proto.router_events import (
@@ -31,7 +32,6 @@ from kvoffd_proto.router_events import (
     RemovedBlocks,
     RouterBatch,
     StoredBlocks,
-    encode_router_batch,
     router_hash,
 )
 
@@ -141,7 +141,7 @@ def test_vllms_own_types_read_what_routers_are_sent() -> None:
     assert [router_hash(one) for one in request.block_hashes[:2]] == chain
     stored = StoredBlocks(chain, None, TOKEN_IDS[:64], 32, None, MEDIUM_CPU, None, 0, "full_attention")
     batch = RouterBatch(1.5, [stored, RemovedBlocks(chain, MEDIUM_STORAGE, 0), ClearedBlocks()])
-    read = msgspec.msgpack.decode(encode_router_batch(batch), type=kv_events.KVEventBatch)
+    read = msgspec.msgpack.decode(encode(batch), type=kv_events.KVEventBatch)
     assert (read.ts, read.data_parallel_rank) == (1.5, 0)
     assert read.events == [
         kv_events.BlockStored(

@@ -95,7 +95,7 @@ def main() -> int:
 
 def measure(names: list[str], setup: Setup, out: Path) -> int:
     """Run the parts and write the results; 0 when all could be done."""
-    facts = run_facts("make gpu", {})
+    facts = run_facts("make gpu")
     parts: dict[str, Any] = {}
     look = run_part("driver", setup)  # first, alone too: it names the card
     card = "double" if setup.double else str(look["found"]["card"] if look["outcome"] == "done" else "unknown")
