@@ -170,7 +170,10 @@ class Config:
     )
     lease_ttl_s: float = duration_setting(30.0, 0.1, "Lifetime of a lease that nobody renews.")
     half_stored_timeout_s: float = duration_setting(
-        60.0, 0.1, "Time after which a block that still lacks a shard is dropped."
+        60.0,
+        0.1,
+        "Time after which a block that still lacks a shard is dropped; it is earlier where such blocks have more than "
+        "a quarter of the pool and others need room.",
     )
     job_deadline_s: float = duration_setting(30.0, 0.1, "Time after which an unfinished job is failed.")
     shutdown_deadline_s: float = duration_setting(10.0, 0.0, "How long running jobs may finish after SIGTERM.")

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
@@ -71,8 +70,6 @@ class Blocks(Room):
         max_index_bytes: int = 2**62,
     ) -> None:
         super().__init__(slots, policy, clock, max_index_bytes)
-        self.half_stored: dict[Block, float] = {}
-        """Incomplete blocks that nobody is writing, and since when; oldest first."""
         self.unverified_slots = 0
         """Slots whose shard is not verified."""
         self.without_checksum: dict[int, tuple[Block, int]] = {}
@@ -122,7 +119,7 @@ class Blocks(Room):
         at, added = 2 * rank, []
         for block, offset, first_block in zip(blocks, offsets, first_blocks, strict=True):
             if half_stored:
-                half_stored.pop(block, None)
+                half_stored.remove(block)
             words = block.words
             if not words[at]:
                 block.slot_bytes = block.slot_bytes + slot_bytes if block.slot_bytes else slot_bytes
@@ -176,7 +173,7 @@ class Blocks(Room):
             if not block.missing:
                 ready.append(block)
             elif not block.writers:
-                self.half_stored[block] = self._clock()
+                self.half_stored.add(block)
         if written:
             offsets, first_blocks, written_sums = zip(*written, strict=True)
             self._slots.mark_all_ready(offsets, first_blocks, shard_bytes, written_sums)
@@ -196,7 +193,7 @@ class Blocks(Room):
         self._free_shards([(block, rank) for block in blocks])
         for block in blocks:
             if block.state is WRITING and not block.writers:
-                self.half_stored[block] = self._clock()
+                self.half_stored.add(block)
 
     def expect(self, left: LeftBlocks, opened: Mapping[bytes, Namespace]) -> int:
         """Have blocks taken over that are in these new namespaces, by fingerprint. Returns their bytes."""
@@ -272,7 +269,7 @@ class Blocks(Room):
     def drop(self, blocks: Sequence[Block], reason: MissReason = MissReason.INVALIDATED) -> None:
         """Take blocks out of the index, ready or not. The caller tells the listener."""
         for block in blocks:
-            self.half_stored.pop(block, None)
+            self.half_stored.remove(block)
             if block in self.operator_pinned:
                 del self.operator_pinned[block]
                 self.unpin([block])
@@ -288,13 +285,10 @@ class Blocks(Room):
                 if word & WRITTEN:  # who holds it may go on reading, but a successor must not bring it back
                     self._slots.revoke_record(word >> OFFSET_AT & PAGES)
 
-    def drop_half_stored(self, until: float) -> int:
-        """Drop incomplete blocks that nobody wrote since ``until``, or before. Returns how many."""
-        stale = [block for block, _ in takewhile(lambda item: item[1] <= until, self.half_stored.items())]
-        for block in stale:
+    def drop_half_stored(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
             block.namespace.counters.half_stored_blocks += 1
-        self.drop(stale, MissReason.HALF_STORED)
-        return len(stale)
+        self.drop(blocks, MissReason.HALF_STORED)
 
     def mark_verified(self, block: Block, rank: int) -> None:
         """The shard's bytes are those that were stored, or are not asked for any more."""

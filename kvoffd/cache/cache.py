@@ -164,7 +164,9 @@ class BlockCache(LeasedBlocks):
         """End overdue leases, drop blocks that stayed half stored for too long. Returns how many of both."""
         now = self._clock()
         ended = self._end(self.leases.overdue(now, LEASES_AT_ONCE))
-        return ended + self.blocks.drop_half_stored(now - self._half_stored_timeout_s)
+        overdue = self.blocks.half_stored.overdue(now - self._half_stored_timeout_s)
+        self.blocks.drop_half_stored(overdue)
+        return ended + len(overdue)
 
     # --- store -----------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from math import ceil, inf
 
 from kvoffd.cache.eviction import choose_victims
+from kvoffd.cache.half_stored import HalfStored
 from kvoffd.cache.hints import Hints
 from kvoffd.cache.holders import SlotHolders
 from kvoffd.cache.left import LeftBlocks, SomeBlocks
@@ -19,6 +20,10 @@ GIVEN_UP_AT_ONCE = 2048
 """Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its maximum: where
 an operator has lowered that by far, it is reached after some stores, which find no room, and others are served between.
 """
+HALF_STORED_PART = 4
+"""Blocks that lack a shard keep no more than one part in so many of the pool from others. An engine's ranks store a
+block at about the same time; one of which a rank stores nothing would else have the whole pool until they time out.
+"""
 
 
 class Room(ABC):
@@ -30,6 +35,7 @@ class Room(ABC):
         self.holders = SlotHolders(slots.region_bytes)
         self.shares = Shares(slots.pool_bytes, clock)
         self.hints = Hints(slots.pool_bytes, clock)
+        self.half_stored = HalfStored(clock)
         self._slots = slots
         self._policy = policy
         self.pinned_blocks = 0
@@ -58,6 +64,10 @@ class Room(ABC):
     @abstractmethod
     def evict(self, blocks: Sequence[Block]) -> None:
         """Let ready blocks go that nothing pins, because others need the room."""
+
+    @abstractmethod
+    def drop_half_stored(self, blocks: Sequence[Block]) -> None:
+        """Drop blocks that lack a shard which nobody is writing."""
 
     def claim(self, namespace: Namespace) -> Claim | None:
         """What a namespace that is about to take slots may take from whom; None where nobody has limits."""
@@ -89,7 +99,10 @@ class Room(ABC):
         offsets = self._slots.take(slot_bytes, count, node)
         try:
             while (lacking := count - len(offsets)) > 0:
-                if not self._give_up_left(slot_bytes, lacking, claim):
+                if not (
+                    self._give_up_half_stored(slot_bytes * lacking, protected)
+                    or self._give_up_left(slot_bytes, lacking, claim)
+                ):
                     victims = self._victims(slot_bytes, lacking, protected, worth, claim)
                     if not victims:
                         break
@@ -137,6 +150,12 @@ class Room(ABC):
                     break
             self.evict(victims)
         return max(0, min(count, int(claim.room // each))) if block_bytes else count
+
+    def _give_up_half_stored(self, wanted_bytes: int, protected: Set[Block]) -> bool:
+        """Free slots of half-stored blocks where these have more than their part; False where they have not."""
+        blocks = self.half_stored.beyond(self._slots.pool_bytes // HALF_STORED_PART, wanted_bytes, protected)
+        self.drop_half_stored(blocks)
+        return bool(blocks)
 
     def _give_up_left(self, slot_bytes: int, count: int, claim: Claim | None) -> bool:
         """Free about ``count`` slots of the oldest blocks that are left; False where there are none that may go."""

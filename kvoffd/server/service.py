@@ -219,9 +219,9 @@ class Service:
             if namespace.counters.half_stored_blocks and namespace not in self._half_stored_told:
                 self._half_stored_told.add(namespace)
                 logger.warning(
-                    "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard within "
-                    "half_stored_timeout. A worker failed, or the engine's workers are on several nodes; stats count "
-                    "such blocks as half_stored_blocks.",
+                    "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "
+                    "time. A worker failed, or the engine's workers are on several nodes; stats count such blocks as "
+                    "half_stored_blocks.",
                     namespace.label,
                     namespace.world_size,
                 )

@@ -106,7 +106,11 @@ class NamespaceStats(Wire, frozen=True):
         Count, counter("Blocks dropped by Invalidate, Reset, Clear, a timeout or a wrong checksum.")
     ]
     half_stored_blocks: Annotated[
-        Count, counter("Blocks dropped because a shard of some rank was not stored within half_stored_timeout.")
+        Count,
+        counter(
+            "Blocks dropped because a shard of some rank was not stored within half_stored_timeout, or earlier, where "
+            "such blocks had more than a quarter of the pool and others needed room."
+        ),
     ]
     dropped_keys: Annotated[Count, counter("Keys of stores for which the pool had no room.")]
     declined_keys: Annotated[Count, counter("Keys of stores that the policy did not want in the pool.")] = 0

@@ -133,6 +133,30 @@ def test_a_half_stored_block_is_dropped_after_its_time() -> None:
     check_invariants(rig.cache)
 
 
+def test_blocks_that_lack_a_shard_leave_three_quarters_of_the_pool_to_others() -> None:
+    rig = CacheHarness(regions=10)  # 40 slots
+    lame, other = rig.open("lame", world_size=2), rig.open("other")
+    for first in range(100, 200, 5):
+        rig.cache.commit_store(begin_store(rig.cache, lame, 0, 0, keys_of(*range(first, first + 5))))
+        assert rig.put(other, keys_of(*range(10))) == 0
+        assert rig.states(other, keys_of(*range(10))) == [R] * 10
+        check_invariants(rig.cache)
+    assert rig.put(other, keys_of(*range(30))) == 0
+    assert rig.states(other, keys_of(*range(30))) == [R] * 30
+    assert lame.counters.half_stored_blocks == 90
+    assert rig.states(lame, keys_of(*range(190, 200))) == [W] * 10
+
+
+def test_what_a_rank_completes_is_not_dropped_for_it() -> None:
+    rig = CacheHarness(regions=5)  # 20 slots
+    namespace = rig.open(world_size=2)
+    rig.cache.commit_store(begin_store(rig.cache, namespace, 0, 0, keys_of(*range(12))))
+    ticket = begin_store(rig.cache, namespace, 1, 0, keys_of(*range(12)))
+    assert len(ticket.dropped) == 4
+    assert rig.cache.commit_store(ticket) == 8
+    check_invariants(rig.cache)
+
+
 def test_a_half_stored_block_does_not_time_out_while_somebody_writes_it() -> None:
     rig = CacheHarness()
     namespace = rig.open(world_size=2)

@@ -112,7 +112,9 @@ def _check_writers(cache: BlockCache, blocks: set[Block]) -> None:
         assert (block.state is BlockState.WRITING) <= (block.missing > 0)
         assert (block.state is BlockState.LEAVING) <= bool(block.writers or block.pins), "left, but still there"
     waiting = {block for block in blocks if block.state is BlockState.WRITING and not block.writers}
-    assert set(cache.blocks.half_stored) == waiting, "half-stored blocks are not all watched"
+    half_stored = cache.blocks.half_stored
+    assert set(half_stored) == waiting, "half-stored blocks are not all watched"
+    assert half_stored._nbytes == sum(block.slot_bytes for block in waiting)
 
 
 def _check_pins(cache: BlockCache, blocks: set[Block]) -> None:

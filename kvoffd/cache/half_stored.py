@@ -1,0 +1,49 @@
+"""Blocks that lack a shard which nobody is writing. Until it comes they only take room; it may never come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from itertools import takewhile
+
+from kvoffd.cache.namespace import Block
+
+
+class HalfStored:
+    """Such blocks, and since when they wait; the one that waits longest first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: dict[Block, float] = {}
+        self._nbytes = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._since)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._since)
+
+    def add(self, block: Block) -> None:
+        """The block waits from now on."""
+        self._since[block] = self._clock()
+        self._nbytes += block.slot_bytes
+
+    def remove(self, block: Block) -> None:
+        """The block waits no more, if it did."""
+        if self._since.pop(block, None) is not None:
+            self._nbytes -= block.slot_bytes
+
+    def overdue(self, until: float) -> list[Block]:
+        """Those that have waited since ``until``, or longer."""
+        return [block for block, _ in takewhile(lambda item: item[1] <= until, self._since.items())]
+
+    def beyond(self, most_bytes: int, wanted_bytes: int, protected: Set[Block]) -> list[Block]:
+        """Where all hold more than ``most_bytes``: the first that hold what is too much, or as much as is wanted."""
+        found: list[Block] = []
+        excess = min(self._nbytes - most_bytes, wanted_bytes)
+        for block in self._since if excess > 0 else ():
+            if block not in protected:
+                found.append(block)
+                excess -= block.slot_bytes
+                if excess <= 0:
+                    break
+        return found
