@@ -107,6 +107,9 @@ def test_limits_and_rates_have_columns_where_there_are_any_and_room(
     for word in ("keeps", "10.0 GiB", "computes", "20,480/s", "300,000/s", "left out"):
         assert (word in text) == (width >= 170)
     assert "keeps" not in render(StatsPage(busy), width)
+    computes = msgspec.structs.replace(first, prefill_tokens_per_second=20_480.0)
+    text = render(StatsPage(msgspec.structs.replace(busy, namespaces=[computes])), width)
+    assert ("20,480/s" in text) == (width >= 170), "nothing was loaded so far"
 
 
 def test_a_namespace_nobody_asked_has_no_ratio(busy: StatsReply, render: Render) -> None:

@@ -148,7 +148,7 @@ def _saved(stats: StatsReply, known: dict[bytes, NamespaceInfo]) -> Iterator[Adv
         text += f" At the speed that the engines measured, that is {format_duration(seconds)} of prefill{part}."
     elif tokens:
         text += " How fast they compute prompts no engine has told, so that the time is not known: engines measure that"
-        text += " while they are busy with prompts, in five steps in a row."
+        text += " in prompts of which they compute 1,024 tokens or more."
     if gone := _of_forgotten(stats, "loaded_bytes"):
         text += f" {format_size(gone)} more they loaded in namespaces that were empty and are forgotten by now."
         figures["forgotten_bytes"] = gone

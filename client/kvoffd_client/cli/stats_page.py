@@ -353,7 +353,7 @@ def _namespaces(namespaces: list[NamespaceStats], most: int, width: int) -> Iter
     more = ("prefix", "stored", "loaded", "evicted") if wide else ()
     if widest and any(one.kept_bytes for one in namespaces):
         more = (*more, "keeps")
-    if widest and any(one.load_tokens_per_second for one in namespaces):
+    if widest and any(one.load_tokens_per_second or one.prefill_tokens_per_second for one in namespaces):
         more = (*more, "computes", "loads", "left out")
     add_numbers(table, ("blocks", "size", *windows, "in all", *more))
     by_weight = sorted(namespaces, key=lambda namespace: (namespace.ready_bytes, namespace.keys_asked), reverse=True)

@@ -118,7 +118,6 @@ class Harm:
         self._active = active
         self.skipped_loads = self._paused = 0
         """Since the daemon was told."""
-        self._told: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
         self._tell_at = clock() + REPORT_EVERY_S
         self._say_at = clock()
 
@@ -150,13 +149,13 @@ class Harm:
         return paused
 
     def news(self) -> tuple[float, float, int, int] | None:
-        """What to tell the daemon now, where something is new: both rates, loads and stores that were left out."""
+        """What to tell the daemon now, if anything: both rates, loads and stores that were left out.
+
+        What is not new is told too: the daemon may have been restarted.
+        """
         if self._clock() < self._tell_at:
             return None
         self._tell_at = self._clock() + REPORT_EVERY_S
         figures = (*self.rates, min(self.skipped_loads, MOST_TOLD), min(self._paused, MOST_TOLD))
-        if figures == self._told:
-            return None
         self.skipped_loads = self._paused = 0
-        self._told = (*figures[:2], 0, 0)
-        return figures
+        return figures if any(figures) else None
