@@ -95,7 +95,16 @@ def test_what_other_sizes_would_bring(served: StatsReply) -> None:
     cold = told(structs.replace(served, curve=curve(*[0] * 10, 9, 36, 36)), info(1))["size"]
     assert "Twice the memory would find 0.0 %, ten times as much, such as a disk of 180 GiB, 36.0 %." in cold
     assert cold.endswith("there is little more.")
-    assert "fit into it: more memory brings nothing yet" in told(structs.replace(served, curve_seen_bytes=GIB))["size"]
+
+
+def test_where_all_fits_no_policy_is_named(served: StatsReply) -> None:
+    fits = structs.replace(served, curve_seen_bytes=GIB)
+    text = told(structs.replace(fits, curve=curve(found=0.24)), info(1))["size"]
+    assert "GiB; 26.0 % were asked for before, but not all of that was stored by then. All different blocks" in text
+    assert "fit into it: more memory brings nothing yet" in text
+    assert "20.0 GiB. All" in told(structs.replace(fits, curve=curve(found=0.26)), info(1))["size"]
+    declined = structs.replace(fits, namespaces=[counted(1, declined_keys=9)])
+    assert "with lru it would be 26.0 %" in told(structs.replace(declined, curve=curve(found=0.24)), info(1))["size"]
 
 
 def test_what_the_estimates_leave_out_is_said(served: StatsReply) -> None:

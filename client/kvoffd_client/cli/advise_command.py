@@ -163,7 +163,11 @@ def _sizes(stats: StatsReply, curve: HitCurve) -> Iterator[Advice]:
     figures = {"pool_bytes": pool, "hit_percent": own} | {f"lru_{size:g}_percent": at for size, at in ratios.items()}
     text = f"Requests find {own:.1f} % of their tokens in the pool of {format_size(pool)}"
     without = _not_estimated(stats)
-    if stats.policy != "lru":
+    if seen < pool and not without and not any(one.declined_keys for one in stats.namespaces):
+        # No policy had to choose.
+        asked = f"; {now:.1f} % were asked for before, but not all of that was stored by then."
+        text += asked if now - own >= POINTS else "."
+    elif stats.policy != "lru":
         text += f"; with lru{without} it would be {now:.1f} %, and what follows is for {(without and 'that') or 'lru'}."
     elif abs(own - now) < POINTS:
         text += "."
