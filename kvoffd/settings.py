@@ -150,14 +150,22 @@ def _show_list(values: tuple[object, ...]) -> str:
     return ",".join(map(str, values))
 
 
+def _absolute(name: str, value: object) -> Path:
+    """The path that a part of a value names. Raises ValueError."""
+    try:
+        return Path(name).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+
+
 def _parse_disk(text: object) -> DiskSize:
     name, equals, size = text.strip().rpartition("=") if isinstance(text, str) else ("", "", "")
     if not equals or not name or "\0" in name:
         raise ValueError(f"{quoted(text)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
+    path = _absolute(name, text)
     try:
         size_bytes = parse_size(size)
-        path = Path(name).expanduser().absolute()
-    except (UnitError, RuntimeError, OSError) as error:
+    except UnitError as error:
         raise ValueError(f"{quoted(text)} cannot be used; {error}") from error
     if size_bytes < MIN_DISK_BYTES:
         raise ValueError(f"{quoted(text)} is too small; at least {exact_size(MIN_DISK_BYTES)} is needed")
@@ -186,10 +194,7 @@ def directory_setting(description: str) -> dict[str, object]:
     def parse(value: object) -> Path:
         if not isinstance(value, str) or not value.strip() or "\0" in value:
             raise ValueError(f"{quoted(value)} is not a path; name a directory, such as /run/kvoffd")
-        try:
-            path = Path(value).expanduser().absolute()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+        path = _absolute(value, value)
         if problem := SocketPaths(path).problem():
             raise ValueError(f"{quoted(value)} cannot be used; {problem[0].lower()}{problem[1:].rstrip('.')}")
         return path
@@ -203,10 +208,7 @@ def file_setting(description: str) -> str:
             raise ValueError(f"{quoted(value)} is not a path; name a file, such as /dev/shm/kvoffd.pool, or nothing")
         if not value.strip():
             return ""
-        try:
-            path = Path(value.strip()).expanduser().absolute()
-        except (RuntimeError, OSError) as error:
-            raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
+        path = _absolute(value.strip(), value)
         if not path.name or value.endswith("/"):
             raise ValueError(f"{quoted(value)} names a directory; name a file in it, such as {path}/kvoffd.pool")
         return str(path)

@@ -253,10 +253,9 @@ class BlockCache(LeasedBlocks):
     def commit_store(self, ticket: StoreTicket) -> int:
         """End a store whose bytes are all in place. Returns how many blocks became ready by it."""
         self.stores.remove(ticket)
-        shard_bytes = ticket.namespace.shard_bytes(ticket.rank)
-        assert shard_bytes is not None
+        length = ticket.namespace.shard_length(ticket.rank, ticket.group)
         blocks = self.blocks
-        ready = blocks.finish_shards(ticket.blocks, ticket.rank, shard_bytes[ticket.group], ticket.checksums)
+        ready = blocks.finish_shards(ticket.blocks, ticket.rank, length, ticket.checksums)
         if ready and blocks.tiering is not None:
             blocks.tiering.stored([block for block in ticket.blocks if block.state is READY])
         return ready

@@ -129,6 +129,5 @@ class Integrity:
 
 
 def _check(block: Block, rank: int, shard: Shard) -> ChecksumCheck:
-    sizes = block.namespace.shard_bytes(rank)
-    assert sizes is not None
-    return ChecksumCheck(block, rank, shard.offset, sizes[block.group], shard.checksum)
+    length = block.namespace.shard_length(rank, block.group)
+    return ChecksumCheck(block, rank, shard.offset, length, shard.checksum)

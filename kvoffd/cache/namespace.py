@@ -314,6 +314,12 @@ class Namespace:
         """By group, bytes of that rank's shard of a block; None where no worker of the rank registered yet."""
         return self._shard_bytes[rank]
 
+    def shard_length(self, rank: int, group: int) -> int:
+        """Bytes of the shard that a rank, which has registered, has of a block."""
+        sizes = self._shard_bytes[rank]
+        assert sizes is not None, f"rank {rank} has registered"
+        return sizes[group]
+
     def shards(self, rank: int) -> tuple[ShardSpec, ...] | None:
         """By group, what that rank's shard of a block is made of; None where no worker described it."""
         return self._shards[rank]

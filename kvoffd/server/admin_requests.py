@@ -272,8 +272,7 @@ def _namespace_with_group(context: Context, message: b.ListBlocks | b.GetBlocks 
 def _shards_of(namespace: Namespace, block: Block) -> list[b.HeldShard]:
     shards = []
     for rank in range(namespace.world_size):
-        shard, sizes = block.shard(rank), namespace.shard_bytes(rank)
-        assert sizes is not None, "a written shard has a size"
+        shard, length = block.shard(rank), namespace.shard_length(rank, block.group)
         checksum = shard.checksum.to_bytes(b.CHECKSUM_BYTES, "big")
-        shards.append(b.HeldShard(shard.offset, sizes[block.group], checksum, shard.first_block))
+        shards.append(b.HeldShard(shard.offset, length, checksum, shard.first_block))
     return shards

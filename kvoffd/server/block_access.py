@@ -151,10 +151,8 @@ class BlockWriter:
         """The length of each rank's shards, if the request fits the namespace's geometry."""
         lengths: list[int] = []
         for rank in range(namespace.world_size):
-            namespace.slot_bytes(rank, message.group)
-            sizes = namespace.shard_bytes(rank)
-            assert sizes is not None, "slot_bytes() has looked"
-            lengths.append(sizes[message.group])
+            namespace.slot_bytes(rank, message.group)  # raises where the rank has not registered
+            lengths.append(namespace.shard_length(rank, message.group))
         if not keys or len(message.shards) != len(keys):
             raise BadKeys(f"There are {len(keys)} keys and shards of {len(message.shards)} blocks; send both of each.")
         if any(len(shards) != namespace.world_size for shards in message.shards):

@@ -73,7 +73,6 @@ class Context:
     recent: Recent
     recorder: Recorder
     curve: HitRatioCurve
-    table_bytes: int
     disks: Disks | None
     """The tiers below the pool, where there may be any."""
     kept_limits: KeptLimits | None = None

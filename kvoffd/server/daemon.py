@@ -237,7 +237,6 @@ class Daemon:
             publisher,
             self._host_engine,
             pool.address,
-            pool.table_bytes,
             time.monotonic,
             self._inbox.post,
             map_segment=self._page_faulter.map_memfd,

@@ -20,7 +20,7 @@ from kvoffd.server.router_index import RouterIndex
 from kvoffd.server.session import Job, Registration, Session
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome
-from kvoffd.transfer.plan import Plan, concatenate, plan_blocks, plan_copy
+from kvoffd.transfer.plan import Plan, concatenate, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, GroupTransfer, JobResult
 
@@ -189,10 +189,11 @@ class StoreJobs(_EngineJob):
         return plan_blocks(layout, self.direction, part.block_ids, part.position, addresses, chosen)
 
     def _take_checksums(self, plan: Plan) -> None:
-        registration, owner = self.client_memory, self.owner
-        sizes = registration.namespace.shard_bytes(registration.rank)
-        assert sizes is not None, f"rank {registration.rank} has registered"
-        slots = [(offset, sizes[ticket.group]) for ticket in self.store_tickets for offset in ticket.offsets]
+        owner = self.owner
+        slots: list[tuple[int, int]] = []
+        for ticket in self.store_tickets:
+            length = ticket.namespace.shard_length(ticket.rank, ticket.group)
+            slots += [(offset, length) for offset in ticket.offsets]
         if slots:
             whole_after = plan.whole_after.tolist()
             digests = owner.cache.slots.digests
@@ -296,8 +297,8 @@ class LoadJob(_EngineJob):
             return concatenate([])
         self.load_tickets.append(ticket)
         slots = np.array(ticket.offsets, dtype=np.uint64) + np.uint64(self.owner.pool_address)
-        layout = registration.layouts[part.group]
-        return plan_copy(layout, self.direction, block_ids, part.first_block, slots)
+        position = np.arange(part.first_block, part.first_block + block_ids.size, dtype=np.int64)
+        return plan_blocks(registration.layouts[part.group], self.direction, block_ids, position, slots)
 
     def end(self, outcome: Outcome) -> None:
         if not self._apply_checksums():

@@ -173,7 +173,6 @@ def _pool_stats(context: Context) -> m.PoolStats:
         m.PoolStats,
         usage,
         cache.slots,
-        context,
         usable_bytes=max(0, cache.slots.touched_bytes - usage.quarantined_bytes),
         left_blocks=cache.left_blocks,
         page_locked_bytes=pinning.pinned_bytes,

@@ -64,7 +64,6 @@ class Service:
         publisher: EventPublisher,
         engine: TransferEngine,
         pool_address: int,
-        table_bytes: int,
         clock: Callable[[], float],
         post: Post,
         map_segment: Callable[[int, int], MappedSegment] = map_memfd,
@@ -92,7 +91,6 @@ class Service:
             Recent(cache, clock),
             Recorder(cache, clock),
             HitRatioCurve(cache.slots.pool_bytes, clock),
-            table_bytes,
             disks,
         )
         self.sessions = self.context.sessions

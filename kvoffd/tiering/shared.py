@@ -113,8 +113,7 @@ class SharedTiering:
         """Ask for what is unknown, and mark what is being asked for SHARED; whether there is any."""
         unknown = [key for key, answer in zip(keys, answers, strict=True) if answer is Answer.UNKNOWN]
         if unknown:
-            sizes = [namespace.shard_bytes(rank) for rank in range(namespace.world_size)]
-            lengths = [size[group] for size in sizes if size is not None]
+            lengths = [namespace.shard_length(rank, group) for rank in range(namespace.world_size)]
             self.tier.ask(namespace.fingerprint, group, lengths, unknown, prefix=prefix)
             self._asked_until = self._clock() + self.tier.ask_deadline_s
             answers = self.tier.answers(namespace.fingerprint, group, keys)

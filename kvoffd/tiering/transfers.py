@@ -138,9 +138,8 @@ def tier_key(block: Block) -> TierKey:
 
 def tier_block(block: Block) -> TierBlock:
     """A ready block as a tier keeps it."""
-    shards = []
-    for rank, shard in block.shards.items():
-        sizes = block.namespace.shard_bytes(rank)
-        assert sizes is not None, "a shard was written"
-        shards.append(TierShard(sizes[block.group], shard.first_block, shard.checksum))
+    shards = (
+        TierShard(block.namespace.shard_length(rank, block.group), shard.first_block, shard.checksum)
+        for rank, shard in block.shards.items()
+    )
     return TierBlock(tier_key(block), tuple(shards))

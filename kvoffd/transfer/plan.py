@@ -193,19 +193,6 @@ def outside_error(layout: GroupLayout, block_id: int) -> BadBlockIds:
     )
 
 
-def plan_copy(
-    layout: GroupLayout,
-    direction: Direction,
-    block_ids: npt.NDArray[np.int32],
-    first_block: int,
-    slot_address: UInt64Array,
-    chosen: npt.NDArray[np.bool_] | None = None,
-) -> Plan:
-    """Plan one group's part of one job: ``block_ids`` ([m]) begin ``first_block`` blocks into key 0."""
-    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
-    return plan_blocks(layout, direction, block_ids, position, slot_address, chosen)
-
-
 def plan_blocks(
     layout: GroupLayout,
     direction: Direction,

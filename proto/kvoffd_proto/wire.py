@@ -240,9 +240,9 @@ class MetricInfo:
     name: str
 
 
-def counter(description: str, name: str = "", help: str = "", label: FixedLabel = (), key_label: str = "") -> Meta:
+def counter(description: str, name: str = "", help: str = "", key_label: str = "") -> Meta:
     """Describe a field that is a counter on /metrics: see Metric."""
-    return Meta(description=description, extra={_METRIC: Metric("counter", name, help, label, key_label)})
+    return Meta(description=description, extra={_METRIC: Metric("counter", name, help, key_label=key_label)})
 
 
 def gauge(

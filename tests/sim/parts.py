@@ -124,7 +124,7 @@ def make_service(
         lease_ttl_s=config.lease_ttl_s,
     )
     adopt_blocks(cache, pool, KeptPolicy(cache.policy, config), slots_at_once)
-    return Service(config, cache, publisher, engine, pool_address, 0, clock, post, map_segment, random_bytes)
+    return Service(config, cache, publisher, engine, pool_address, clock, post, map_segment, random_bytes)
 
 
 def make_scheduler(

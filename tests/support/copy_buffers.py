@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.pace import Pace
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, plan_blocks
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -22,6 +22,19 @@ def random_bytes(nbytes: int, seed: int = 0) -> Bytes:
 def address_of(buffer: Bytes) -> int:
     """The buffer's first address."""
     return int(buffer.ctypes.data)
+
+
+def plan_copy(
+    layout: GroupLayout,
+    direction: Direction,
+    block_ids: npt.NDArray[np.int32],
+    first_block: int,
+    slot_address: npt.NDArray[np.uint64],
+    chosen: npt.NDArray[np.bool_] | None = None,
+) -> Plan:
+    """Plan one group's part of one job: ``block_ids`` ([m]) begin ``first_block`` blocks into key 0."""
+    position = np.arange(first_block, first_block + block_ids.size, dtype=np.int64)
+    return plan_blocks(layout, direction, block_ids, position, slot_address, chosen)
 
 
 def execute(plan: Plan) -> None:

@@ -9,13 +9,13 @@ import zlib
 
 import numpy as np
 import pytest
-from support.copy_buffers import address_of, random_bytes
+from support.copy_buffers import address_of, plan_copy, random_bytes
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
 from kvoffd.transfer.pace import Pace
-from kvoffd.transfer.plan import Plan, build_layouts, plan_copy
+from kvoffd.transfer.plan import Plan, build_layouts
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 MIB = 1 << 20

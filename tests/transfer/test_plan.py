@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.copy_buffers import address_of, copy_step, execute, random_bytes, reference_copy
+from support.copy_buffers import address_of, copy_step, execute, plan_copy, random_bytes, reference_copy
 
 from kvoffd.transfer.host_engine import HostCopy
-from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate, plan_copy
+from kvoffd.transfer.plan import Direction, GroupLayout, Plan, build_layouts, check_blocks, concatenate
 from kvoffd_proto.handles import PageRef, TensorLayout
 
 

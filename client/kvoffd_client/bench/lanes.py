@@ -17,22 +17,16 @@ TRANSFERS = 1000
 _PROGRAM = "kvoffd.transfer.cuda.lane_ceiling"
 
 
-def bench_lanes(
-    progress: Progress,
-    lanes: int,
-    piece_sizes: Sequence[int] = LANE_PIECES,
-    rounds: int = ROUNDS,
-    transfers: int = TRANSFERS,
-) -> Report:
+def bench_lanes(progress: Progress, lanes: int, piece_sizes: Sequence[int] = LANE_PIECES) -> Report:
     """Measure ``lanes`` copy threads of the daemon's code, in a process of their own, over a driver that only counts.
 
     The floor is what as many GPUs copy at best. Raises BenchFailed where the daemon is not installed beside the client.
     """
     found: dict[int, list[dict[str, float]]] = {size: [] for size in piece_sizes}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for size, measured in found.items():
             progress(f"{lanes} lanes, pieces of {format_size(size)}")
-            options = {"--lanes": lanes, "--transfers": transfers, "--piece-bytes": size}
+            options = {"--lanes": lanes, "--transfers": TRANSFERS, "--piece-bytes": size}
             with ChildProcess(_PROGRAM, *(str(word) for option in options.items() for word in option)) as process:
                 failure = "The daemon's copy lanes did not run; the error is above. Install kvoffd in this Python."
                 measured.append(json.loads(process.read_line(failure)))

@@ -7,8 +7,9 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 import zmq
@@ -54,6 +55,7 @@ SCRUB_PAUSE_S = 0.5
 """Between two questions for a scrub's progress: at first short, since a small pool is done at once."""
 SECRET_MODE = 0o600
 PUBLIC_MODE = 0o644
+T = TypeVar("T")
 
 
 def sessions(
@@ -118,14 +120,16 @@ def _engines_page(rows: Sequence[EngineRow], labels: Mapping[bytes, str]) -> Lis
     )
 
 
+def _column(
+    found: Sequence[T], title: str, cell: Callable[[T], str], rank: int = 0, least: int = 0, *, right: bool = True
+) -> Column:
+    return Column(title, [cell(one) for one in found], rank, least, right)
+
+
 def _sessions_page(found: Sequence[SessionInfo], labels: Mapping[bytes, str]) -> Listing | Text:
     if not found:
         return Text("No session is open.")
-
-    def column(
-        title: str, cell: Callable[[SessionInfo], str], rank: int = 0, least: int = 0, *, right: bool = True
-    ) -> Column:
-        return Column(title, [cell(one) for one in found], rank, least, right)
+    column = partial(_column, found)
 
     def names(session: SessionInfo) -> str:
         return ", ".join(namespace_name(labels.get(one, ""), one) for one in session.namespaces) or "-"
@@ -205,11 +209,7 @@ def _shown(value: object) -> str:
 def _namespaces_page(found: Sequence[NamespaceInfo]) -> Listing | Text:
     if not found:
         return Text("No namespace is open; an engine opens its own when it connects.")
-
-    def column(
-        title: str, cell: Callable[[NamespaceInfo], str], rank: int = 0, least: int = 0, *, right: bool = True
-    ) -> Column:
-        return Column(title, [cell(one) for one in found], rank, least, right)
+    column = partial(_column, found)
 
     def tokens(one: NamespaceInfo) -> str:
         return _format_range([group.tokens_per_block for group in one.groups], format_count)
