@@ -75,8 +75,7 @@ def forget_left(blocks: Blocks, namespace: Namespace) -> Iterator[tuple[int, lis
     """Let all blocks of a namespace go that are left, step by step. Yields group and keys of each step."""
     numbers = [number for number, (owner, _) in blocks.left_owners.items() if owner is namespace]
     for step in blocks.left.remove(numbers) if blocks.left is not None else ():
-        for some in step:
-            yield blocks.left_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)
+        yield from [(blocks.left_owners[some.number][1], blocks.let_go(some, MissReason.INVALIDATED)) for some in step]
 
 
 def forget_left_keys(

@@ -325,6 +325,19 @@ def test_what_is_cleared_does_not_come_back(how: str) -> None:
     assert heir.events.index == heir.ready()
 
 
+def test_the_books_balance_between_the_steps_that_clear_several_groups() -> None:
+    rig = CacheHarness()
+    namespace = rig.open(shard_bytes=(SLOT_UNIT, SLOT_UNIT))
+    for number in range(1, 13):
+        rig.put(namespace, keys_of(number), group=number % 2)
+    heir = Heir(rig.slots, all_at_once=False)
+    steps = heir.cache.clear(heir.cache.namespaces[0])
+    for _ in range(4):
+        next(steps)
+        check_invariants(heir.cache)
+    assert made(steps) == 12
+
+
 def test_what_is_invalidated_does_not_come_back() -> None:
     heir = Heir(left_behind().slots, all_at_once=False)
     (namespace,) = heir.cache.namespaces
