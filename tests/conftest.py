@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-# ``tests/support`` is imported as ``support``; pytest's importlib mode adds no directory of ours by itself.
-sys.path.insert(0, str(Path(__file__).parent))
+# For ``tests.support``: pytest's importlib mode adds no directory of ours by itself.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.daemon import DaemonProcess, clear_daemon
+from tests.support.daemon import DaemonProcess, clear_daemon
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cuda_abi import Declarations, differences, header_version
-from support.cuda_calls import TEST_PROTOTYPES
-from support.cuda_files import ROOT, VERSIONS, include_directory
 
 from kvoffd_proto import cuda_driver as cuda
+from tests.support.cuda_abi import Declarations, differences, header_version
+from tests.support.cuda_calls import TEST_PROTOTYPES
+from tests.support.cuda_files import ROOT, VERSIONS, include_directory
 
 CONSTANTS = {
     ("CUDA_" if name.startswith("ERROR_") else "CU_") + name: value

@@ -6,8 +6,9 @@ import re
 import subprocess
 
 import pytest
-from support.cuda_abi import compiler, header_version
-from support.cuda_files import ROOT, VERSIONS, include_directory
+
+from tests.support.cuda_abi import compiler, header_version
+from tests.support.cuda_files import ROOT, VERSIONS, include_directory
 
 LOOP = ROOT / "kvoffd/transfer/cuda/gpu_copy.c"
 CALLS = {

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.cuda_abi import compiler
-from support.cuda_calls import copy_batch, load
-from support.cuda_files import include_directory
-from support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError
 from kvoffd.transfer.cuda.staging import KERNEL, KERNEL_NAME
 from kvoffd_proto import cuda_driver as cuda
+from tests.support.cuda_abi import compiler
+from tests.support.cuda_calls import copy_batch, load
+from tests.support.cuda_files import include_directory
+from tests.support.stub_cuda import COMPILER_FLAGS, SOURCE, DeviceBuffer, StubCuda, fresh_stub
 
 KIB = 1 << 10
 SIZE = 64 * KIB
@@ -315,7 +315,7 @@ def test_memory_without_ipc_handles_gets_none(bench: Bench) -> None:
 
 EXPORTER = """
 import os, sys
-from support.stub_cuda import StubCuda
+from tests.support.stub_cuda import StubCuda
 stub = StubCuda(sys.argv[1])
 os.seteuid(int(sys.argv[2]))
 stub.start()

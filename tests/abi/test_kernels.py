@@ -6,10 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.cuda_files import assembler
 
 from kvoffd.transfer.cuda.staging import KERNEL
 from kvoffd_client.bench.gpu_device import SWEEP
+from tests.support.cuda_files import assembler
 
 # The oldest driver assembles what it is given for the GPUs of its time.
 CARDS = {

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.echo import Echo
 from kvoffd_client.bench.load_generators import LoadGenerators
 from kvoffd_client.bench.results import BenchFailed
+from tests.support.daemon import DaemonProcess
 
 
 def test_every_process_works_and_says_how_much() -> None:

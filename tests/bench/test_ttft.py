@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.models import make_demo_llama
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
 from kvoffd_client.bench.new_prompts import NewPrompts, bench_engine
 from kvoffd_client.bench.results import BenchFailed, Progress, Report
 from kvoffd_client.bench.ttft import bench_pool
+from tests.support.daemon import DaemonProcess
+from tests.support.models import make_demo_llama
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(

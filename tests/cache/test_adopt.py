@@ -13,10 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FakeSlots, FoldedEvents, begin_store, keys_of, made
-from support.invariants import check_invariants
-from support.plain_adoption import plain_plan
-from support.slot_table import SlotRecord, left_slots
 
 from kvoffd.cache import left as left_module
 from kvoffd.cache import room
@@ -31,6 +27,19 @@ from kvoffd.server.context import Context
 from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import GroupSpec, NamespaceLimits
+from tests.support.cache_harness import (
+    SLOT_UNIT,
+    CacheHarness,
+    Clock,
+    FakeSlots,
+    FoldedEvents,
+    begin_store,
+    keys_of,
+    made,
+)
+from tests.support.invariants import check_invariants
+from tests.support.plain_adoption import plain_plan
+from tests.support.slot_table import SlotRecord, left_slots
 
 
 class Heir:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from support.invariants import check_invariants
 
 from kvoffd.cache.namespace import SLOT_BYTES, BlockState, Namespace, nbytes_of_block
 from kvoffd.cache.policies.arc import Policy as ArcPolicy
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 

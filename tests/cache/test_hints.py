@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
-from support.invariants import check_invariants
 
 from kvoffd.cache import hints
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.messages import NamespaceLimits
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, keys_of
+from tests.support.invariants import check_invariants
 
 UNIT = SLOT_UNIT
 

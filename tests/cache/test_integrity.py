@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, Clock, FoldedEvents, adopt_all, begin_store, keys_of, made
-from support.invariants import check_invariants
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.integrity import ChecksumCheck
@@ -12,6 +10,17 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.errors import NotReady
 from kvoffd.server.scrubber import Scrubber
+from tests.support.cache_harness import (
+    SLOT_UNIT,
+    CacheHarness,
+    Clock,
+    FoldedEvents,
+    adopt_all,
+    begin_store,
+    keys_of,
+    made,
+)
+from tests.support.invariants import check_invariants
 
 
 def store(rig: CacheHarness, namespace: Namespace, keys: bytes) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
-from support.invariants import check_invariants
 
 from kvoffd.errors import BadGeometry, BadKeys, NotReady, UnknownLease
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
 
 
 def test_a_load_names_the_slot_of_its_rank_for_every_key() -> None:

@@ -6,7 +6,6 @@ import weakref
 
 import numpy as np
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 
 from kvoffd.cache import misses as module
 from kvoffd.cache.cache import BlockCache
@@ -15,6 +14,7 @@ from kvoffd.cache.pins import LeaseBounds
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.session_memory import SessionMemory
 from kvoffd_proto.messages import GroupSpec
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
 
 
 def missed(rig: CacheHarness, namespace: Namespace, *numbers: int, group: int = 0) -> dict[str, int]:

@@ -8,10 +8,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
-from support.invariants import check_invariants
-from support.share_oracle import ShareOracle, held, kept
-from support.slot_table import left_slots
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import BlockState, Namespace
@@ -20,6 +16,10 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, FoldedEvents, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
+from tests.support.share_oracle import ShareOracle, held, kept
+from tests.support.slot_table import left_slots
 
 Name = tuple[int, int, int]
 """Namespace, group, key."""

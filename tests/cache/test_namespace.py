@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness
 
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownNamespace
 from kvoffd_proto.messages import GroupSpec
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness
 
 GROUPS = [GroupSpec("full", 16), GroupSpec("sliding", 16, 256)]
 FINGERPRINT = b"f" * 32

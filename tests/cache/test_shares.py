@@ -7,9 +7,6 @@ import random
 import time
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
-from support.invariants import check_invariants
-from support.share_oracle import ShareOracle, held
 
 from kvoffd.cache import shares
 from kvoffd.cache.namespace import Namespace
@@ -17,6 +14,9 @@ from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import NamespaceLimits
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, keys_of, made
+from tests.support.invariants import check_invariants
+from tests.support.share_oracle import ShareOracle, held
 
 UNIT = SLOT_UNIT
 BLOCK = 256 * UNIT

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
-from support.invariants import check_invariants
 
 from kvoffd.cache.namespace import BlockState
 from kvoffd.errors import BadGeometry, BadKeys
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
+from tests.support.invariants import check_invariants
 
 A, W, R = BlockState.ABSENT, BlockState.WRITING, BlockState.READY
 

@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for ``support``, as in conftest.py
 
 from tests.chaos.footprint import measure_cycles
 from tests.chaos.rounds import run_rounds

@@ -11,12 +11,11 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-
 from kvoffd_client import AdminClient
 from tests.chaos.cycles import BATCH, KEYS, make_engine
 from tests.chaos.rounds import held_resources
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60

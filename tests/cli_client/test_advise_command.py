@@ -6,12 +6,12 @@ import json
 
 import pytest
 from msgspec import structs
-from support.daemon import DaemonProcess
 
 from kvoffd_client.cli import main
 from kvoffd_client.cli.advise_command import advice_of
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec, HitCurve, NamespaceInfo, NamespaceStats, StatsReply
+from tests.support.daemon import DaemonProcess
 
 GIB = 2**30
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client import Block, BlockClient, BlockFile, DaemonUnavailable, Geometry, export_blocks
 from kvoffd_client.blocks import block_transfer as export_module
@@ -21,6 +20,7 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.blocks import PageSpec, ShardSpec
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.units import format_size
+from tests.support.daemon import DaemonProcess
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 Cli = Callable[..., tuple[int, str, str]]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
 
 Cli = Callable[..., tuple[int, str, str]]
 KEYS = [bytes([number]) * 32 for number in range(1, 9)]

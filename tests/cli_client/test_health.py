@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client.cli import main
 from kvoffd_client.cli.health import health_lines, health_status
 from kvoffd_client.health_request import HEALTH_TIMEOUT_S, ask_health
 from kvoffd_proto.messages import HealthLevel, HealthProblem, HealthReply
+from tests.support.daemon import DaemonProcess
 
 HEAVY = {
     "asyncio",

@@ -9,7 +9,6 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client.bench.results import Cost, Report, Result
 from kvoffd_client.cli import main
@@ -22,6 +21,7 @@ from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, kv_topic
 from kvoffd_proto.messages import StatsReply
 from kvoffd_proto.wire import fields_of, struct_in
+from tests.support.daemon import DaemonProcess
 
 PAGE = Path(__file__).parents[2] / "client" / "JSON.md"
 KEY = b"\x11" * 32

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd.cache.policies.learned import SHORT_NAMES
 from kvoffd_client.cli import main, policy_command
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import PolicyClass, PolicyDescribed
+from tests.support.daemon import DaemonProcess
 
 KEYS = [bytes([16 * n + n]) * 32 for n in range(1, 9)]
 

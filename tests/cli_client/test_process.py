@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
 
 from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 COMMAND = (sys.executable, "-c", "import sys; from kvoffd_client.cli import main; sys.exit(main())")
 DEADLINE_S = 20.0

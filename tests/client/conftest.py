@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.fake_daemon import FakeDaemon
 
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SchedulerClient, SharedMemory, WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
+from tests.support.fake_daemon import FakeDaemon
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(

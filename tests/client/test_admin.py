@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.fake_daemon import FakeDaemon
 
 from kvoffd_client import AdminClient, ClientOptions, DaemonUnavailable, RequestRefused, RequestTimeout
 from kvoffd_client.errors import why_unreachable
@@ -21,6 +19,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.daemon import DaemonProcess
+from tests.support.fake_daemon import FakeDaemon
 
 
 def test_it_asks_a_real_daemon_everything(daemon: DaemonProcess) -> None:

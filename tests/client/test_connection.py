@@ -12,13 +12,13 @@ import warnings
 from pathlib import Path
 
 import pytest
-from support.fake_daemon import FakeDaemon
-from support.waiting import wait_until
 
 from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.lifeline import Refused, encode_frame
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.waiting import wait_until
 
 SPEC = NamespaceSpec.named("client-tests")
 QUICK = ClientOptions(

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import zmq
-from support.waiting import wait_until
 
 from kvoffd_client import ClientOptions
 from kvoffd_client.jobs_socket import JobsSocket
 from kvoffd_client.socket_link import SocketLink
 from kvoffd_proto import zmtp
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.waiting import wait_until
 
 MOST_UNSENT = 8
 

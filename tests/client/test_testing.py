@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.fake_daemon import FakeDaemon
 
 from kvoffd_client import ClientOptions, DaemonUnavailable, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.support.daemon import DaemonProcess
+from tests.support.fake_daemon import FakeDaemon
 
 
 def keys(*numbers: int) -> list[bytes]:

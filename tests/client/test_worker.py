@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
-from support.fake_daemon import FakeDaemon
-from support.waiting import wait_until
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.waiting import wait_until
 
 TRANSFER = [m.GroupTransfer(0, bytes(32), bytes(4))]
 

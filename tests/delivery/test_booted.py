@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.delivery import ROOT, debian, need, run, unpack, wheelhouse
+
+from tests.support.delivery import ROOT, debian, need, run, unpack, wheelhouse
 
 pytestmark = [pytest.mark.delivery, pytest.mark.timeout(900)]
 

@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.delivery import ROOT, run
+
+from tests.support.daemon import DaemonProcess
+from tests.support.delivery import ROOT, run
 
 HERE = Path(__file__).parent
 LIBRARY = "kvoffd/libkvoffd.so"

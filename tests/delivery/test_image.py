@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.delivery import ROOT, debian, need, run
-from support.waiting import wait_until
+
+from tests.support.delivery import ROOT, debian, need, run
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.delivery, pytest.mark.timeout(1200)]
 

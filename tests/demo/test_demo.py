@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
 
 from tests.demo.processes import SharedServer
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 START_DEADLINE_S = 60.0

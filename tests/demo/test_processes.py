@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
 
 from tests.demo.processes import Child, DemoFailed, own_environment
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 10.0
 

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import cast
 
-from support.cache_harness import made
-
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -33,6 +31,7 @@ from tests.fuzz.choices import Choices
 from tests.fuzz.requests import BLOCKS, NAMES, NAMESPACES, PAGE, WORLD, Requests
 from tests.fuzz.trees import bend
 from tests.sim.parts import make_pool, make_service
+from tests.support.cache_harness import made
 from tests.support.invariants import check_invariants
 
 STEPS = 100

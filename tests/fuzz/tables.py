@@ -7,8 +7,6 @@ import zlib
 from functools import cache
 from typing import NamedTuple
 
-from support.cache_harness import made
-
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.policies import make_policy
 from kvoffd.config import Config
@@ -22,6 +20,7 @@ from kvoffd.server.recovery import adopt_blocks
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.choices import Choices
 from tests.sim.parts import REGION_BYTES, make_pool
+from tests.support.cache_harness import made
 from tests.support.invariants import check_invariants
 from tests.support.plain_adoption import plain_scan
 from tests.support.slot_table import SlotRecord, make_table, mark_ready, mark_writing, records_of, scan_table

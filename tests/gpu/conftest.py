@@ -6,9 +6,10 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.gpu_machine import Machine, real_gpus
-from support.stub_cuda import fresh_stub
+
+from tests.support.daemon import DaemonProcess
+from tests.support.gpu_machine import Machine, real_gpus
+from tests.support.stub_cuda import fresh_stub
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.dying_daemon import DyingDaemon
-from support.gpu_machine import Machine
-from support.waiting import wait_until
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
+from tests.support.dying_daemon import DyingDaemon
+from tests.support.gpu_machine import Machine
+from tests.support.waiting import wait_until
 
 KEY = bytes(32)
 MakeMachine = Callable[..., Machine]

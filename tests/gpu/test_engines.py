@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import EngineProcess, prompt, wait_connected
-from support.gpu_machine import real_gpus
-from support.models import make_tiny_llama
-from support.shapes import Shape, check_runs, make_tiny_deepseek, run_shape, wait_stored
 
 from kvoffd_client import AdminClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import EngineProcess, prompt, wait_connected
+from tests.support.gpu_machine import real_gpus
+from tests.support.models import make_tiny_llama
+from tests.support.shapes import Shape, check_runs, make_tiny_deepseek, run_shape, wait_stored
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support.gpu_machine import Machine
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupKeys
+from tests.support.gpu_machine import Machine
+from tests.support.waiting import wait_until
 
 KEY = bytes(32)
 MakeMachine = Callable[..., Machine]

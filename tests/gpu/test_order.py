@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from support.exporter import Exporter
-from support.gpu_machine import Machine
 
 from kvoffd_client import SchedulerClient
 from kvoffd_proto.messages import GroupKeys
+from tests.support.exporter import Exporter
+from tests.support.gpu_machine import Machine
 
 KEY = bytes(32)
 

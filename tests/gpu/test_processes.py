@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.gpu_machine import Machine
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient, SchedulerClient
 from kvoffd_proto.messages import GroupKeys
+from tests.support.gpu_machine import Machine
+from tests.support.waiting import wait_until
 
 KINDS = ["ordinary", "chunks"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.gpu_machine import Machine, real_gpus
 
 from kvoffd_proto.messages import GroupKeys
+from tests.support.gpu_machine import Machine, real_gpus
 
 KEY = bytes(32)
 

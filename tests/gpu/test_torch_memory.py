@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.exporter import Exporter
-from support.gpu_machine import Machine
 
 from kvoffd_proto.messages import GroupKeys
+from tests.support.exporter import Exporter
+from tests.support.gpu_machine import Machine
 
 KEY = bytes(32)
 

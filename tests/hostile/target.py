@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from support.closing import Closing
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import stats
-
 from kvoffd.config import Config
 from kvoffd.memory_needs import clients_bytes
 from kvoffd_proto.messages import StatsReply
+from tests.support.closing import Closing
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import stats
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTORS = 1024

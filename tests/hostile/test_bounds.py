@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.wire import NAMESPACE, WireClient, ids, keys, refusal_of
-
 from kvoffd_client import SharedMemory
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from tests.hostile.target import Target
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, refusal_of
 
 PAGE = 8192
 BLOCKS = 64

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.wire import NAMESPACE, WireClient, ids, keys
 
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from tests.hostile.target import Target
+from tests.support.wire import NAMESPACE, WireClient, ids, keys
 
 BLOCKS, BATCH, SLOT_BYTES = 65_536, 256, 8192
 

@@ -6,11 +6,10 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from support.faulty_daemon import FaultyDaemon
-from support.waiting import wait_until
-from support.wire import stats
-
 from kvoffd_client.testing import FakeEngine
+from tests.support.faulty_daemon import FaultyDaemon
+from tests.support.waiting import wait_until
+from tests.support.wire import stats
 
 STEPS, STEP_S = 12, 0.05
 """8 MiB of the large load are a step; each is slow."""

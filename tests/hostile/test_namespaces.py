@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
-from support.wire import WireClient, ids, keys
 
 from kvoffd_client import SharedMemory
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from tests.hostile.target import Target
+from tests.support.waiting import wait_until
+from tests.support.wire import WireClient, ids, keys
 
 PLACES = 64
 SESSIONS = 10

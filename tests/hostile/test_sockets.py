@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.wire import WireClient
 
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
 from tests.hostile import peers
 from tests.hostile.target import DESCRIPTORS, Target
+from tests.support.wire import WireClient
 
 ATTACK_S = 2.0
 SLOWER_S = 0.002

@@ -13,10 +13,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
 
 from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 needs_prometheus = pytest.mark.skipif(
     not (shutil.which("promtool") and shutil.which("prometheus")), reason="prometheus and promtool are not installed"

@@ -13,16 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.slot_table import (
-    SlotOwner,
-    SlotRecord,
-    in_use,
-    make_table,
-    mark_ready,
-    mark_writing,
-    records_of,
-    scan_table,
-)
 
 from kvoffd.pool import namespace_log as log_module
 from kvoffd.pool import table as table_module
@@ -34,6 +24,16 @@ from kvoffd.pool.slots import SlotAllocator
 from kvoffd.pool.table import SlotTable
 from kvoffd.pool.table_format import BadTable, Geometry, SlotState
 from kvoffd_proto.messages import GroupSpec
+from tests.support.slot_table import (
+    SlotOwner,
+    SlotRecord,
+    in_use,
+    make_table,
+    mark_ready,
+    mark_writing,
+    records_of,
+    scan_table,
+)
 
 MIB = 1 << 20
 POOL = 2 * MIB

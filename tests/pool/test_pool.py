@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-from support.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
 
 from kvoffd.errors import BadGeometry, PoolTooLarge
 from kvoffd.pool.pool import Pool
 from kvoffd.system.limits import MemoryLimit
+from tests.support.slot_table import SlotOwner, mark_ready, mark_writing, scan_table
 
 MIB = 1 << 20
 OWNER = SlotOwner(b"f" * 32, 1, b"k" * 32, 0, 2)

@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from support.closing import Closing
-from support.router_daemon import BLOCK_TOKENS, free_ports
-from support.waiting import wait_until
+from tests.support.closing import Closing
+from tests.support.router_daemon import BLOCK_TOKENS, free_ports
+from tests.support.waiting import wait_until
 
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-routers"
 DYNAMO = ENVIRONMENTS / "dynamo" / "bin" / "python"

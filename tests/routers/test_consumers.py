@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from routers.consumers import DYNAMO, VLLM_ROUTER, DynamoIndexer, VllmRouter, Worker
-from support.daemon import DaemonProcess
-from support.router_daemon import BLOCK_TOKENS, PromptEngine, router_daemon
-from support.waiting import wait_until
+
+from tests.routers.consumers import DYNAMO, VLLM_ROUTER, DynamoIndexer, VllmRouter, Worker
+from tests.support.daemon import DaemonProcess
+from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, router_daemon
+from tests.support.waiting import wait_until
 
 LENGTH = 4 * BLOCK_TOKENS
 POOL_BLOCKS = 64

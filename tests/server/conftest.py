@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import DaemonProcess
-from support.wire import WireClient
 
 from kvoffd_proto import messages as m
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import WireClient
 
 
 @pytest.fixture

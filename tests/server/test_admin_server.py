@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import pytest
 import zmq
-from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -34,6 +32,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import NO_TOKEN, read_public_keys, read_secret_key
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 QUICK = ClientOptions(request_timeout_s=1.5)
 PATIENT = ClientOptions(request_timeout_s=20.0)

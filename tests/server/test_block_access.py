@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
-from support.invariants import check_invariants
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -21,6 +19,8 @@ from kvoffd.transfer.host_engine import HostEngine
 from kvoffd_client import SharedMemory
 from kvoffd_proto.blocks import PutBlocks, PutShard
 from kvoffd_proto.errors import ErrorCode
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of
+from tests.support.invariants import check_invariants
 
 
 def test_blocks_are_put_on_the_numa_node_of_their_ranks_stores_which_stays() -> None:

@@ -15,9 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from support.cache_harness import CacheHarness
-from support.daemon import DaemonProcess, clear_daemon
-from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -30,6 +27,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import LayerSpec, MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.stats import PoolStats
+from tests.support.cache_harness import CacheHarness
+from tests.support.daemon import DaemonProcess, clear_daemon
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 6

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd.server.report import DESCRIPTIONS_BYTES
 from kvoffd_client import SharedMemory
@@ -16,6 +14,8 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.wire import MAX_GROUPS
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 8192
 BLOCKS = 64

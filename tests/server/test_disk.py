@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.test_kv_events import replay
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient, BlockClient, BlockUnavailable, RequestRefused
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
+from tests.server.test_kv_events import replay
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 30.0
 PAGE = 65536

@@ -9,9 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.cache_harness import CacheHarness, keys_of
-from support.tiering_harness import FoldedTierEvents
-from support.waiting import wait_until
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -25,6 +22,9 @@ from kvoffd.tiers.disk.file import DiskError, OpeningStopped
 from kvoffd.tiers.tier import TierBlock, TierKey, TierListener, TierStats
 from kvoffd_proto.messages import Clear, GroupKeys, GroupSpec, Hint, Invalidate
 from kvoffd_proto.tier_stats import DiskState
+from tests.support.cache_harness import CacheHarness, keys_of
+from tests.support.tiering_harness import FoldedTierEvents
+from tests.support.waiting import wait_until
 
 SIZE = DiskSize("/somewhere", 2**30)
 

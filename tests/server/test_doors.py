@@ -11,8 +11,6 @@ import time
 import msgspec
 import pytest
 import zmq
-from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.server.admission import RESERVED_SESSIONS, may_connect
@@ -25,6 +23,8 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
 

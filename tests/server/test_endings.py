@@ -7,12 +7,11 @@ import socket
 import subprocess
 import sys
 
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 ENGINE = """
 import sys, time

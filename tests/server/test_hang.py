@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.faulty_daemon import FaultyDaemon
 
 from kvoffd.server.daemon import EXIT_STUCK
 from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.transfer.lane import OVERDUE_GRACE_S
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
+from tests.support.faulty_daemon import FaultyDaemon
 
 FOR_EVER = "slow 100000"
 DEADLINE_S = 0.5

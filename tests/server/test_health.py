@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
 
 from kvoffd.config import Config
 from kvoffd_client import AdminClient
@@ -14,6 +12,8 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import HealthLevel
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 10.0
 BLOCKS = 192

@@ -21,9 +21,6 @@ from pathlib import Path
 
 import pytest
 import zmq
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import NAMESPACE, WireClient, ids, key, keys, refusal_of, stats
 
 from kvoffd.server.session import WHOLE_EVERY_S
 from kvoffd.server.submission import MAX_UNACKNOWLEDGED_BYTES
@@ -34,6 +31,9 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, refusal_of, stats
 
 PAGE = 16384
 BLOCKS = 8

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from support.daemon import DaemonProcess
-
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
 
 WATCHED_S = 4.0
 MAX_SHARE = 0.005

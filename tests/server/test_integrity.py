@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 16384
 KEYS = 24

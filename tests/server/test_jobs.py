@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 16384
 BLOCKS = 32

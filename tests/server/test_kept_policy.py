@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 from kvoffd.cache.policies.lru import Policy as LruPolicy
 from kvoffd.config import Config
 from kvoffd.server import kept_policy
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import NAMESPACE, WireClient, ids, keys, stats
 
 PAGE = 16384
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import zmq
-from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, ids, key, keys
 
 from kvoffd_client import SharedMemory
 from kvoffd_proto import events
 from kvoffd_proto import messages as m
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys
 
 PAGE = 16384
 

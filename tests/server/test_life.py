@@ -18,9 +18,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import WireClient, ids, keys, stats
 
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -28,6 +25,9 @@ from kvoffd.server.daemon import Daemon
 from kvoffd_client import SharedMemory
 from kvoffd_proto import messages as m
 from kvoffd_proto.sockets import SocketPaths
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import WireClient, ids, keys, stats
 
 
 def serve(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd.cache.shares import Shares
 from kvoffd.config import Config
@@ -17,6 +16,7 @@ from kvoffd.server.kept_limits import KeptLimits
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import NamespaceLimits
+from tests.support.daemon import DaemonProcess
 
 PAGE = 16384
 KEYS = [number.to_bytes(32, "big") for number in range(1000)]

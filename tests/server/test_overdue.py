@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.config import Config
@@ -21,6 +20,7 @@ from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer, Store, Submit
+from tests.support.cache_harness import SLOT_UNIT, CacheHarness, begin_store, keys_of, made
 
 WRITING, READY, ABSENT = 1, 2, 0
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from support.daemon import DaemonProcess
-from support.wire import NAMESPACE, WireClient, keys, stats
 
 from kvoffd.server.context import filled
 from kvoffd_proto import messages as m
 from kvoffd_proto.messages import LatencyStats
+from tests.support.daemon import DaemonProcess
+from tests.support.wire import NAMESPACE, WireClient, keys, stats
 
 
 def test_a_field_comes_from_the_first_source_that_has_it() -> None:

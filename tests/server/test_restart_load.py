@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
+from tests.support.daemon import DaemonProcess
 
 KILLS = int(os.environ.get("RESTART_KILLS", "5"))
 ENGINES = 2

@@ -11,15 +11,15 @@ from statistics import median
 
 import pytest
 import zmq
-from support.daemon import DaemonProcess
-from support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
-from support.waiting import wait_until
 
 from kvoffd.server.router_server import MAX_PEERS
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_proto import zmtp
 from kvoffd_proto.messages import WANTS_TOKENS, RouterStats
 from tests.chaos.footprint import Footprint
+from tests.support.daemon import DaemonProcess
+from tests.support.router_daemon import BLOCK_TOKENS, PromptEngine, Subscriber, free_ports, replay, router_daemon
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 

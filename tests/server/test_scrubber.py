@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from support.cache_harness import CacheHarness, begin_store, keys_of
-from support.invariants import check_invariants
-
 from kvoffd.server.scrubber import Scrubber
+from tests.support.cache_harness import CacheHarness, begin_store, keys_of
+from tests.support.invariants import check_invariants
 
 
 def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from support.daemon import DaemonProcess
-from support.redis_server import RedisServer, needs_redis
-from support.waiting import wait_until
 
 from kvoffd.server.kept_resets import KeptResets
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto import messages as m
+from tests.support.daemon import DaemonProcess
+from tests.support.redis_server import RedisServer, needs_redis
+from tests.support.waiting import wait_until
 
 pytestmark = needs_redis
 DEADLINE_S = 30.0

@@ -9,10 +9,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from server.test_kv_events import fold, replay
-from support.daemon import DaemonProcess
-from support.waiting import wait_until
-from support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 from kvoffd.cache.cache import CLEARED_AT_ONCE
 from kvoffd_client import SharedMemory
@@ -22,6 +18,10 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.handles import MemfdHandle, PageRef, TensorLayout
 from kvoffd_proto.lifeline import Attached
+from tests.server.test_kv_events import fold, replay
+from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
+from tests.support.wire import NAMESPACE, WireClient, ids, key, keys, stats
 
 PAGE = 4096
 SLOT = 8192

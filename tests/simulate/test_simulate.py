@@ -12,7 +12,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
 
 from kvoffd.cache.policies import POLICY_NAMES
 from kvoffd.cli import main
@@ -20,6 +19,7 @@ from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, BadTrace, Trace, read_trace
 from kvoffd_client.cli import main as console
+from tests.support.waiting import wait_until
 
 
 def trace_of(requests: list[list[int]]) -> Trace:

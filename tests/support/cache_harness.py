@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from support.slot_table import SlotOwner, SlotRecord, left_slots, rows_of
-
 from kvoffd.cache.adopt import Adoption
 from kvoffd.cache.cache import BlockCache, Steps
 from kvoffd.cache.namespace import Namespace
@@ -14,6 +12,7 @@ from kvoffd.cache.policies import make_policy
 from kvoffd.errors import ShardTooLarge
 from kvoffd.pool.records import Ints, NamespaceRecord, Rows
 from kvoffd_proto.messages import GroupSpec
+from tests.support.slot_table import SlotOwner, SlotRecord, left_slots, rows_of
 
 SLOT_UNIT = 4096
 

@@ -1,4 +1,5 @@
-"""A worker with GPU memory, in a process of its own: obeys JSON lines on its standard input. See ``support.exporter``.
+"""A worker with GPU memory, in a process of its own: obeys JSON lines on its standard input.
+See ``tests.support.exporter``.
 
 Usage: exporter_main.py DIRECTORY LIBRARY KIND LAYERS BLOCKS PAGE_BYTES; EXPORTER_UID is the user that it becomes.
 """
@@ -19,9 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support.cuda_calls import load, pinned_properties
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from kvoffd_client import NamespaceSpec, Registration, WorkerClient
 from kvoffd_client.cuda.export import ExportDriver, export_segments
@@ -29,6 +28,7 @@ from kvoffd_client.cuda.order import Event, OrderedSender
 from kvoffd_proto import cuda_driver as cuda
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupTransfer
+from tests.support.cuda_calls import load, pinned_properties
 
 CHUNK = 2 << 20
 

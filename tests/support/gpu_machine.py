@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from support.daemon import DaemonProcess
-from support.exporter import Exporter
-
 from kvoffd.errors import KvoffdError
 from kvoffd.transfer.cuda.device import list_devices
 from kvoffd.transfer.cuda.driver import CudaDriver
 from kvoffd_client import NamespaceSpec, SchedulerClient
+from tests.support.daemon import DaemonProcess
+from tests.support.exporter import Exporter
 
 
 def real_gpus() -> int:

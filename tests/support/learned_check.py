@@ -8,10 +8,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from support.cuda_abi import compiler
-
 import kvoffd
 from kvoffd.cache.policies.learned import Policy
+from tests.support.cuda_abi import compiler
 
 SOURCE = Path(__file__).with_suffix(".c")
 

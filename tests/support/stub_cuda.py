@@ -13,12 +13,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
-from support.cuda_abi import compiler
-from support.cuda_calls import load, pinned_properties
-from support.cuda_files import include_directory
-from support.waiting import wait_until
 
 from kvoffd.transfer.cuda.driver import CudaDriver
+from tests.support.cuda_abi import compiler
+from tests.support.cuda_calls import load, pinned_properties
+from tests.support.cuda_files import include_directory
+from tests.support.waiting import wait_until
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILER_FLAGS = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Wmissing-prototypes", "-Werror"]

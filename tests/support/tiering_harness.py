@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from zlib import crc32
 
-from support.cache_harness import CacheHarness, begin_store
-from support.invariants import check_invariants
-from support.memory_tier import Device, MemoryTier
-
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.pins import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import TierKey
+from tests.support.cache_harness import CacheHarness, begin_store
+from tests.support.invariants import check_invariants
+from tests.support.memory_tier import Device, MemoryTier
 
 
 class FakeMemory:

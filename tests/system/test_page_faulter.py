@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until_async
 
 from kvoffd.system.systemd import MAX_FDS_PER_MESSAGE, Notifier, keep_watchdog, take_stored_fds
+from tests.support.waiting import wait_until_async
 
 DEADLINE_S = 10.0
 

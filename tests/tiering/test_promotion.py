@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from support.invariants import check_invariants
-from support.tiering_harness import TieringHarness, name_of
 
 from kvoffd.cache import cache as cache_module
 from kvoffd.cache.namespace import BlockState, MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import TierResult
 from kvoffd_proto.messages import ABSENT, PENDING, READY, WRITING, GroupSpec
+from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
+from tests.support.tiering_harness import TieringHarness, name_of
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of
-from support.tiering_harness import TieringHarness
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Answer, AskedTier, OnDone, TierBlock, TierKey, TierResult, TierShard
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, GroupSpec
+from tests.support.cache_harness import SLOT_UNIT, keys_of
+from tests.support.tiering_harness import TieringHarness
 
 QUIET = TieringSettings(mode=WriteMode.NEVER)
 ASK_S = 0.02

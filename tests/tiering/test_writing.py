@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
-from support.invariants import check_invariants
-from support.tiering_harness import TieringHarness
 
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.demotion import DAY_S, MIN_SWEPT_BLOCKS, WriteBudget
 from kvoffd.tiers.tier import TierResult
+from tests.support.cache_harness import SLOT_UNIT, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
+from tests.support.tiering_harness import TieringHarness
 
 
 def rig_of(mode: WriteMode, **settings: int) -> TieringHarness:

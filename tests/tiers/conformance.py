@@ -7,9 +7,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tiers.rig import ONE, OTHER, SLOT_BYTES, Ending, Maker, TierRig, block_of
 
 from kvoffd.tiers.tier import TierBlock, TierKey, TierResult
+from tests.tiers.rig import ONE, OTHER, SLOT_BYTES, Ending, Maker, TierRig, block_of
 
 DONE = TierResult.DONE
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tiers.memory_disk import MemoryDisk
-from tiers.rig import Maker, TierRig
-
 from kvoffd.pool.table_format import digest
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk.disk_tier import DiskOptions, DiskTier
 from kvoffd.tiers.disk.opening import open_disk_tier
 from kvoffd.tiers.disk.workers import Workers
 from kvoffd.tiers.tier import Tier
+from tests.tiers.memory_disk import MemoryDisk
+from tests.tiers.rig import Maker, TierRig
 
 SIZE_BYTES = 600 << 10
 REGION_BYTES = 128 << 10

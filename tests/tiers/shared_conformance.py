@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tiers.shared_rig import ONE, OTHER, SharedRig, key_of
 
 from kvoffd.tiers.shared.object_format import generation_key
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import Answer, TierResult
+from tests.tiers.shared_rig import ONE, OTHER, SharedRig, key_of
 
 DONE = TierResult.DONE
 Nodes = Callable[[], SharedRig]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from support.cache_harness import SLOT_UNIT, keys_of
-from support.memory_tier import Device, MemoryTier
-from support.tiering_harness import FakeMemory, TieringHarness, name_of
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.manager import TieringManager
 from kvoffd.tiers.tier import CompositeTier
 from kvoffd_proto.messages import ABSENT, PENDING, READY
+from tests.support.cache_harness import SLOT_UNIT, keys_of
+from tests.support.memory_tier import Device, MemoryTier
+from tests.support.tiering_harness import FakeMemory, TieringHarness, name_of
 
 
 class CompositeRig(TieringHarness):

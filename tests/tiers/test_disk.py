@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tiers.conformance import TierConformance
-from tiers.makers import DiskMaker, SteppedMaker
-from tiers.rig import Maker
+from tests.tiers.conformance import TierConformance
+from tests.tiers.makers import DiskMaker, SteppedMaker
+from tests.tiers.rig import Maker
 
 
 class TestOnFile(TierConformance):

@@ -11,14 +11,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tiers.makers import DiskMaker, SteppedMaker, removals_are_durable, step
-from tiers.memory_disk import Killed, MemoryDisk
-from tiers.rig import ONE, OTHER, TierRig, block_of, content
 
 from kvoffd.system.files import FileCalls
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.disk.file import DiskError
 from kvoffd.tiers.tier import TierResult
+from tests.tiers.makers import DiskMaker, SteppedMaker, removals_are_durable, step
+from tests.tiers.memory_disk import Killed, MemoryDisk
+from tests.tiers.rig import ONE, OTHER, TierRig, block_of, content
 
 DONE = TierResult.DONE
 Fault = Callable[[str, int], int | None]

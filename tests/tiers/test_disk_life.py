@@ -13,12 +13,12 @@ from unittest import mock
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tiers.makers import SteppedMaker, removals_are_durable, step
-from tiers.memory_disk import Killed, MemoryDisk
-from tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 
 from kvoffd.tiers.disk.disk_tier import DiskTier
 from kvoffd.tiers.tier import TierBlock, TierKey
+from tests.tiers.makers import SteppedMaker, removals_are_durable, step
+from tests.tiers.memory_disk import Killed, MemoryDisk
+from tests.tiers.rig import ONE, OTHER, Ending, TierRig, block_of
 
 SHAPES = ((3000,), (9000,), (20_000, 0, 3000))
 SIZE_BYTES = (64 << 10) + 4 * (32 << 10)

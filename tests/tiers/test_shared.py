@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.faulty_store import FaultyStore
-from support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
-from tiers.shared_conformance import SharedConformance
-from tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
 from kvoffd.tiers.shared.cluster import masters_of, slot_of
 from kvoffd.tiers.shared.object_format import generation_key, object_key
 from kvoffd.tiers.shared.redis import Redis
 from kvoffd.tiers.shared.store import Credentials, open_store
 from kvoffd.tiers.tier import MOST_FIRST_BLOCK, Answer, TierResult
+from tests.support.faulty_store import FaultyStore
+from tests.support.redis_server import RedisCluster, RedisServer, free_port, needs_redis
+from tests.tiers.shared_conformance import SharedConformance
+from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SharedRig
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = TierResult.DONE

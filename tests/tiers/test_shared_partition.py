@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from support.redis_server import PROGRAM, START_S, needs_redis
-from support.waiting import wait_until
-from tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
 from kvoffd.tiers.tier import Answer, TierResult
+from tests.support.redis_server import PROGRAM, START_S, needs_redis
+from tests.support.waiting import wait_until
+from tests.tiers.shared_rig import ONE, SLOT_BYTES, SharedRig
 
 pytestmark = [needs_redis, pytest.mark.usefixtures("short_pauses")]
 PORT = 6379

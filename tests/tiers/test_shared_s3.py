@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support.faulty_bucket import FaultyBucket
-from support.s3_server import S3Server, needs_moto
-from support.waiting import wait_until
-from tiers.shared_conformance import SharedConformance
-from tiers.shared_rig import ONE, SharedRig, key_of
 
 from kvoffd.tiers.shared.object_format import object_key
 from kvoffd.tiers.tier import Answer, TierResult
+from tests.support.faulty_bucket import FaultyBucket
+from tests.support.s3_server import S3Server, needs_moto
+from tests.support.waiting import wait_until
+from tests.tiers.shared_conformance import SharedConformance
+from tests.tiers.shared_rig import ONE, SharedRig, key_of
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.usefixtures("short_pauses")

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
-from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import Ranges, fresh_stub
-from support.waiting import wait_until
 
 from kvoffd.transfer.checksums import ChecksumThreadPool, SlotChecksums
 from kvoffd.transfer.cuda.cuda_engine import CudaEngine
@@ -22,6 +19,9 @@ from kvoffd.transfer.lane import MAX_AWAITING_CHECKSUMS
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Plan
 from kvoffd_proto.cuda_driver import BATCH_FORMS, argument_types
+from tests.support.copy_buffers import address_of, random_bytes
+from tests.support.stub_cuda import Ranges, fresh_stub
+from tests.support.waiting import wait_until
 
 FOREVER = float("inf")
 PIECE = 4096

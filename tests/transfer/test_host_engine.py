@@ -9,7 +9,6 @@ import zlib
 
 import numpy as np
 import pytest
-from support.copy_buffers import address_of, plan_copy, random_bytes
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -17,6 +16,7 @@ from kvoffd.transfer.host_engine import STEP_BYTES, HostCopy, HostEngine
 from kvoffd.transfer.pace import Pace
 from kvoffd.transfer.plan import Plan, build_layouts
 from kvoffd_proto.handles import PageRef, TensorLayout
+from tests.support.copy_buffers import address_of, plan_copy, random_bytes
 
 MIB = 1 << 20
 

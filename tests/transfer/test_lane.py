@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.copy_buffers import address_of, random_bytes
-from support.waiting import wait_until
 
 from kvoffd.transfer.checksums import SlotChecksums
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
@@ -17,6 +15,8 @@ from kvoffd.transfer.host_engine import HostCopy
 from kvoffd.transfer.lane import CopyProgress, Lane, Steps
 from kvoffd.transfer.pace import OTHERS_WAIT, STOP, Pace, Slice
 from kvoffd.transfer.plan import Plan, concatenate
+from tests.support.copy_buffers import address_of, random_bytes
+from tests.support.waiting import wait_until
 
 SLICE = Slice(1000, 10)
 FOREVER = float("inf")

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import make_tiny_llama
-from support.vllm_config import cache_config, make_config
-from support.vllm_fakes import FakeWorkerClient, block_hash, key
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,6 +35,9 @@ from kvoffd_client.vllm.log import StoreRefusalFilter
 from kvoffd_client.vllm.offloading_worker import KvoffdWorker
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, JobResult
+from tests.support.models import make_tiny_llama
+from tests.support.vllm_config import cache_config, make_config
+from tests.support.vllm_fakes import FakeWorkerClient, block_hash, key
 
 
 @pytest.fixture(scope="module")

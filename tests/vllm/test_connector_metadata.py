@@ -6,7 +6,6 @@ import pickle
 
 import numpy as np
 import pytest
-from support.vllm_fakes import KEY_BYTES, block_hash, key
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from kvoffd_client.vllm.connector_metadata import (
@@ -18,6 +17,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupTransfer
+from tests.support.vllm_fakes import KEY_BYTES, block_hash, key
 
 POSITIONS = {(0).to_bytes(4, "big"): 0, (5).to_bytes(4, "big"): 1}
 

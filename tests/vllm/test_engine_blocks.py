@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from support.daemon import DaemonProcess
-from support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
-from support.models import make_tiny_llama
 
 from kvoffd_client import AdminClient, BlockClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import BLOCK_TOKENS, EngineProcess, full_blocks, prompt, wait_connected
+from tests.support.models import make_tiny_llama
 from tests.vllm.test_engine_sharing import wait_stored
 
 pytestmark = [pytest.mark.shapes, pytest.mark.timeout(600)]

@@ -11,12 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engine import BLOCK_TOKENS, EngineProcess, completions, full_blocks, prompt, wait_connected, wait_stats
-from support.models import make_tiny_llama
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
 from tests.chaos.supervisor import Supervisor
+from tests.support.engine import (
+    BLOCK_TOKENS,
+    EngineProcess,
+    completions,
+    full_blocks,
+    prompt,
+    wait_connected,
+    wait_stats,
+)
+from tests.support.models import make_tiny_llama
 
 SHM = Path("/dev/shm")
 ROUNDS = int(os.environ.get("ENGINE_CHAOS_ROUNDS", "8"))

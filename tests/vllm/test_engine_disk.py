@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
-from support.models import make_tiny_llama
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.support.models import make_tiny_llama
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -13,7 +13,12 @@ from typing import Self, TypeVar
 import msgspec
 import pytest
 import zmq
-from support.engine import (
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
+
+from kvoffd_client import AdminClient
+from kvoffd_proto.messages import StatsReply
+from kvoffd_proto.sockets import SocketPaths
+from tests.support.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -23,14 +28,9 @@ from support.engine import (
     wait_connected,
     wait_stats,
 )
-from support.faulty_daemon import FaultyDaemon
-from support.models import make_tiny_llama
-from support.waiting import wait_until
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
-
-from kvoffd_client import AdminClient
-from kvoffd_proto.messages import StatsReply
-from kvoffd_proto.sockets import SocketPaths
+from tests.support.faulty_daemon import FaultyDaemon
+from tests.support.models import make_tiny_llama
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
-from support.models import make_tiny_llama, write_lora_adapter
 
 from kvoffd_client import AdminClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
+from tests.support.models import make_tiny_llama, write_lora_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

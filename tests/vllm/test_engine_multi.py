@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine import (
+
+from kvoffd_client import AdminClient
+from kvoffd_proto.messages import StatsReply
+from tests.support.engine import (
     BLOCK_TOKENS,
     Completion,
     EngineProcess,
@@ -23,11 +26,8 @@ from support.engine import (
     wait_connected,
     wait_stats,
 )
-from support.faulty_daemon import FaultyDaemon
-from support.models import make_tiny_llama
-
-from kvoffd_client import AdminClient
-from kvoffd_proto.messages import StatsReply
+from tests.support.faulty_daemon import FaultyDaemon
+from tests.support.models import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected, wait_stats
-from support.faulty_daemon import FaultyDaemon
-from support.models import make_tiny_llama
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
+from tests.support.engine import BLOCK_TOKENS, Completion, EngineProcess, prompt, wait_connected, wait_stats
+from tests.support.faulty_daemon import FaultyDaemon
+from tests.support.models import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -9,13 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, completions, full_blocks, prompt, wait_connected
-from support.models import TINY_LLAMA, make_tiny_llama
-from support.router_daemon import Subscriber, free_ports
-from support.shapes import add_tokenizer, wait_stored
 
 from kvoffd_client import AdminClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import (
+    BLOCK_TOKENS,
+    Completion,
+    EngineProcess,
+    completions,
+    full_blocks,
+    prompt,
+    wait_connected,
+)
+from tests.support.models import TINY_LLAMA, make_tiny_llama
+from tests.support.router_daemon import Subscriber, free_ports
+from tests.support.shapes import add_tokenizer, wait_stored
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

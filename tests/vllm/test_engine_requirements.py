@@ -8,14 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.models import make_tiny_llama
-from support.vllm_config import cache_config, make_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvoffd_client.vllm import engine_requirements
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.engine_requirements import check_engine, machine_id
+from tests.support.models import make_tiny_llama
+from tests.support.vllm_config import cache_config, make_config
 
 
 @pytest.fixture(scope="module")

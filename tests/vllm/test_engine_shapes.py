@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import Completion, EngineProcess, full_blocks, wait_connected
-from support.models import make_draft, make_tiny_gemma3, make_tiny_llama
-from support.shapes import (
+
+from kvoffd_client import AdminClient, BlockClient
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import Completion, EngineProcess, full_blocks, wait_connected
+from tests.support.models import make_draft, make_tiny_gemma3, make_tiny_llama
+from tests.support.shapes import (
     PROMPTS,
     Shape,
     add_tokenizer,
@@ -21,8 +23,6 @@ from support.shapes import (
     run_shape,
     wait_stored,
 )
-
-from kvoffd_client import AdminClient, BlockClient
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

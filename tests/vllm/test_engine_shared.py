@@ -12,17 +12,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
-from support.models import make_tiny_llama
-from support.redis_server import PROGRAM as REDIS
-from support.redis_server import RedisCluster, RedisServer
-from support.s3_server import PROGRAM as MOTO
-from support.s3_server import S3Server
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import SharedStats
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.support.models import make_tiny_llama
+from tests.support.redis_server import PROGRAM as REDIS
+from tests.support.redis_server import RedisCluster, RedisServer
+from tests.support.s3_server import PROGRAM as MOTO
+from tests.support.s3_server import S3Server
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.shapes, pytest.mark.timeout(900)]
 

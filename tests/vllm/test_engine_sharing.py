@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
-from support.models import make_tiny_gemma3, make_tiny_llama
-from support.waiting import wait_until
 
 from kvoffd_client import AdminClient, ClientOptions
 from kvoffd_proto.messages import NamespaceInfo, StatsReply
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import BLOCK_TOKENS, Completion, EngineProcess, full_blocks, prompt, wait_connected
+from tests.support.models import make_tiny_gemma3, make_tiny_llama
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.daemon import DaemonProcess
-from support.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
-from support.models import make_tiny_llama
 
 from kvoffd_client import AdminClient
 from kvoffd_proto.messages import StatsReply
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import EngineProcess, full_blocks, prompt, wait_connected, wait_stats
+from tests.support.models import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from support.ordered_sender import wait_sent
-from support.stub_cuda import StubCuda, fresh_stub
-from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
-from support.waiting import wait_until
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
@@ -23,6 +19,10 @@ from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWor
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import CudaIpcHandle, TensorLayout
 from kvoffd_proto.messages import JobResult
+from tests.support.ordered_sender import wait_sent
+from tests.support.stub_cuda import StubCuda, fresh_stub
+from tests.support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
+from tests.support.waiting import wait_until
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))

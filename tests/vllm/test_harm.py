@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from support.manager_harness import KEYS, ManagerHarness
-from support.vllm_fakes import Clock, key
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffd_client.vllm import connector_stats as stats
@@ -25,6 +23,8 @@ from kvoffd_client.vllm.harm import (
 )
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prefill_rate import PrefillRate
+from tests.support.manager_harness import KEYS, ManagerHarness
+from tests.support.vllm_fakes import Clock, key
 
 SUFFIX = (0).to_bytes(4, "big")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from support.vllm_fakes import block_hash, key
 from vllm.v1.kv_offload.base import Medium
 
 from kvoffd_client.vllm.offloading_manager import KvEventTranslator
 from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.support.vllm_fakes import block_hash, key
 
 
 def stored(*numbers: int, group: int = 0, medium: str = "CPU") -> BlockStored:

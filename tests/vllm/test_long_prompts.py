@@ -9,11 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.daemon import DaemonProcess
-from support.models import make_tiny_llama
-from support.vllm_config import cache_config, full_attention, make_config
-from support.vllm_fakes import block_hash
-from support.waiting import wait_until
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -32,6 +27,11 @@ from kvoffd_client.vllm.offloading_worker import KvoffdTransferResult, KvoffdWor
 from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupSpec
+from tests.support.daemon import DaemonProcess
+from tests.support.models import make_tiny_llama
+from tests.support.vllm_config import cache_config, full_attention, make_config
+from tests.support.vllm_fakes import block_hash
+from tests.support.waiting import wait_until
 
 BLOCKS = 62_500
 BLOCK_TOKENS = 16

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from support.manager_harness import HASHES, KEYS, ManagerHarness
-from support.vllm_fakes import Clock, FakeSchedulerClient
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvoffd_client.vllm.connector_stats import EARLY_LOOKUPS, LOOKUP_WAITS, LOOKUP_WAITS_IN_VAIN, LOOKUPS
@@ -21,6 +19,8 @@ from kvoffd_client.vllm.lookup_timing import (
 )
 from kvoffd_client.vllm.namespace_client import NamespaceClient
 from kvoffd_client.vllm.request_lookups import LookupSettings
+from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.support.vllm_fakes import Clock, FakeSchedulerClient
 
 
 class Waiting(ManagerHarness):

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from support.vllm_fakes import Clock, FakeSchedulerClient
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import MemoryReport, NamespacesDiffer, common_namespace
 from kvoffd_client.vllm.namespace_client import PATIENCE_S, EngineNamespace, NamespaceClient
+from tests.support.vllm_fakes import Clock, FakeSchedulerClient
 
 ONE = NamespaceSpec.named("one")
 OTHER = NamespaceSpec.named("other")

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.manager_harness import HASHES, KEYS, ManagerHarness
-from support.vllm_fakes import block_hash, key
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -29,6 +27,8 @@ from kvoffd_client.vllm.offloading_manager import StoreThreshold
 from kvoffd_client.vllm.offloading_spec import CONFIG_INFO
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import BlockStored
+from tests.support.manager_harness import HASHES, KEYS, ManagerHarness
+from tests.support.vllm_fakes import block_hash, key
 
 
 def test_an_answered_lookup_is_hits_and_misses_from_the_host() -> None:

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 
 from kvoffd_client import NamespaceSpec
@@ -21,6 +20,7 @@ from kvoffd_client.worker_client import WorkerClient
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.handles import PageRef, TensorLayout
 from kvoffd_proto.messages import GroupKeys, JobResult
+from tests.support.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
 KEYED = KeyedSpec((block_hash(1) + block_hash(2),))

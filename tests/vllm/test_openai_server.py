@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.daemon import DaemonProcess
-from support.engine import prompt
-from support.models import make_tiny_llama
-from support.shapes import add_tokenizer
-from support.waiting import wait_until
-from support.wire import stats
 
 from kvoffd_proto.messages import NamespaceStats
+from tests.support.daemon import DaemonProcess
+from tests.support.engine import prompt
+from tests.support.models import make_tiny_llama
+from tests.support.shapes import add_tokenizer
+from tests.support.waiting import wait_until
+from tests.support.wire import stats
 
 pytestmark = [pytest.mark.engine, pytest.mark.shapes, pytest.mark.timeout(600)]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from support.vllm_fakes import Clock, key
 
 from kvoffd_client.vllm.prefill_rate import SAMPLES, PrefillRate
+from tests.support.vllm_fakes import Clock, key
 
 TOKENS = {(0).to_bytes(4, "big"): 16, (7).to_bytes(4, "big"): 64}
 IDLE, DECODING = (), (1,) * 8

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.models import make_tiny_llama
-from support.vllm_config import cache_config, make_config
 from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -34,6 +32,8 @@ from kvoffd_proto.router_events import (
     StoredBlocks,
     router_hash,
 )
+from tests.support.models import make_tiny_llama
+from tests.support.vllm_config import cache_config, make_config
 
 BLOCK_TOKENS, KEY_BYTES = 32, 32
 ROOT = bytes(KEY_BYTES)

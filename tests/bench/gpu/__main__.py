@@ -83,8 +83,7 @@ def main() -> int:
         return 0
     library = options.library
     if options.double and not library:
-        sys.path.insert(0, str(ROOT / "tests"))  # as tests/conftest.py does
-        from support.stub_cuda import fresh_stub
+        from tests.support.stub_cuda import fresh_stub
 
         library = fresh_stub().path
         Path(library).parent.chmod(0o755)  # for another user's process

@@ -7,9 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.stub_cuda import fresh_stub
-
 from tests.bench.gpu.page import write_page
+from tests.support.stub_cuda import fresh_stub
 
 ROOT = Path(__file__).parents[3]
 

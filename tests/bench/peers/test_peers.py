@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waiting import wait_until
 
 from tests.bench.cpu_time import OthersShare, process_cpu_s
 from tests.bench.peers.play_kvoffd import KvoffdPlayer
@@ -18,6 +17,7 @@ from tests.bench.peers.servers import KvoffdServer, ServerFailed, idle_cpu_perce
 from tests.bench.peers.table import Row, table
 from tests.bench.report_file import number
 from tests.support.daemon import DaemonProcess
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 BURN = "import time; end = time.perf_counter() + {seconds}\nwhile time.perf_counter() < end: pass"

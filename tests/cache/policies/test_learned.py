@@ -12,9 +12,6 @@ from math import inf, nan
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
-from support.invariants import check_invariants
-from support.learned_check import check_learned
 
 from kvoffd.cache.cache import BlockCache
 from kvoffd.cache.namespace import Block, Namespace
@@ -23,6 +20,9 @@ from kvoffd.cache.policies.learned import BadRecord, Policy
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import READY
+from tests.support.cache_harness import CacheHarness, FoldedEvents, adopt_all, begin_store, keys_of, made
+from tests.support.invariants import check_invariants
+from tests.support.learned_check import check_learned
 
 CLASSES, BINS, EPOCHS_KEPT, REMEMBERED_POOLS = 77, 17, 320, 16
 """As in learned.h and spans.c."""

@@ -7,13 +7,13 @@ import struct
 import zlib
 
 import pytest
-from support.cache_harness import CacheHarness, keys_of
-from support.learned_check import check_learned
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policies import make_policy
 from kvoffd.cache.policies.learned import Policy
 from kvoffd_proto.messages import READY
+from tests.support.cache_harness import CacheHarness, keys_of
+from tests.support.learned_check import check_learned
 
 MIB = 1 << 20
 MOST_SEEN = 2**16 - 1

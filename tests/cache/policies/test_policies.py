@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint
 
 import pytest
-from support.cache_harness import CacheHarness, begin_store, keys_of
-from support.invariants import check_invariants
 
 from kvoffd.cache import policies
 from kvoffd.cache.namespace import Block, Namespace
@@ -15,6 +13,8 @@ from kvoffd.cache.policies.arc import Policy as ArcPolicy
 from kvoffd.cache.policies.gate import REMEMBERED_POOLS
 from kvoffd.errors import KvoffdError
 from kvoffd_proto.messages import ABSENT, BENCH_LABEL, READY
+from tests.support.cache_harness import CacheHarness, begin_store, keys_of
+from tests.support.invariants import check_invariants
 
 
 def blocks_of(count: int, first: int = 0) -> list[Block]:

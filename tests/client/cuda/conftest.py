@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.stub_cuda import StubCuda, fresh_stub
+
+from tests.support.stub_cuda import StubCuda, fresh_stub
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support.ordered_sender import wait_sent
 
 from kvoffd_client.cuda.order import OrderedSender
 from kvoffd_proto.errors import ErrorCode
+from tests.support.ordered_sender import wait_sent
 
 WAIT_S = 10.0
 

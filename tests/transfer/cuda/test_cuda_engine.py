@@ -9,9 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.copy_buffers import address_of, random_bytes
-from support.stub_cuda import DeviceBuffer, Ranges, StubCuda
-from support.waiting import wait_until
 
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.cuda_engine import BATCH_PAUSE_S, CudaEngine
@@ -20,6 +17,9 @@ from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.cuda.staging import STAGED_BYTES
 from kvoffd.transfer.engine import Direction, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
+from tests.support.copy_buffers import address_of, random_bytes
+from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
+from tests.support.waiting import wait_until
 
 FOREVER = float("inf")
 KIB = 1 << 10

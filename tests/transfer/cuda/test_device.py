@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from support.stub_cuda import StubCuda
 
 from kvoffd.transfer.cuda.device import NoSuchGpu, find_device, list_devices
+from tests.support.stub_cuda import StubCuda
 
 
 def test_gpus_are_listed_without_a_context(stub: StubCuda) -> None:

@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from support.copy_buffers import address_of, random_bytes
-from support.cuda_calls import copy_batch
-from support.stub_cuda import Ranges, StubCuda
 
 from kvoffd.transfer.cuda.driver import CudaDriver, CudaError, CudaMissing
+from tests.support.copy_buffers import address_of, random_bytes
+from tests.support.cuda_calls import copy_batch
+from tests.support.stub_cuda import Ranges, StubCuda
 
 
 def test_a_machine_without_a_driver_is_told_so() -> None:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.stub_cuda import Ranges, StubCuda, fresh_stub
-from support.waiting import wait_until
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
@@ -20,6 +18,8 @@ from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
 from kvoffd.transfer.cuda.handles import IpcExport, UnmappableHandle, VmmExport
 from kvoffd.transfer.engine import Direction, DirectionLoad, Outcome, Transfer
 from kvoffd.transfer.plan import Plan
+from tests.support.stub_cuda import Ranges, StubCuda, fresh_stub
+from tests.support.waiting import wait_until
 
 POOL = 16 << 20
 SIZE = 1 << 20

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from support.stub_cuda import DeviceBuffer, Ranges, StubCuda
 
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd.transfer.cuda.driver import CudaError
 from kvoffd.transfer.cuda.handles import GpuMappings, IpcExport, UnmappableHandle, VmmExport
 from kvoffd_proto.errors import ErrorCode
+from tests.support.stub_cuda import DeviceBuffer, Ranges, StubCuda
 
 SIZE = 1 << 20
 CHUNK = 2 << 20
